@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import click
+from weft.version import __version__
 
 from api.commands.places import refuse, say_as, settings_of, where
 
@@ -55,6 +56,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="weftd", message="%(prog)s %(version)s")
 def weftd() -> None:
     """Serve Weft, and hand out its keys."""
     # Whatever is made from here on (database, weights, sockets, and what workers make, who inherit this) is its user's.

@@ -89,7 +89,7 @@ def packed_telemetry(target: Target) -> list[int]:
 def wrong_numbers(target: Target) -> list[int]:
     """Nothing packed: as many numbers as a body may have, each of them wrong."""
     data = b'{"model_input":{"chunks":[{"type":"encoded_text","tokens":[%s]}]},"loss_fn_inputs":{}}'
-    return [target.post("forward", forward_json(data % (b"-1," * 1_900_000 + b"-1"), 6 * MIB), JSON)]
+    return [target.post("forward", forward_json(data % (b"-1," * 520_000 + b"-1"), 6 * MIB), JSON)]
 
 
 def many_objects(target: Target) -> list[int]:
@@ -132,6 +132,24 @@ def long_chat(target: Target) -> list[int]:
     message = {"role": "user", "content": "a 1 " * (5 * MIB)}
     body = json.dumps({"model": BASE_MODEL, "messages": [message], "max_tokens": 1}).encode()
     return [target.post("/v1/chat/completions", body, JSON)]
+
+
+def wrong_messages(target: Target) -> list[int]:
+    """As many messages as a body may have, each of them wrong."""
+    body = b'{"model": "%s", "messages": [%s1]}' % (BASE_MODEL.encode(), b"1," * 520_000)
+    return [target.post("/v1/chat/completions", body, JSON)]
+
+
+def many_stops(target: Target) -> list[int]:
+    """As many stop strings as a body may have."""
+    body = b'{"model": "%s", "prompt": "a", "stop": [%s"b"]}' % (BASE_MODEL.encode(), b'"a",' * 520_000)
+    return [target.post("/v1/completions", body, JSON)]
+
+
+def many_tokens(target: Target) -> list[int]:
+    """As long a prompt as a body may have, as tokens."""
+    body = b'{"model": "%s", "prompt": [%s1]}' % (BASE_MODEL.encode(), b"20," * 520_000)
+    return [target.post("/v1/completions", body, JSON)]
 
 
 def tokenized(target: Target) -> list[int]:
@@ -180,6 +198,18 @@ def half_sent_bodies(target: Target) -> list[int]:
     return []
 
 
+def long_trailer(target: Target) -> list[int]:
+    """A body in chunks, and behind it a header that does not end."""
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-API-Key: {target.key}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: "
+    )
+    with suppress(OSError), socket.create_connection(target.address, timeout=10) as connection:
+        connection.sendall(head.encode() + b"0\r\nX-A: ")
+        for _ in range(100):
+            connection.sendall(b"a" * MIB)
+    return []
+
+
 def many_steps(target: Target) -> list[int]:
     """Hundreds of dimuon steps of rank 128, without a token, sent at once and not waited for."""
     run = new_run(target.url, target.key, BASE_MODEL, rank=128, optimizer="dimuon")
@@ -223,11 +253,15 @@ ATTACKS: dict[str, Attack] = {
         long_shapes,
         long_text,
         long_chat,
+        wrong_messages,
+        many_stops,
+        many_tokens,
         tokenized,
         webhook,
         unknown_polls,
         half_sent_headers,
         half_sent_bodies,
+        long_trailer,
     )
 }
 #: What is accepted, and is to be weighed: these take the machines' time, not the front's.

@@ -5,8 +5,9 @@
 A real weftd, started on a data folder that was filled before: the runs of an organisation, each with four curves, two
 checkpoints and its optimizer steps; its usage over 90 days, settled as the service settles it; entries of the audit
 log. Each page is asked for by one client that is signed in, one request at a time, and read to its end: the median and
-the longest of `ROUNDS` times after one that warms up. `drawn_ms` is the same page in Chromium, from the click to its
-last chart, where Chromium is there.
+the longest of `ROUNDS` times after one that warms up, and the mean of the processor time that the server took for one,
+which a busy machine changes little. `drawn_ms` is the same page in Chromium, from the click to its last chart, where
+Chromium is there. `taskset -c 0,1` leaves it two cores.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import httpx
 import msgspec
+import psutil
 from playwright.sync_api import sync_playwright
 from serving import claim, machine
 from sqlalchemy import insert
@@ -229,19 +231,22 @@ def pages(runs: list[str]) -> dict[str, str]:
 
 def ask(server: Weftd, link: str, paths: dict[str, str], rounds: int) -> tuple[dict[str, dict[str, float]], str]:
     """Milliseconds of each, and the cookie."""
-    found = {}
+    found, process = {}, psutil.Process(server.process.pid)
     with httpx.Client(base_url=f"{server.url}/console", timeout=60, headers={"accept": "text/html"}) as http:
         http.post(f"/login/{link}", headers={"sec-fetch-site": "same-origin"})
         for name, path in paths.items():
-            times = []
-            for _ in range(rounds + 1):
+            http.get(path)
+            times, used = [], process.cpu_times()
+            for _ in range(rounds):
                 start = time.perf_counter()
                 reply = http.get(path)
                 times.append((time.perf_counter() - start) * 1000)
                 assert reply.status_code == 200, (path, reply.status_code, reply.text[:300])
+            now = process.cpu_times()
             found[name] = {
-                "median_ms": statistics.median(times[1:]),
-                "longest_ms": max(times[1:]),
+                "median_ms": statistics.median(times),
+                "longest_ms": max(times),
+                "cpu_ms": (now.user + now.system - used.user - used.system) * 1000 / rounds,
                 "bytes": len(reply.content),
             }
         return found, http.cookies["weft_console"]
@@ -283,13 +288,17 @@ def main() -> None:
         found[name]["drawn_ms"] = milliseconds
     slowest = max(each["median_ms"] for each in found.values())
     claims = [claim("the slowest page, ms", slowest, GOAL_MS, slowest <= GOAL_MS)]
+    if drawn:
+        slowest = max(drawn.values())
+        claims.append(claim("the slowest page drawn, ms", slowest, GOAL_MS, slowest <= GOAL_MS))
     result = {"machine": machine(), "runs": runs, "events": events, "pages": found, "claims": claims}
     if options.json:
         print(json.dumps(result, indent=2))
         return
     for name, each in found.items():
         shown = f", drawn {each['drawn_ms']:.0f} ms" if "drawn_ms" in each else ""
-        print(f"{name:32} {each['median_ms']:7.0f} ms, longest {each['longest_ms']:.0f} ms{shown}")
+        took = f"{each['median_ms']:7.0f} ms, longest {each['longest_ms']:.0f} ms, processor {each['cpu_ms']:.0f} ms"
+        print(f"{name:32} {took}{shown}")
 
 
 if __name__ == "__main__":

@@ -213,11 +213,16 @@ def neighbour() -> str:
 def console() -> str:
     found = read("console")
     rows = [
-        (name, *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "drawn_ms")))
+        (
+            name,
+            *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "cpu_ms", "drawn_ms")),
+        )
         for name, each in found["pages"].items()
     ]
-    goal = ("goal", f"{found['claims'][0]['target']}", "", "")
-    table = grid(("page", "median, ms", "longest, ms", "drawn, ms"), [*rows, goal])
+    goal = f"{found['claims'][0]['target']}"
+    table = grid(
+        ("page", "median, ms", "longest, ms", "processor, ms", "drawn, ms"), [*rows, ("goal", goal, "", "", goal)]
+    )
     return taken(found) + "\n\n" + table
 
 
@@ -233,6 +238,16 @@ def simulated() -> str:
         shares = [f"{each[name]:.0%}" for name in ("utilisation", "trainer_wait")]
         rows.append((each["tenants"], each["order"], *shares, rate, half_way, f"{each['usd_per_mtok']:.2f}", *waits))
     return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
+
+
+def leader() -> str:
+    found = read("leader")
+    parts = found["cpu_ms_per_operation"]
+    theirs = sum(parts[who] for who in ("leader", "redis", "postgresql"))
+    sums = {**parts, "leader, redis and postgresql": theirs, "all": sum(parts.values())}
+    rows = [(who, f"{cpu_ms:.3f}", number(2000 / cpu_ms)) for who, cpu_ms in sums.items()]
+    head = ("", "processor time of an operation, ms", "a second on two cores at most")
+    return f"{claims('leader')}\n\n{grid(head, rows)}"
 
 
 def families() -> str:
@@ -339,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "backfill": backfill,
     "ledger": ledger,
+    "leader": leader,
     "neighbour": neighbour,
     "console": console,
     "scale": lambda: claims("scale", "ranks"),

@@ -1,6 +1,6 @@
 """What a mismatch of sampler and trainer does to RL, and what holds against it.
 
-    python bench/mismatch.py [--json] [--plot FILE] [--quick]
+    python bench/mismatch.py [--json] [--plot FILE] [--quick] [--followed]
 
 Drift: a `weftd` with the built-in model, whose generator has other base weights than its trainer: Gaussian noise of
 NOISE times the standard deviation of each matrix, the same from beginning to end. RL on sums with each of LOSSES, from
@@ -15,6 +15,8 @@ added to what its routers choose by ("rounding", as an engine that computes in a
 has it), or to their weights ("weights"). The trainer's decoder, which has no noise, reads the same tokens, with its own
 choice of experts and with the sampler's (`routed_experts`).
 
+--followed: the first of these alone, with a sampler that beside its noise takes FOLLOWED of each adapter's scale, as
+one does that loses part of every update: what is off then grows with what is learned.
 --quick shows that the command runs.
 """
 
@@ -45,9 +47,14 @@ from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 from api import cli
 from api.server import worker_programs
+from api.server.worker_process import WorkerProgram
+from scheduler.links.configs import WorkerConfig
+from workers import __main__ as workers
 from workers.generator.engine import GenerateRequest
 from workers.generator.engine import SamplingParams as EngineParams
 from workers.generator.torch_engine import TorchEngine
+from workers.leave import leave
+from workers.model.adapters.adapter import Adapter
 from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.logprobs import target_logprobs
@@ -59,7 +66,7 @@ LOSSES = {
     "ppo": rl.losses.ppo(),
     "icepop": rl.losses.icepop(old=True),
 }
-NOISE, RATE, RANK = 0.1, 1e-3, 16
+NOISE, RATE, RANK, FOLLOWED = 0.1, 1e-3, 16, 0.5
 #: Tasks of a batch, rollouts of each, and optimizer steps on it.
 BATCH, SIZE, STEPS = 12, 8, 4
 #: Others than those that noise and rate were chosen with, which were 0 and 1.
@@ -74,6 +81,8 @@ class Setting:
     steps: int
     losses: tuple[str, ...]
     seeds: Sequence[int]
+    #: How much of each adapter's scale the sampler takes.
+    followed: float = 1.0
 
 
 SETTINGS = {
@@ -81,6 +90,7 @@ SETTINGS = {
     "without noise": Setting(0.0, STEPS, ("importance_sampling", "icepop"), SEEDS[:3]),
     "one step": Setting(NOISE, 1, ("importance_sampling", "icepop"), SEEDS[:3]),
 }
+PARTLY = {"noise, part of each update": Setting(NOISE, STEPS, tuple(LOSSES), SEEDS[:3], FOLLOWED)}
 #: Of the routers, in units of their logits and of their weights' standard deviation.
 ROUNDING = (1e-4, 1e-3, 1e-2, 1e-1)
 VOCABULARY = 1500
@@ -99,14 +109,34 @@ def disturbed(folder: Path, noise: float) -> None:
         save_file(weights, file, metadata={"format": "pt"})
 
 
-def serve_with(sampler: Path, arguments: Sequence[str]) -> None:
+def serve_with(followed: str, sampler: Path, arguments: Sequence[str]) -> None:
     """`weftd serve`, whose generator reads the base model from the folder `sampler`."""
-    generator = worker_programs._generator
+    generator, program = worker_programs._generator, worker_programs._program
+
+    def programmed(role: str, config: WorkerConfig) -> WorkerProgram:
+        command = [sys.executable, __file__, "--generator", followed, "generator"]
+        made = program(role, config)
+        return replace(made, command=command) if role.startswith("generator") else made
+
+    worker_programs._program = programmed
     worker_programs._generator = lambda settings, models, engine: generator(
         settings, dict.fromkeys(models, sampler), engine
     )
     sys.argv = ["weftd", *arguments]
     cli.main()
+
+
+def generate(followed: float, arguments: Sequence[str]) -> None:
+    """A generator that takes so much of each adapter's scale."""
+    load = TorchEngine._load
+
+    def partly(self: TorchEngine, folder: Path) -> tuple[Adapter, int]:
+        adapter, version = load(self, folder)
+        adapter.scale *= followed
+        return adapter, version
+
+    TorchEngine._load = partly  # type: ignore[method-assign]
+    leave(workers.main(arguments))
 
 
 class Drift:
@@ -188,7 +218,7 @@ def drift(setting: Setting, batches: int) -> dict[str, dict[str, list[list[float
     with tempfile.TemporaryDirectory(prefix="weft-mismatch-") as temporary:
         folder = Path(temporary, "model")
         disturbed(folder, setting.noise)
-        program = (sys.executable, __file__, "--serve", str(folder))
+        program = (sys.executable, __file__, "--serve", str(setting.followed), str(folder))
         with (
             serve(program=program) as (url, data_dir),
             weft.ServiceClient(base_url=url, api_key=make_key(data_dir, "bench")) as service,
@@ -294,8 +324,8 @@ def quarter(drifted: dict[str, Any], loss: str, what: str, *, first: bool = Fals
     return fmean(value for run in runs for value in (run[:count] if first else run[-count:]))
 
 
-def claims(drifts: dict[str, Any], routed: dict[str, Any]) -> list[dict[str, Any]]:
-    drifted, found = drifts["noise"], []
+def claims_of_drift(drifted: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
     for loss, grows in (("importance_sampling", True), ("icepop", False)):
         grown = quarter(drifted, loss, "mismatch_kl") / quarter(drifted, loss, "mismatch_kl", first=True)
         goal = "grows past" if grows else "stays below"
@@ -304,9 +334,12 @@ def claims(drifts: dict[str, Any], routed: dict[str, Any]) -> list[dict[str, Any
     apart = quarter(drifted, "importance_sampling", "mismatch_kl") / quarter(drifted, "icepop", "mismatch_kl")
     found.append(claim("mismatch KL of importance_sampling / icepop, last quarter", apart, 2.0, apart >= 2.0))
     ahead = quarter(drifted, "icepop", "reward") - quarter(drifted, "importance_sampling", "reward")
-    found.append(claim("final reward of icepop less that of importance_sampling", ahead, 0.0, ahead >= 0))
+    return [*found, claim("final reward of icepop less that of importance_sampling", ahead, 0.0, ahead >= 0)]
+
+
+def claims_of_routing(routed: dict[str, Any]) -> list[dict[str, Any]]:
     worst = routed["rounding"][-1]
-    found.append(claim("mismatch KL of the largest rounding", worst["free"], 1e-4, worst["free"] > 1e-4))
+    found = [claim("mismatch KL of the largest rounding", worst["free"], 1e-4, worst["free"] > 1e-4)]
     highest = max(point["replayed"] for point in routed["rounding"])
     return [*found, claim("the same with routing replay, at most", highest, 1e-10, highest <= 1e-10)]
 
@@ -340,13 +373,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--plot", type=Path, help="draw it here")
     parser.add_argument("--quick", action="store_true", help="one seed, two batches")
+    parser.add_argument("--followed", action="store_true", help="a sampler that loses part of every update, alone")
     args = parser.parse_args()
-    batches, prompts, settings = 30, 16, SETTINGS
+    batches, prompts, settings = 30, 16, PARTLY if args.followed else SETTINGS
     if args.quick:
         batches, prompts = 2, 4
-        settings = {name: replace(each, seeds=each.seeds[:1]) for name, each in SETTINGS.items()}
+        settings = {name: replace(each, seeds=each.seeds[:1]) for name, each in settings.items()}
     drifts = {name: drift(each, batches) for name, each in settings.items()}
-    routed = routing(prompts, 16)
+    routed = {} if args.followed else routing(prompts, 16)
     result = {
         "bench": "mismatch",
         "compares": "losses under noise in the sampler's weights; routing replay under noise in the sampler's routers",
@@ -355,7 +389,7 @@ def main() -> None:
         "settings": {name: asdict(each) | {"seeds": list(each.seeds)} for name, each in settings.items()},
         "drift": drifts,
         "routing": routed,
-        "claims": claims(drifts, routed),
+        "claims": claims_of_drift(next(iter(drifts.values()))) + (claims_of_routing(routed) if routed else []),
     }
     if args.plot:
         plot(result, args.plot)
@@ -364,6 +398,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve_with(Path(sys.argv[2]), sys.argv[3:])
+        serve_with(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    elif sys.argv[1:2] == ["--generator"]:
+        generate(float(sys.argv[2]), sys.argv[3:])
     else:
         main()

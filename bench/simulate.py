@@ -1,179 +1,325 @@
-"""The simulator's trainers beside two real ones: loads that it has not seen, predicted within a tenth.
+"""The simulator's trainers beside real ones: loads that it has not seen, predicted within a tenth.
 
-    python bench/simulate.py [--json]
+    python bench/simulate.py [--json] [--rounds 2]           # eight minutes
 
-An embedded service with two trainers of one thread each. What a pass takes is found with eight clients (both trainers
-at work, on cores that clients and server share): one short sequence each fills an eighth of a pass at most, eight
-long ones fill it. What a client takes between two steps is found with one client alone. Then other loads, which keep
-both trainers at work, are played on the virtual clock and on the service: trained tokens per second, of clients with
-two steps in flight. A load that is off is calibrated for and measured again, at most TRIES times: other work on the
-machine disturbs both. `weftd simulate --check` is the same of generators.
+Two embedded services, one with one trainer and one with two, each trainer with one thread, on cores that clients and
+servers share. Two things are found with loads that are not predicted: what a pass takes (`calibrate_trainer`), from
+five that differ in stages, slices, steps and tokens, in processor time of the trainers, which other work on the machine
+makes little longer; and what a client takes between two steps, with one client alone. Then other loads are played on
+the virtual clock. All loads run on both services in turns, and rounds are summed, so that what disturbs one disturbs
+all. `weftd simulate --check` is the same of generators.
+
+Of each load, as played and as measured:
+
+- tokens in a pass, and the trainers' processor time of a pass;
+- trained tokens in the time of a pass: that of the load `large`, played and on the wall in the same rounds, so that a
+  machine that is slowed is no error;
+- what each tenant had of it: the part of all tokens that went to another tenant than was played.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sqlite3
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+import psutil
 import tinker
 from path import ADAM, batch
 from serving import BASE_MODEL, claim, machine, make_key, serve
 
+from scheduler.order.homes import STAY_S
+from scheduler.simulator.calibration import calibrate_trainer
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Simulation
+from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
-TENANTS, PASS_TOKENS, RANK, TRIES, TOLERANCE = 8, 2048, 8, 3, 0.1
+TENANTS, PASS_TOKENS, RANK, TOLERANCE = 16, 2048, 8, 0.1
 CONFIG = f"""
 [trainer]
 threads = 1
-replicas = 2
+replicas = {{trainers}}
 pass_tokens = {PASS_TOKENS}
 [generator]
 threads = 1
 """
-#: Seconds that a load runs before it counts, and while it counts; and on the virtual clock.
-WARM_S, COUNTED_S, PLAYED_S = 4.0, 12.0, 300.0
-#: What is predicted: the sequences of each tenant's batch, and their length.
-CASES = {
-    "three alike": [(4, 128)] * 3,
-    "six of several sizes": [(2, 64), (2, 64), (4, 64), (4, 128), (8, 128), (8, 128)],
-    "eight short": [(8, 64)] * 8,
-}
+#: Seconds that a load runs before it counts, and while it counts, in a round; and on the virtual clock. Where it counts
+#: what lives where, it takes longer: placing remembers what other runs were served (`scheduler.order.homes`).
+WARM_S, PLACED_S, COUNTED_S, PLAYED_S = 1.0, 2 * STAY_S, 4.0, 200.0
 
 
 @dataclass(frozen=True)
-class Counted:
-    tokens: int
-    passes: int
-    busy_s: float
-    seconds: float
+class Load:
+    """Each client trains on a batch of (sequences, length) again and again: `backwards` forward_backwards and a step,
+    with so many of those in flight. A batch is one slice."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+    batches: Sequence[tuple[int, int]]
+    in_flight: int = 2
+    backwards: int = 1
+
+
+CALIBRATING = {
+    "alone": Load([(1, 32)], in_flight=1),
+    "few": Load([(1, 64)] * 2),
+    "many": Load([(1, 64)] * 8),
+    "gathering": Load([(1, 64)] * 8, backwards=4),
+    "large": Load([(8, 128)] * 8),
+}
+CASES = {
+    "three alike": Load([(4, 128)] * 3),
+    "short sequences": Load([(8, 32)] * 8),
+    "long sequences": Load([(2, 512)] * 4),
+    "many tenants": Load([(4, 64)] * TENANTS),
+    "uneven": Load([(2, 64), (2, 64), (4, 64), (4, 128), (8, 128), (8, 128)]),
+}
+LOADS = {**CALIBRATING, **CASES}
+
+
+@dataclass
+class Pass:
+    """One that was, from the timings of its operations; times in seconds since 1970."""
+
+    tokens: int
+    began_s: float = math.inf
+    ended_s: float = 0.0
+    backwards: Counter[str] = field(default_factory=Counter)  # by tenant
+    steps: Counter[str] = field(default_factory=Counter)  # by tenant
+    stages: set[int] = field(default_factory=set)
+
+    def join(self, tenant: str, kind: str, begins_s: float, ends_s: float) -> None:
+        """Operations come in a run's order, and each tenant has one run here."""
+        self.began_s, self.ended_s = min(self.began_s, begins_s), max(self.ended_s, ends_s)
+        if kind == "optim_step":
+            self.steps[tenant] += 1
+        elif kind == "forward_backward":
+            self.backwards[tenant] += 1
+            self.stages.add(self.steps[tenant])
+
+
+@dataclass
+class Counted:
+    """What a load has done: `work` in processor time of the trainers, and on the wall the time of all and of passes."""
+
+    work: Work = field(default_factory=Work)
+    wall_s: float = 0.0
+    passes_s: float = 0.0
+    backwards: Counter[str] = field(default_factory=Counter)
+
+    def add(self, window: Window, passes: Sequence[Pass]) -> None:
+        inside = [one for one in passes if window.began_s <= one.ended_s < window.ended_s]
+        for one in inside:
+            counts = one.backwards.total(), one.steps.total(), one.tokens
+            self.work.add(Work(int(one.tokens > 0), len(one.stages), *counts))
+            self.passes_s += one.ended_s - one.began_s
+            self.backwards += one.backwards
+        self.work.seconds += window.cpu_s
+        self.wall_s += window.ended_s - window.began_s
+
+
+@dataclass(frozen=True)
+class Window:
+    """A time in which a load was counted: its ends in seconds since 1970, and the trainers' processor time between."""
+
+    load: str
+    began_s: float
+    ended_s: float
+    cpu_s: float
 
 
 class Service:
-    def __init__(self, url: str, data_dir: Path) -> None:
-        keys = [make_key(data_dir, f"tenant-{i}") for i in range(TENANTS)]
-        self._http = httpx.Client(base_url=url, headers={"X-API-Key": keys[0]}, timeout=60)
-        self._runs = [
-            tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client(BASE_MODEL, rank=RANK).result()
-            for key in keys
-        ]
+    """A server with its trainers, and its clients."""
 
-    def counted(self, sizes: Sequence[tuple[int, int]], in_flight: int = 2) -> Counted:
-        """A client for each batch trains on it again and again; counted in the middle."""
-        over: list[bool] = []
+    def __init__(self, url: str, data_dir: Path) -> None:
+        self._database = data_dir / "weft.db"
+        self._server = psutil.Process(int((data_dir / "server.lock").read_text()))
+        keys = [make_key(data_dir, f"tenant-{i}") for i in range(TENANTS)]
+        self._clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
+        self._runs: dict[str, list[Any]] = {}
+
+    def runs_of(self, load: str) -> list[Any]:
+        """One of each tenant, for this load alone."""
+        if load not in self._runs:
+            clients = self._clients[: len(LOADS[load].batches)]
+            made = [client.create_lora_training_client(BASE_MODEL, rank=RANK) for client in clients]
+            self._runs[load] = [one.result() for one in made]
+        return self._runs[load]
+
+    def counted(self, name: str, warm_s: float) -> Window:
+        """All clients of a load at work; counted in the middle."""
+        load, runs, over = LOADS[name], self.runs_of(name), list[bool]()
 
         def train(number: int) -> None:
-            run, data, open_steps = self._runs[number], batch(*sizes[number], seed=number), deque[Any]()
+            run, data, open_steps = runs[number], batch(*load.batches[number], seed=number), deque[Any]()
             while not over:
-                if len(open_steps) == in_flight:
+                if len(open_steps) == load.in_flight:
                     for future in open_steps.popleft():
                         future.result()
-                open_steps.append((run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)))
+                gathered = [run.forward_backward(data, "cross_entropy") for _ in range(load.backwards)]
+                open_steps.append([*gathered, run.optim_step(ADAM)])
             for step in open_steps:
                 for future in step:
                     future.result()
 
         with ThreadPoolExecutor(TENANTS) as pool:
-            working = [pool.submit(train, number) for number in range(len(sizes))]
+            working = [pool.submit(train, number) for number in range(len(runs))]
             try:
-                time.sleep(WARM_S)
-                before, began = self._stats(), time.monotonic()
+                time.sleep(warm_s)
+                began_s, before_s = time.time(), self._cpu_s()
                 time.sleep(COUNTED_S)
-                after, seconds = self._stats(), time.monotonic() - began
+                ended_s, after_s = time.time(), self._cpu_s()
             finally:
                 over.append(True)
             for work in working:
                 work.result()
-        tokens, passes, busy_s = (after[name] - before[name] for name in ("tokens", "passes", "busy_s"))
-        return Counted(int(tokens), int(passes), busy_s, seconds)
+        return Window(name, began_s, ended_s, after_s - before_s)
 
-    def _stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._http.get("/api/v1/weft/stats").json()["trainer"]
-        return found
+    def _cpu_s(self) -> float:
+        """Processor time of the trainers so far."""
+        trainers = [child for child in self._server.children() if child.name() == "weft-trainer"]
+        return sum(sum(trainer.cpu_times()[:2]) for trainer in trainers)
 
-    def calibrated(self) -> Cluster:
-        small, large = self.counted([(1, 64)] * TENANTS, in_flight=1), self.counted([(8, 128)] * TENANTS)
-        each = [(found.tokens / found.passes, found.busy_s / found.passes) for found in (small, large)]
-        if each[1][0] <= 2 * each[0][0] or each[1][1] <= each[0][1]:
-            found = "; ".join(f"{tokens:.0f} tokens in {seconds:.4f} s" for tokens, seconds in each)
-            raise RuntimeError(f"passes of few and of many tokens cannot be told apart ({found}): run it alone")
-        rate = (each[1][0] - each[0][0]) / (each[1][1] - each[0][1])
-        pass_s = max(0.0, each[1][1] - each[1][0] / rate)
-        alone = self.counted([(1, 32)], in_flight=1)
-        steps = alone.tokens / 32
-        return Cluster(
-            replicas=1,
-            gpus_per_replica=1,
-            slots=1,
-            turnaround_s=max(0.0, (alone.seconds - alone.busy_s) / steps),
-            trainers=2,
-            ranks=1,
-            trained_tokens_per_s_per_gpu=rate,
-            pass_s=pass_s,
-            pass_tokens=PASS_TOKENS,
-        )
+    def passes(self) -> list[Pass]:
+        """All that were, from the times of the operations in them."""
+        found: dict[int, Pass] = {}
+        with closing(sqlite3.connect(self._database)) as database:
+            asked = (
+                "SELECT organisations.name, kind, accepted_at, timings FROM operations"
+                " JOIN organisations ON organisations.id = org_id WHERE timings IS NOT NULL ORDER BY lane, seq"
+            )
+            for tenant, kind, accepted_at, timings in database.execute(asked):
+                accepted_s = datetime.fromisoformat(accepted_at).replace(tzinfo=UTC).timestamp()
+                for number, begins_us, ends_us, _, _, tokens in json.loads(timings)["stretches"]:
+                    one = found.setdefault(number, Pass(tokens))
+                    one.join(tenant, kind, accepted_s + begins_us / 1e6, accepted_s + ends_us / 1e6)
+        return list(found.values())
 
 
-def predicted(cluster: Cluster, sizes: Sequence[tuple[int, int]]) -> float:
+def in_turns(reals: Mapping[int, Service], rounds: int) -> dict[int, dict[str, Counted]]:
+    """All loads on all services, after a round that does not count."""
+    windows: dict[int, list[Window]] = {trainers: [] for trainers in reals}
+    for turn in range(rounds + 1):
+        for name in LOADS:
+            for trainers, real in reals.items():
+                placed = turn > 0 and trainers > 1 and name in CASES
+                window = real.counted(name, PLACED_S if placed else WARM_S)
+                windows[trainers] += [window] * (turn > 0)
+    found = {trainers: {name: Counted() for name in LOADS} for trainers in reals}
+    for trainers, real in reals.items():
+        passes = real.passes()
+        for window in windows[trainers]:
+            found[trainers][window.load].add(window, passes)
+    return found
+
+
+def calibrated(trainers: int, found: Mapping[str, Counted]) -> Cluster:
+    """Time is processor time of the trainers: what passes on the wall beside them is told in it."""
+    machine = Cluster(replicas=1, gpus_per_replica=1, slots=1, trainers=trainers, pass_tokens=PASS_TOKENS)
+    machine = calibrate_trainer(machine, [found[name].work for name in CALIBRATING])
+    alone = found["alone"]
+    beside_s = (alone.wall_s - alone.passes_s) / alone.work.light * alone.work.seconds / alone.passes_s
+    return replace(machine, turnaround_s=max(0.0, beside_s))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a load, played or measured. `tokens_in_a_pass_s`: in the time of a pass of the load "large"."""
+
+    tokens_of_a_pass: float
+    pass_cpu_ms: float
+    tokens_in_a_pass_s: float
+    parts: list[float]
+
+    @classmethod
+    def of(cls, work: Work, tokens_per_s: float, pass_s: float, parts: Sequence[float]) -> Figures:
+        per_pass = work.tokens / work.passes, 1e3 * work.seconds / work.passes
+        return cls(*per_pass, tokens_per_s * pass_s, [part / sum(parts) for part in parts])
+
+    def off(self, other: Figures) -> dict[str, float]:
+        """Relative errors of these figures, which were played; and the part of the tokens that others had."""
+        found = {
+            name: getattr(self, name) / getattr(other, name) - 1
+            for name in ("tokens_of_a_pass", "pass_cpu_ms", "tokens_in_a_pass_s")
+        }
+        parts = zip(self.parts, other.parts, strict=True)
+        return found | {"went_to_others": sum(abs(mine - theirs) for mine, theirs in parts) / 2}
+
+
+def played(cluster: Cluster, load: Load, pass_s: float) -> Figures:
     loads = [
-        Workload("loop", 1, sequences, prompt=0, lengths=(length,), samples=False, overlap=1)
-        for sequences, length in sizes
+        Workload("loop", 1, sequences, prompt=0, lengths=(length,), samples=False, overlap=load.in_flight - 1)
+        for sequences, length in load.batches
     ]
-    played = Simulation(cluster, loads).run(PLAYED_S, WARM_S)
-    return played.trained_tokens / played.seconds
+    result = Simulation(cluster, loads).run(PLAYED_S, WARM_S)
+    trained = [tenant.trained_tokens for tenant in result.tenants]
+    return Figures.of(result.trainers, result.trained_tokens / result.seconds, pass_s, trained)
+
+
+def measured(found: Counted, load: Load, pass_s: float) -> Figures:
+    tokens = [math.prod(size) * found.backwards[f"tenant-{i}"] for i, size in enumerate(load.batches)]
+    return Figures.of(found.work, found.work.tokens / found.wall_s, pass_s, tokens)
 
 
 @contextmanager
-def service() -> Iterator[Service]:
+def service(trainers: int) -> Iterator[Service]:
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         config = Path(folder) / "weft.toml"
-        config.write_text(CONFIG)
+        config.write_text(CONFIG.format(trainers=trainers))
         with serve("--config", str(config)) as (url, data_dir):
             yield Service(url, data_dir)
+
+
+def beside(trainers: int, found: Mapping[str, Counted]) -> dict[str, Any]:
+    """What was played beside what was measured, with so many trainers."""
+    cluster, large = calibrated(trainers, found), found["large"]
+    counts = large.work
+    played_s = cluster.pass_takes_s(
+        *(of / counts.passes for of in (counts.tokens, counts.stages, counts.slices, counts.light))
+    )
+    measured_s = large.passes_s / counts.passes
+    loads = {}
+    for name in LOADS:
+        mine = played(cluster, LOADS[name], played_s) if LOADS[name].backwards == 1 else None
+        if mine is None:
+            continue
+        theirs = measured(found[name], LOADS[name], measured_s)
+        loads[name] = {"played": asdict(mine), "measured": asdict(theirs), "off": mine.off(theirs)}
+    rate = cluster.trained_tokens_per_s_per_gpu
+    times = {"stage": cluster.pass_s, "slice": cluster.slice_s, "step": cluster.light_s, "token": 1 / rate}
+    times["turnaround"] = cluster.turnaround_s
+    return {"cpu_ms": {name: 1e3 * of for name, of in times.items()}, "loads": loads,
+            "counted": {name: {**asdict(one.work), "wall_s": one.wall_s} for name, one in found.items()}}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
-    cases: dict[str, dict[str, float]] = {}
-    with service() as real:
-        real.counted([(8, 128)] * TENANTS)  # warm, and shared between both trainers
-        for name, sizes in CASES.items():
-            for tries in range(1, TRIES + 1):
-                cluster = real.calibrated()
-                measured, foretold = real.counted(sizes).tokens_per_s, predicted(cluster, sizes)
-                off = abs(foretold / measured - 1)
-                cases[name] = {"measured": measured, "predicted": foretold, "off": off, "tries": tries}
-                cases[name] |= {"pass_s": cluster.pass_s, "turnaround_s": cluster.turnaround_s}
-                cases[name] |= {"tokens_per_s_of_a_trainer": cluster.trained_tokens_per_s_per_gpu}
-                if off <= TOLERANCE:
-                    break
-    result = {
-        "bench": "simulate",
-        "compares": "trained tokens per second of two trainers, as played and as measured",
-        "machine": machine(),
-        "cases": cases,
-        "claims": [
-            claim(f"two trainers, {name}: off by", case["off"], TOLERANCE, case["off"] <= TOLERANCE)
-            for name, case in cases.items()
-        ],
-    }
+    taken_with = machine()
+    with ExitStack() as stack:
+        reals = {trainers: stack.enter_context(service(trainers)) for trainers in (1, 2)}
+        found = in_turns(reals, args.rounds)
+    results = {f"{trainers}": beside(trainers, found[trainers]) for trainers in found}
+    claims = [
+        claim(f"trainers: {trainers}, {name}: {what}", abs(off), TOLERANCE, abs(off) <= TOLERANCE)
+        for trainers, result in results.items()
+        for name in CASES
+        for what, off in result["loads"][name]["off"].items()
+    ]
+    told = {"bench": "simulate", "compares": "real trainers with simulated ones", "machine": taken_with}
+    result = {**told, "trainers": results, "claims": claims}
     print(json.dumps(result) if args.json else json.dumps(result, indent=2))
 
 

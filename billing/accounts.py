@@ -14,31 +14,36 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import and_, bindparam, exists, insert, select, update
+from sqlalchemy import Select, and_, bindparam, exists, insert, select, update
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from billing.wallets import available_nusd, make_wallets
-from store.bulk import insert_into
+from store.bulk import among, insert_into
 from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
 
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
 _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
-_OF_PAYER = and_(_B.org_id == _W.org_id, _B.scope_id.in_(bindparam("scopes", expanding=True)))
-_OF_TIME = and_(_P.budget_id == _B.id, _P.start.in_(bindparam("starts", expanding=True)))
-#: Each wallet with each of its budgets and that budget's periods: one row with None for them if there are none.
-_READ = (
-    select(
-        *(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd, _HAS_GRANTS),
-        *(_B.id, _B.org_id, _B.scope, _B.scope_id, _B.period, _B.limit_nusd, _B.hard, _B.alert_pcts),
-        *(_P.start, _P.spent_nusd, _P.held_nusd),
+
+
+def _read(dialect: str) -> Select[Any]:
+    """Each wallet with each of its budgets and that budget's periods: one row with None for them if there are none."""
+    of_payer = and_(_B.org_id == _W.org_id, among(_B.scope_id, "scopes")[dialect])
+    of_time = and_(_P.budget_id == _B.id, among(_P.start, "starts")[dialect])
+    return (
+        select(
+            *(_W.org_id, _W.mode, _W.balance_nusd, _W.held_nusd, _W.overdraft_nusd, _HAS_GRANTS),
+            *(_B.id, _B.org_id, _B.scope, _B.scope_id, _B.period, _B.limit_nusd, _B.hard, _B.alert_pcts),
+            *(_P.start, _P.spent_nusd, _P.held_nusd),
+        )
+        .select_from(Wallet.__table__.outerjoin(Budget.__table__, of_payer).outerjoin(BudgetPeriod.__table__, of_time))
+        .where(among(_W.org_id, "orgs")[dialect])
     )
-    .select_from(
-        Wallet.__table__.outerjoin(Budget.__table__, _OF_PAYER).outerjoin(BudgetPeriod.__table__, _OF_TIME),
-    )
-    .where(_W.org_id.in_(bindparam("orgs", expanding=True)))
-)
+
+
+_READ = {dialect: _read(dialect) for dialect in ("postgresql", "sqlite")}
 _GRANTS = select(_G.id, _G.org_id, _G.kind, _G.remaining_nusd, _G.created_at, _G.expires_at)
 _SET_WALLET = (
     update(Wallet)
@@ -231,10 +236,11 @@ class Accounts:
         months = {period_start("month", when) for when in at}
         wanted = {"orgs": org_ids, "scopes": sorted(scope_ids), "starts": [EVER, *sorted(months)]}
         connection = self._session.connection()
-        rows = connection.execute(_READ, wanted).all()
+        read = _READ[connection.dialect.name]
+        rows = connection.execute(read, wanted).all()
         if len({row[0] for row in rows}) < len(org_ids):
             make_wallets(self._session, org_ids)
-            rows = connection.execute(_READ, wanted).all()
+            rows = connection.execute(read, wanted).all()
         self._wallets = {row[0]: WalletRow(*row[:5]) for row in rows}
         budgets = {row[6]: BudgetLimit(*row[6:14]) for row in rows if row[6] is not None}
         for limit in budgets.values():

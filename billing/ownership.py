@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 import msgspec
 from sqlalchemy import Text, cast, select
@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from billing.reports import halves, whole
 from billing.tco import GpuHour, divide, pool_usd, usd_per_mtok
-from store.tables import Operation, UsageHour
+from store.tables import Operation, Organisation, UsageHour
 
 Pair = tuple[str, str]  # organisation, base model
 
@@ -35,6 +35,7 @@ class _Timings(msgspec.Struct):
 
 
 _TIMINGS = msgspec.json.Decoder(_Timings)
+_EPOCH = datetime(1970, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pai
     """Nano-dollars and tokens."""
     row = UsageHour
     columns = (row.org_id, row.base_model, row.kind)
-    query = select(*columns, *halves()).where(row.hour >= since, row.hour < until).group_by(*columns)
+    # The table's key is by organisation and then hour: with them named, these hours alone are read.
+    every = row.org_id.in_(select(Organisation.id))
+    query = select(*columns, *halves()).where(every, row.hour >= since, row.hour < until).group_by(*columns)
     paid: defaultdict[Pair, int] = defaultdict(int)
     tokens: defaultdict[Pair, int] = defaultdict(int)
     for org_id, base_model, kind, *sums in session.execute(query):
@@ -147,10 +150,12 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for org_id, base_model, is_sample, tokens, accepted_at, text in session.connection().execute(query):
         stretches, accepted_s = _TIMINGS.decode(text).stretches, _epoch_s(accepted_at)
-        covered = spans[bool(is_sample)]
-        for _, start, end, *_ in stretches:
+        covered, used_us = spans[bool(is_sample)], 0.0
+        own = max(1, tokens) / max(1, len(stretches))  # of each stretch, its share of the tokens
+        for _, start, end, _, _, total in stretches:
             covered.append((accepted_s + start / 1e6, accepted_s + end / 1e6))
-        parts[bool(is_sample)][org_id, base_model] += _own(tokens, stretches)
+            used_us += (end - start) * own / total if total > own else end - start
+        parts[bool(is_sample)][org_id, base_model] += used_us
     seconds: defaultdict[Pair, float] = defaultdict(float)
     for kind in (False, True):
         for pair, used in divide(covered_s(spans[kind]), parts[kind]).items():
@@ -161,13 +166,7 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
 def _epoch_s(text: str) -> float:
     """A stored instant; SQLite's text has no zone, and is UTC."""
     at = datetime.fromisoformat(text)
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-
-
-def _own(tokens: int, stretches: list[Stretch]) -> float:
-    """Microseconds of an operation's stretches, each times the operation's share of the tokens in it."""
-    own = max(1, tokens) / max(1, len(stretches))
-    return float(sum((end - start) * own / max(own, total) for _, start, end, _, _, total in stretches))
+    return at.timestamp() if at.tzinfo else (at - _EPOCH).total_seconds()
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:

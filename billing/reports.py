@@ -14,10 +14,11 @@ from datetime import UTC, date, datetime, time, timedelta
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy import ColumnElement, Select, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from store.tables import UsageEvent, UsageHour
+from store.tables.base import any_index_but
 
 Dimension = Literal["kind", "model", "project", "key", "user", "run"]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
@@ -87,17 +88,16 @@ def this_month(now: datetime | None = None) -> Window:
 
 
 def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
-    """Cost of each day by kind, in order; days without usage have no row. The database sums hours, which are in the
-    order of its index."""
-    hours = session.execute(
-        _within(org_id, window, UsageHour.hour, UsageHour.kind).group_by(UsageHour.hour, UsageHour.kind)
-    )
-    days: dict[tuple[date, str], list[int]] = {}
-    for hour, kind, *sums in hours:
-        total = days.setdefault((hour.date(), kind), [0, 0])
-        for place, part in enumerate(whole(*sums)):
-            total[place] += part
-    return [DayRow(day, kind, *total) for (day, kind), total in sorted(days.items())]
+    """Cost of each day by kind, in order; days without usage have no row."""
+    columns = (_day(session), UsageHour.kind)
+    rows = session.execute(_within(org_id, window, *columns).group_by(*columns))
+    found = [DayRow(_date(at), kind, *whole(*sums)) for at, kind, *sums in rows]
+    return sorted(found, key=lambda row: (row.day, row.kind))
+
+
+def in_window(rows: Iterable[DayRow], window: Window) -> list[DayRow]:
+    """Those of the days of `window`."""
+    return [row for row in rows if window.first <= row.day <= window.last]
 
 
 def by_dimension(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[ShareRow]:
@@ -148,12 +148,13 @@ def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, 
 def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequence[datetime]]) -> list[list[Spent]]:
     """What a run had used by each of `times`."""
     event = UsageEvent
-    query = select(event.recorded_at, event.kind, event.quantity, event.amount_nusd)
-    query = query.where(event.org_id == org_id, event.run_id == run_id).order_by(event.recorded_at, event.id)
-    rows = session.execute(query.execution_options(yield_per=10_000)).all()
-    instants = [at for at, _, _, _ in rows]
-    tokens = [0, *accumulate(quantity if kind in TOKEN_KINDS else 0 for _, kind, quantity, _ in rows)]
-    amounts = [0, *accumulate(amount for _, _, _, amount in rows)]
+    tokens_of = case((event.kind.in_(TOKEN_KINDS), event.quantity), else_=0)
+    query = select(event.recorded_at, *_halves(tokens_of, event.amount_nusd))
+    query = query.where(any_index_but(event.org_id) == org_id, event.run_id == run_id).group_by(event.recorded_at)
+    rows = [(at, *whole(*sums)) for at, *sums in session.execute(query.order_by(event.recorded_at))]
+    instants = [at for at, _, _ in rows]
+    tokens = [0, *accumulate(quantity for _, quantity, _ in rows)]
+    amounts = [0, *accumulate(amount for _, _, amount in rows)]
     return [
         [Spent(tokens[index], amounts[index]) for index in (bisect_right(instants, at) for at in series)]
         for series in times
@@ -164,7 +165,7 @@ def spent_until(session: Session, org_id: str, run_id: str, at: datetime) -> Spe
     """What a run had used by `at`: `spent_by`, of one instant."""
     event = UsageEvent
     query = select(event.kind, *halves(event)).where(
-        event.org_id == org_id, event.run_id == run_id, event.recorded_at <= at
+        any_index_but(event.org_id) == org_id, event.run_id == run_id, event.recorded_at <= at
     )
     rows = [(kind, *whole(*sums)) for kind, *sums in session.execute(query.group_by(event.kind))]
     return Spent(
@@ -202,7 +203,10 @@ def _stored(dimension: Dimension, value: str | None) -> str | int:
 
 def halves(table: type[UsageEvent] | type[UsageHour] = UsageHour) -> list[ColumnElement[int]]:
     """Sums of the upper and the lower part of quantity and amount; together they are exact at any size."""
-    columns = (table.quantity, table.amount_nusd)
+    return _halves(table.quantity, table.amount_nusd)
+
+
+def _halves(*columns: ColumnElement[int] | InstrumentedAttribute[int]) -> list[ColumnElement[int]]:
     # In both databases n == (n / half) * half + n % half, whatever the sign.
     return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
 

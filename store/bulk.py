@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import Connection, TextClause, text
+from sqlalchemy import ColumnElement, Connection, TextClause, any_, bindparam, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -42,6 +42,13 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows) -> None:
     else:
         names = tuple(name for name in rows[0] if name != "id")
         connection.exec_driver_sql(_update_one(table, names), _values(table, (*names, "id"), rows))
+
+
+def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
+    """By dialect: whether a column is one of the values of parameter `name`. On PostgreSQL that is one array, so that
+    the statement is the same for any number of values, and prepared."""
+    array = bindparam(name, type_=postgresql.ARRAY(column.type))
+    return {"postgresql": column == any_(array), "sqlite": column.in_(bindparam(name, expanding=True))}
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import Text, cast, func, select
 from sqlalchemy.orm import Session
 
 from store.bulk import insert_into
@@ -90,11 +90,12 @@ def curves_of(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str
 
 def read_curve(session: Session, org_id: str, run_id: str, name: str, limit: int) -> Curve:
     """One curve by ascending step, thinned to at most `limit` points."""
-    query = select(RunMetric.step, RunMetric.value, RunMetric.at)
+    query = select(RunMetric.step, RunMetric.value, cast(RunMetric.at, Text))  # few of many instants are looked at
     query = query.where(RunMetric.run_id == run_id, RunMetric.name == name, RunMetric.org_id == org_id)
-    rows = session.execute(query.order_by(RunMetric.step)).all()
-    kept = [rows[index] for index in thin([row.value for row in rows], limit)]
-    return Curve(name, len(rows), [row.step for row in kept], [row.value for row in kept], [row.at for row in kept])
+    rows = session.connection().execute(query.order_by(RunMetric.step)).all()
+    kept = [rows[index] for index in thin([value for _, value, _ in rows], limit)]
+    at = [_instant(text) for _, _, text in kept]
+    return Curve(name, len(rows), [step for step, _, _ in kept], [value for _, value, _ in kept], at)
 
 
 def bests(session: Session, org_id: str, run_ids: Sequence[str], name: str, *, rising: bool) -> dict[str, float]:
@@ -129,9 +130,15 @@ def thin(values: Sequence[float], limit: int) -> list[int]:
     for index in range(stretches):
         start = 1 + index * (count - 2) // stretches
         end = 1 + (index + 1) * (count - 2) // stretches
-        stretch = range(start, end)
-        chosen |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+        stretch = values[start:end]
+        chosen |= {start + stretch.index(min(stretch)), start + stretch.index(max(stretch))}
     return sorted(chosen)
+
+
+def _instant(text: str) -> datetime:
+    """A stored instant; SQLite's text has no zone, and is UTC."""
+    at = datetime.fromisoformat(text)
+    return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def _known(session: Session, run_id: str, name: str, steps: list[int]) -> set[int]:

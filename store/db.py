@@ -266,7 +266,7 @@ class Database:
         except _BatchFailed:
             raise
         except BaseException as error:  # nobody may be left waiting for an answer
-            return error
+            return _cause(error)
         return None
 
 
@@ -354,6 +354,13 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, save
             work.result, work.noted, noted = result, noted, []
 
 
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong first: where SQLite has rolled all back (a full disk), there is no savepoint to go back to."""
+    while "no such savepoint" in str(error) and error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def _lost(connection: Connection) -> bool:
     """Whether the transaction is over by itself: its connection broke, or SQLite has rolled it back (a full disk). What
     ran on would be written outside of it."""
@@ -374,7 +381,7 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
             session.commit()
             work.noted = audit.pending(session)
     except BaseException as error:
-        work.error = error
+        work.error = _cause(error)
     if restricted and connection.in_transaction():
         lift(connection)
 

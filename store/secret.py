@@ -64,6 +64,15 @@ def _ids() -> Iterator[str]:
 _drawn, _drawing = _ids(), threading.Lock()
 
 
+def _forked() -> None:
+    """The parent has the same block, and one of its threads may have held the lock."""
+    global _drawn, _drawing
+    _drawn, _drawing = _ids(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def new_id() -> str:
     """128 random bits as hex, for an operation or a request. Many are drawn at a time: a call of the kernel gives the
     interpreter to another thread first, which a busy event loop then waits for."""

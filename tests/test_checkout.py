@@ -55,3 +55,28 @@ def test_a_file_alone_from_any_folder(folder: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "packages_are", str(file)]
     ran = subprocess.run(command, cwd=CHECKOUT / folder, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+KERNEL = """
+def chunk_gated_delta_rule(*args, **options):
+    raise RuntimeError("0 active drivers")
+"""
+REFERENCE = """
+import tests.conftest
+import torch
+from tests.workers.model.models import reference
+print(reference("qwen3.5")(torch.zeros(1, 4, dtype=torch.long)).logits.isfinite().all().item())
+import fla.ops.gated_delta_rule
+"""
+
+
+def test_references_are_computed_by_torch_whatever_kernels_are_installed(tmp_path: Path) -> None:
+    """A stand-in for fla-core, which on a CPU raises this; ours import it afterwards."""
+    folder = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    folder.mkdir(parents=True)
+    for package in (folder.parent.parent, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "__init__.py").write_text(KERNEL)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    ran = subprocess.run([sys.executable, "-c", REFERENCE], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "True"), ran.stderr

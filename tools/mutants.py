@@ -56,7 +56,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "store/keys.py": ("tests/store/test_keys.py",),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
-    "workers/model/isolation.py": ("--noconftest", "tests/workers/model/test_probe.py"),
+    "workers/model/isolation.py": (
+        *("--noconftest", "tests/workers/model/test_probe.py", "tests/workers/model/test_probe_rows.py"),
+    ),
 }
 
 #: Asks `tools.warm` for a run.

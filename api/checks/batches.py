@@ -1,4 +1,4 @@
-"""The check of a forward / forward_backward before it is accepted, and where it may be cut."""
+"""The check of a forward / forward_backward before it is accepted, and what its data count as."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid, refuse
-from scheduler.order.plans import Slice
 
 
 def check_batch(batch: TrainBatch, limits: LimitsResponse, model: str, custom: CustomLoss | None = None) -> list[int]:
@@ -34,20 +33,3 @@ def costs(batch: TrainBatch, lengths: Sequence[int], custom: CustomLoss | None) 
         return [tokens + work for tokens, work in zip(lengths, work_of(custom, batch.data), strict=True)]
     except CustomLossError as error:
         raise Invalid(str(error)) from None
-
-
-def slices(costs: Sequence[int], slice_tokens: int) -> list[Slice]:
-    """Cut an operation into ranges of its data, each of as many data as fit `slice_tokens`, at least one.
-
-    Where it is cut depends on the operation's own data alone: floating-point sums then come out the same whatever
-    shares the pass.
-
-        slices([5, 5, 20, 1], 10) -> [Slice(0, 2, 10), Slice(2, 3, 20), Slice(3, 4, 1)]
-    """
-    cuts: list[Slice] = []
-    for index, cost in enumerate(costs):
-        if cuts and cuts[-1].tokens + cost <= slice_tokens:
-            cuts[-1] = Slice(cuts[-1].start, index + 1, cuts[-1].tokens + cost)
-        else:
-            cuts.append(Slice(index, index + 1, cost))
-    return cuts

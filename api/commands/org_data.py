@@ -61,6 +61,8 @@ def export(data_dir: Path | None, config: Path | None, name: str, target: Path) 
         rows = _export_rows(session, org.id, target / "tables")
         missing = sum(not _copy_folder(blobs, ref, target / place) for ref, place in _folders(session, org.id))
         missing += sum(not _copy_file(blobs, ref, target / place) for ref, place in _files(session, org.id))
+        for text, place in _texts(session, org.id):
+            _write(target / place, text.encode())
     for file in settings.data_dir.glob(f"telemetry/*/{org.id}.jsonl"):
         _write(target / "telemetry" / f"{file.parent.name}.jsonl", file.read_bytes())
     (target / "README").write_text(_README.format(name=name, at=datetime.now(UTC).isoformat(timespec="seconds")))
@@ -97,6 +99,14 @@ def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
             yield op.body_ref, f"operations/{op.id}.body"
         if op.result_ref and op.result_bytes is not None:
             yield op.result_ref, f"operations/{op.id}.result"
+
+
+def _texts(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
+    """(text, its place in the export) of what lies in the rows of operations instead."""
+    for column, kind in ((Operation.body, "body"), (Operation.result, "result")):
+        query = select(Operation.id, column).where(Operation.org_id == org_id, column.is_not(None))
+        for op_id, text in session.execute(query.execution_options(yield_per=1000)):
+            yield str(text), f"operations/{op_id}.{kind}"
 
 
 def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy.orm import Session
-
 from api.console import series
 from billing import forecast, reports
-from billing.reports import Window
+from billing.reports import DayRow, Window
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,22 @@ class Bill:
     method: str = forecast.METHOD
 
 
-def bill(session: Session, org_id: str, now: datetime) -> Bill:
-    month = reports.this_month(now)
-    rows = reports.by_dimension(session, org_id, month, "kind")
-    so_far = sum(row.amount_nusd for row in rows)
+def billed(now: datetime, days: int = 0) -> Window:
+    """The days that `bill` looks at, and at least the last `days`."""
+    first = min(window.first for window in (reports.this_month(now), _whole(now), reports.last_days(days or 1, now)))
+    return Window(first, now.astimezone(UTC).date())
+
+
+def bill(rows: Sequence[DayRow], now: datetime) -> Bill:
+    """Of what the days of `billed` cost, which is read once for all that a page says of it."""
+    month, whole = reports.this_month(now), _whole(now)
+    of_month = reports.in_window(rows, month)
+    so_far = sum(row.amount_nusd for row in of_month)
+    days = series.daily_totals(whole, reports.in_window(rows, whole))
+    return Bill(f"{month.first:%B}", so_far, forecast.month_end(so_far, days, now), reports.per_mtok_got(of_month))
+
+
+def _whole(now: datetime) -> Window:
+    """The days that the forecast goes by."""
     yesterday = now.astimezone(UTC).date() - timedelta(days=1)
-    whole = Window(yesterday - timedelta(days=forecast.MEAN_DAYS - 1), yesterday)
-    days = series.daily_totals(whole, reports.by_day(session, org_id, whole))
-    return Bill(f"{month.first:%B}", so_far, forecast.month_end(so_far, days, now), reports.per_mtok_got(rows))
+    return Window(yesterday - timedelta(days=forecast.MEAN_DAYS - 1), yesterday)

@@ -6,8 +6,7 @@ they take is the class that they declare (`api.http.body_sizes`).
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import zstandard
@@ -18,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain
 from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
-from api.http.structure import check_json, check_protobuf
+from api.http.structure import MAX_VALUES, check_json, check_protobuf
 from api.state.service import service_of
 
 M = TypeVar("M", bound=BaseModel)
@@ -35,8 +34,9 @@ _PIECE = 1 << 18
 #: Memory that one compressed body may make the decoder keep; every usual compression level stays below.
 MAX_WINDOW_BYTES = 1 << 23
 
-#: Parsers hold the interpreter. One large body at a time, so that the event loop waits for one of them and not for all.
-_parsing = threading.Lock()
+#: Parsers hold the interpreter. One large body at a time, so that the event loop waits for one of them and not for all;
+#: in one thread, because each thread keeps of the largest that it parsed what the allocator does not give back.
+_parser = ThreadPoolExecutor(1, "parser")
 
 
 def size_of(request: Request) -> BodySize:
@@ -76,26 +76,31 @@ async def read_body(request: Request) -> bytes:
     return raw if encoding == "identity" else await run_in_threadpool(unpack_zstd, raw, limit)
 
 
-async def read_json(request: Request, model: type[M]) -> M:
+async def read_json(request: Request, model: type[M], *, most_values: int = MAX_VALUES) -> M:
     """The body as a `model`. Raises Malformed with the fields that are wrong."""
-    return await parse(await read_body(request), model)
+    return await parse(await read_body(request), model, most_values)
 
 
-async def parse(body: bytes, model: type[M]) -> M:
+async def parse(body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
     """`parse_json`, off the event loop when that takes a while."""
     if len(body) <= INLINE_BYTES:
-        return parse_json(body, model)
-    return await run_in_threadpool(parse_json, body, model)
+        return parse_json(body, model, most_values)
+    return await run_in_threadpool(parse_json, body, model, most_values)
 
 
-def parse_json(body: bytes, model: type[M]) -> M:
-    """For threads; for the event loop only up to INLINE_BYTES."""
-    check_json(body)
-    with _parsing if len(body) > INLINE_BYTES else nullcontext():
-        try:
-            return model.model_validate_json(body)
-        except ValidationError as error:
-            wrong = explain(error)
+def parse_json(body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
+    """For threads; for the event loop only up to INLINE_BYTES. Raises TooLarge beyond `most_values` in lists."""
+    check_json(body, most_values)
+    if len(body) > INLINE_BYTES:
+        return _parser.submit(_parse, body, model).result()
+    return _parse(body, model)
+
+
+def _parse(body: bytes, model: type[M]) -> M:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        wrong = explain(error)
     raise Malformed(wrong)  # here, where it does not keep the other alive, which may be large
 
 
@@ -104,8 +109,7 @@ def parse_protobuf(body: bytes, form: type[P]) -> P:
     check_protobuf(body, form)
     message = form()
     try:
-        with _parsing:
-            message.ParseFromString(body)
+        _parser.submit(message.ParseFromString, body).result()
     except DecodeError as error:
         raise Invalid(f"the body is not a {message.DESCRIPTOR.name}: {error}") from None
     return message

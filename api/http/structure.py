@@ -35,7 +35,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WIDTH = {_FIXED64: 8, _FIXED32: 4}
 
 
-def check_json(body: bytes) -> None:
+def check_json(body: bytes, most_values: int = MAX_VALUES) -> None:
     """Raise TooLarge for JSON that holds more than may be built."""
     if len(body) <= HARMLESS_BYTES:
         return
@@ -48,7 +48,7 @@ def check_json(body: bytes) -> None:
         for count, most, what in (
             (containers, MAX_CONTAINERS, "lists and objects"),
             (members, MAX_MEMBERS, "names of members"),
-            (values, MAX_VALUES, "values"),
+            (values, most_values, "values"),
         ):
             if count > most:
                 raise _too_many(f"{what} of JSON", most)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import AsyncGenerator, Iterator
 
+import numpy as np
 from starlette.requests import ClientDisconnect
-from weft.wire.sample_codec import SampleResult, SequenceResult, decode_sample_response
+from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs, decode_sample_response
 
 from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
 from api.state.service import Service
 from api.who.principal import Principal
-from scheduler.journal.samples.streams import after, cut
+from scheduler.journal.samples.streams import cut
 from scheduler.links.messages import DrawnTokens
 from scheduler.order.operations import Outcome, Waiting
 
@@ -74,16 +74,19 @@ async def drawn(
     told = Counter[int]()
     try:
         while not ending.done():
-            more = asyncio.ensure_future(stream.changed.wait())
+            changed = stream.changed
             for part in stream.beyond(told):
                 told[part.sample] += len(part.tokens)
                 for piece in pieces_of(part):
                     yield piece
                     await asyncio.sleep(0)
             left = None if deadline is None else max(0.0, deadline - loop.time())
+            more = asyncio.ensure_future(changed.wait())
             events = (ending, more) if until is None else (ending, more, until)
-            done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            more.cancel()
+            try:
+                done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                more.cancel()
             if until is not None and until.done() and not ending.done():
                 raise ClientDisconnect
             if not done:
@@ -91,9 +94,8 @@ async def drawn(
         result = await ending
     finally:
         ending.cancel()
-    for part in parts_of(result.sequences):
-        rest = after(part, told[part.sample])
-        for piece in pieces_of(rest) if rest is not None else ():
+    for sample, sequence in enumerate(result.sequences):
+        for piece in rest_of(sample, sequence, told[sample]):
             yield piece
             await asyncio.sleep(0)
     yield result
@@ -104,13 +106,13 @@ def pieces_of(part: DrawnTokens) -> Iterator[DrawnTokens]:
         yield cut(part, start, start + TOLD_AT_ONCE)
 
 
-def parts_of(sequences: Sequence[SequenceResult]) -> Iterator[DrawnTokens]:
-    """Finished sequences in the form of what was drawn."""
-    for sample, sequence in enumerate(sequences):
-        tokens = sequence.tokens.tolist()
-        logprobs = sequence.logprobs.tolist() if sequence.logprobs is not None else []
-        versions = list(chain.from_iterable(repeat(span.version, span.length) for span in sequence.policy))
-        tops = []
-        if sequence.topk is not None:
-            tops = [([t for t, _ in row or []], [p for _, p in row or []]) for row in sequence.topk.tolist()]
-        yield DrawnTokens(sample, 0, tokens, logprobs, versions or [0] * len(tokens), tops)
+def rest_of(sample: int, sequence: SequenceResult, told: int) -> Iterator[DrawnTokens]:
+    """What a finished sequence has beyond its first `told` tokens. Lists of all of it at once would take seconds."""
+    top, spans = sequence.topk, sequence.policy or (PolicySpan(0, sequence.tokens.size),)
+    versions = np.repeat([span.version for span in spans], [span.length for span in spans])
+    for start in range(told, sequence.tokens.size, TOLD_AT_ONCE):
+        here = slice(start, start + TOLD_AT_ONCE)
+        logprobs = sequence.logprobs[here].tolist() if sequence.logprobs is not None else []
+        rows = TopkLogprobs(top.token_ids[here], top.logprobs[here]).tolist() if top is not None else []
+        tops = [([token for token, _ in row or []], [logprob for _, logprob in row or []]) for row in rows]
+        yield DrawnTokens(sample, start, sequence.tokens[here].tolist(), logprobs, versions[here].tolist(), tops)

@@ -14,7 +14,7 @@ from weft.wire import weft_wire_pb2 as pb
 from weft.wire.arrays import write_tensor
 from weft.wire.codec import WireError, decode_train_request
 
-from api.checks.batches import check_batch, costs, slices
+from api.checks.batches import check_batch, costs
 from api.checks.custom_losses import uploaded_loss
 from api.checks.provenance import named_sequences, with_recorded_logprobs
 from api.errors import Invalid, Unreadable, quote
@@ -28,7 +28,7 @@ from api.state.service import Service, ServiceDep
 from api.who.lookup import served_model
 from api.who.principal import Principal
 from scheduler.links.messages import OpKind
-from scheduler.order.plans import ForwardBackward
+from scheduler.order.plans import ForwardBackward, slices
 from store import tables
 
 router = APIRouter(prefix="/api/v1")

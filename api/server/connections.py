@@ -36,6 +36,8 @@ MAX_PIPELINED = 16
 BODY_BYTES_PER_S = 64 * 1024
 #: Of what is written, so much may wait for what follows it in the same turn of the event loop.
 MAX_HELD_BYTES = 2048
+#: A larger body is not copied for the sake of one packet.
+MAX_JOINED_BYTES = 65_536
 #: Files of this process that are no connections: the database, blobs, workers.
 OTHER_FILES = 256
 MOST_FILES = 65_536
@@ -115,6 +117,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**options)
         self._gate = gate
         self._headers_bytes = 0
+        self._body_came = False
         self.address = ""
         self.headers_since: float | None = None
         self.body_since: float | None = None
@@ -136,15 +139,18 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        in_headers = self.headers_since is not None
+        in_headers, self._body_came = self.headers_since is not None, False
         super().data_received(data)
         if self.headers_since is None and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
-        if self.headers_since is None or not in_headers:
+        beside_body = not in_headers and self.body_since is not None and not self._body_came
+        if beside_body or (in_headers and self.headers_since is not None):
+            self._headers_bytes += len(data)
+        else:
             self._headers_bytes = 0
-            return
-        self._headers_bytes += len(data)
-        if self._headers_bytes > MAX_HEADERS_BYTES:
+        if self._headers_bytes > MAX_HEADERS_BYTES and beside_body:  # a trailer, which the parser would collect
+            self.transport.abort()  # an answer may have begun
+        elif self._headers_bytes > MAX_HEADERS_BYTES:
             self._refuse(431, f"the headers of a request have at most {MAX_HEADERS_BYTES} bytes")
 
     def on_message_begin(self) -> None:
@@ -154,8 +160,10 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= MAX_HEADERS:
             raise ValueError("too many headers")  # uvicorn answers 400
-        if name.lower() == b"host" and not _HOST.fullmatch(value):
-            raise ValueError("no host")  # links are made from it
+        if name.lower() == b"host" and (
+            not _HOST.fullmatch(value) or any(known == b"host" for known, _ in self.headers)
+        ):
+            raise ValueError("no host, or two")  # links are made from it
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -166,7 +174,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self.body_bytes += len(body)
+        self.body_bytes, self._body_came = self.body_bytes + len(body), True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -201,12 +209,13 @@ class _Joining:
         self.is_closing: Callable[[], bool] = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        if self._held:
+        if self._held and len(data) <= MAX_JOINED_BYTES:
             data, self._held = self._held + data, b""
         elif 0 < len(data) <= MAX_HELD_BYTES:
             self._held = data
             self._loop.call_soon(self._send)
             return
+        self._send()
         self._transport.write(data)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ service. No workers are children of this process: they come to Redis (`weftd wor
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -71,7 +72,7 @@ class SharedMachines:
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener.of_ends(settings.redis_url, self._on_end, self._on_gap)
+        self._listener = Listener.of_ends(settings.redis_url, self._on_ends, self._on_gap)
         self._streams = Listener.of_streams(settings.redis_url, self._on_drawn, self._on_stream_gap)
         self.journal.reachable = self._listener.connected.is_set
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,9 +123,9 @@ class SharedMachines:
         term = self._leadership.term
         return term.journal.waiting(op_id) if term is not None else None
 
-    def _on_end(self, end: Ended, stamp: int) -> None:
+    def _on_ends(self, ends: Sequence[Ended], first_stamp: int) -> None:
         with suppress(RuntimeError):  # the loop has closed meanwhile
-            self._loop.call_soon_threadsafe(self.journal.heard, end, stamp)
+            self._loop.call_soon_threadsafe(self.journal.heard, ends, first_stamp)
 
     def _on_drawn(self, drawn: Drawn) -> None:
         with suppress(RuntimeError):

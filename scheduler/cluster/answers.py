@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from scheduler.cluster.shared_journal import SharedJournal
-from scheduler.links.contract import Answered, FairQueue, Path, QueueUnreachable
+from scheduler.links.contract import Answered, Path, QueueUnreachable
 from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done
+from scheduler.links.redis_queue import RedisQueue
 from scheduler.order.operations import Operation
 from scheduler.order.timings import Stretch
 from store.blobs.contract import Blobs
@@ -25,7 +26,7 @@ AGAIN_S = 1.0
 class SampleAnswers:
     """`replica` is who takes them. An answer is forgotten when it is settled; until then another may take it."""
 
-    def __init__(self, journal: SharedJournal, queue: FairQueue, blobs: Blobs, replica: str) -> None:
+    def __init__(self, journal: SharedJournal, queue: RedisQueue, blobs: Blobs, replica: str) -> None:
         self._journal, self._queue, self._blobs, self._replica = journal, queue, blobs, replica
 
     async def settle(self) -> None:
@@ -52,7 +53,8 @@ class SampleAnswers:
             return
         ended = await asyncio.gather(*(self._settle(answer, queued.get(answer.id)) for answer in answers))
         settled = [one for one in ended if one is not None]
-        await journal.reach(self._done_with, settled)
+        facts = [(one.answer.id, one.answer.receipt, one.path, one.tokens) for one in settled]
+        await journal.reach(self._queue.settle, facts)
         await asyncio.gather(*(journal.run(self._delete, one.ref) for one in settled if one.ref))
 
     async def _settle(self, answer: Answered, op: Operation | None) -> _Settled | None:
@@ -74,12 +76,6 @@ class SampleAnswers:
             log.exception("the answer to %s could not be settled; another look is taken at it", answer.id)
             return None
         return settled
-
-    def _done_with(self, settled: list[_Settled]) -> None:
-        for one in settled:
-            if one.tokens:
-                self._queue.correct(one.path, one.tokens)
-            self._queue.forget(one.answer.id, one.answer.receipt)
 
     def _delete(self, ref: str) -> None:
         with suppress(OSError):  # then the reaper finds it

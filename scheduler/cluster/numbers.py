@@ -7,10 +7,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import ColumnElement, Select, select, text, tuple_
 
 from store import tables
+from store.bulk import among
 from store.db import Database
 
 #: Looked up at once.
@@ -18,6 +20,21 @@ MOST = 256
 
 #: (lane, seq)
 Key = tuple[str, int]
+
+_OP = tables.Operation.__table__
+_TAKEN = text(
+    "SELECT lane, seq FROM operations JOIN unnest(CAST(:lanes AS text[]), CAST(:seqs AS bigint[])) "
+    "AS asked (lane, seq) USING (lane, seq)"
+)
+
+
+def _live(chosen: ColumnElement[bool]) -> Select[Any]:
+    run, owner = tables.Run, tables.Session
+    runs = select(run.id).join(owner, owner.id == run.session_id)
+    return runs.where(chosen, run.state == "live", owner.state == "active")
+
+
+_LIVE = {dialect: _live(chosen) for dialect, chosen in among(tables.Run.__table__.c.id, "runs").items()}
 
 
 @dataclass(frozen=True)
@@ -30,12 +47,15 @@ class Number:
 
 def numbers_of(database: Database, keys: Sequence[Key]) -> list[Number]:
     """In the order of `keys`."""
-    row, run, owner = tables.Operation, tables.Run, tables.Session
-    taken = select(row.lane, row.seq).where(tuple_(row.lane, row.seq).in_(keys))
-    runs = select(run.id).join(owner, owner.id == run.session_id)
-    runs = runs.where(run.id.in_({lane for lane, _ in keys}), run.state == "live", owner.state == "active")
+    lanes, seqs = [lane for lane, _ in keys], [seq for _, seq in keys]
     with database.read() as session:
-        known, live = {tuple(found) for found in session.execute(taken)}, set(session.scalars(runs))
+        connection = session.connection()
+        if connection.dialect.name == "postgresql":
+            taken = connection.execute(_TAKEN, {"lanes": lanes, "seqs": seqs})
+        else:
+            taken = connection.execute(select(_OP.c.lane, _OP.c.seq).where(tuple_(_OP.c.lane, _OP.c.seq).in_(keys)))
+        known = {tuple(found) for found in taken}
+        live = set(connection.scalars(_LIVE[connection.dialect.name], {"runs": sorted(set(lanes))}))
     return [Number(key in known, key[0] in live) for key in keys]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Outbox(Generic[T]):
         told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, told))
         if self._telling is None:
-            self._telling = asyncio.create_task(self._tell_all())
+            self._telling = asyncio.create_task(self._tell_all(), context=Context())  # for all, not for the first
         await told
 
     async def _tell_all(self) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from scheduler.journal.training import Training
 from scheduler.links.messages import PolicyMoved
-from scheduler.links.policies import PolicyBoard
+from scheduler.links.policies import MOST_MOVES, PolicyBoard
 from scheduler.order.operations import Operation
 
+#: Between two times that it is told what has moved: every generator hears everything, so it hears more at once.
+TOGETHER_S = 0.01
 #: The leader looks this often whether Redis has lost something.
 LOOK_AGAIN_S = 2.0
 
@@ -27,6 +31,7 @@ class PolicyDesk:
         self._weights: dict[str, tuple[int, str]] = {}  # by run: (operation, what inflight samplers are on)
         self._untold: set[str] = set()
         self._moves = asyncio.Event()
+        self._look_at = 0.0
         training.desks.append(self)
 
     def wake(self) -> None:
@@ -45,17 +50,21 @@ class PolicyDesk:
         self._moves.set()
 
     async def tell(self) -> None:
-        """Tell what has moved, when it has; now and then, what Redis does not know."""
-        try:
-            await asyncio.wait_for(self._moves.wait(), LOOK_AGAIN_S)
-        except TimeoutError:
+        """Tell what has moved, when it has; and every LOOK_AGAIN_S, however much moves, what Redis does not know."""
+        loop = asyncio.get_running_loop()
+        if (left := self._look_at - loop.time()) <= 0:
             await self._look()
+            self._look_at = loop.time() + LOOK_AGAIN_S
+        elif not self._untold:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._moves.wait()
         self._moves.clear()
-        while self._untold:
-            moved = self._newest(next(iter(self._untold)))
-            await self._run(self._board.tell, moved)
-            if moved == self._newest(moved.run_id):
-                self._untold.discard(moved.run_id)
+        if self._untold:
+            moves = [self._newest(run_id) for run_id in islice(self._untold, MOST_MOVES)]
+            await self._run(self._board.tell, moves)
+            self._untold.difference_update(moved.run_id for moved in moves if moved == self._newest(moved.run_id))
+            await asyncio.sleep(TOGETHER_S)
 
     async def _look(self) -> None:
         if over := self._versions.keys() - self._training.runs.keys():

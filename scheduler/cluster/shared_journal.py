@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import func, select
+from sqlalchemy.exc import NoResultFound
 from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
@@ -39,8 +40,9 @@ from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Told
-from scheduler.links.contract import FairQueue, QueueUnreachable
+from scheduler.links.contract import QueueUnreachable
 from scheduler.links.messages import Done, OpKind
+from scheduler.links.redis_queue import RedisQueue
 from scheduler.order.operations import (
     SAMPLE,
     Draining,
@@ -54,6 +56,7 @@ from scheduler.order.operations import (
 from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
+from store.bulk import among
 from store.db import Database
 from store.settings import Limits
 
@@ -72,6 +75,8 @@ MOST_FRESH = 10_000
 WORKING = timedelta(hours=24)
 
 _encode = msgspec.msgpack.Encoder().encode
+_OP = tables.Operation.__table__
+_QUEUED = {dialect: select(_OP).where(one, _OP.c.state == "queued") for dialect, one in among(_OP.c.id, "ids").items()}
 
 
 @dataclass
@@ -102,7 +107,7 @@ class SharedJournal:
         max_queued_bytes_per_org: int,
         *,
         name: str,
-        queue: FairQueue,
+        queue: RedisQueue,
         broadcasts: Broadcasts,
         board: BacklogBoard,
         threads: Executor,
@@ -128,6 +133,7 @@ class SharedJournal:
         self._waiters: dict[str, _Waiters] = {}
         self._numbers = Gathered(lambda keys: self.run(numbers_of, database, keys))
         self._fresh: dict[tuple[str, int], bool] = {}  # numbers found to be new: whether their run is open
+        self._samples = Outbox[Operation](self.push)
         self._accepted = Outbox[Accepted](lambda notes: self.reach(broadcasts.accepted, notes))
         self._ended = Outbox[Ended](lambda ends: self.reach(broadcasts.ended, ends))
         room = Room(blobs.root)
@@ -170,7 +176,8 @@ class SharedJournal:
         return (new.lane, new.seq) not in self._fresh
 
     def put(self, op: Operation) -> None:
-        self._storing.in_background(self.push([op]) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id)))
+        told = self._samples.put(op) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id))
+        self._storing.in_background(told)
 
     def adopt(self, request_id: str) -> None:
         """The leader finds it."""
@@ -180,11 +187,16 @@ class SharedJournal:
 
     async def push(self, ops: Sequence[Operation]) -> None:
         """Put samples into the shared queue, which knows those that are there already."""
+        items = []
         for op in ops:
             op.charged = self._costs.expected(op)
-            sampler = self.samplers.facts(op.lane)
-            item = item_of(op, sampler, self._costs.weight(op.org_id), _encode(message_of(op, sampler)))
-            await self.reach(self._queue.push, item)
+            try:
+                sampler = self.samplers.facts(op.lane)
+            except NoResultFound:  # it holds up nobody
+                log.warning("operation %s: there is no sampler %s", op.id, op.lane)
+                continue
+            items.append(item_of(op, sampler, self._costs.weight(op.org_id), _encode(message_of(op, sampler))))
+        await self.reach(self._queue.push_all, items)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
@@ -249,20 +261,20 @@ class SharedJournal:
 
     # ---- broadcasts
 
-    def heard(self, end: Ended, stamp: int) -> None:
-        """An operation has ended, on whichever replica."""
-        op = self._open.get(end.op_id)
-        if op is not None and not op.settling:
-            self._admission.forget(op)
-        waiters = self._waiters.get(end.op_id)
-        if waiters is not None:
-            if (told := end.told) is not None:
-                waiters.org_id = end.org_id
-                waiters.told = Outcome(told.payload, told.content_type, told.error, told.category)
-            waiters.wake()
-        if end.kind == SAMPLE:
-            key = FeedKey.of(end.org_id, end.lane, end.seq)
-            self.completions.heard(key, Completion(end.op_id, end.size_bytes), stamp)
+    def heard(self, ends: Sequence[Ended], first_stamp: int) -> None:
+        """Operations have ended, on whichever replica."""
+        for stamp, end in enumerate(ends, first_stamp):
+            op, waiters = self._open.get(end.op_id), self._waiters.get(end.op_id)
+            if op is not None and not op.settling:
+                self._admission.forget(op)
+            if waiters is not None:
+                if (told := end.told) is not None:
+                    waiters.org_id = end.org_id
+                    waiters.told = Outcome(told.payload, told.content_type, told.error, told.category)
+                waiters.wake()
+            if end.kind == SAMPLE:
+                key = FeedKey.of(end.org_id, end.lane, end.seq)
+                self.completions.heard(key, Completion(end.op_id, end.size_bytes), stamp)
 
     def missed(self) -> None:
         """Some broadcasts may have been lost: everybody looks into the database again."""
@@ -310,10 +322,10 @@ class SharedJournal:
 
     def queued_rows(self, op_ids: Sequence[str]) -> dict[str, Operation]:
         """Those that have not ended, by their ids."""
-        row = tables.Operation
         with self._database.read() as session:
-            found = session.scalars(select(row).where(row.id.in_(op_ids), row.state == "queued")).all()
-        return {one.id: from_row(one) for one in found}
+            connection = session.connection()
+            found: Iterable[Any] = connection.execute(_QUEUED[connection.dialect.name], {"ids": list(op_ids)})
+            return {one.id: from_row(one) for one in found}  # plain rows, for there are many
 
     async def end(self, op: Operation, done: Done) -> None:
         """Settle an operation that no journal of this process has in hand."""

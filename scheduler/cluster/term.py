@@ -29,14 +29,16 @@ from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.sampling import GAVE_UP
 from scheduler.links.broadcasts import MOST_AT_ONCE, Accepted, Broadcasts
-from scheduler.links.contract import FairQueue, QueueUnreachable
+from scheduler.links.contract import QueueUnreachable
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
+from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.train_link import Joining, LeaderLink
 from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import SAMPLE, Operation
 from store import tables
 from store.blobs.contract import Blobs
+from store.bulk import among
 from store.db import Database
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ RESCAN_S = 2.0
 #: Samples queued again in one look.
 RESCAN_ROWS = 2000
 
+_OP = tables.Operation.__table__
+_OF_RUNS = {dialect: select(_OP).where(one, _OP.c.kind != SAMPLE) for dialect, one in among(_OP.c.id, "ids").items()}
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -56,7 +61,7 @@ class Shared:
     database: Database
     blobs: Blobs
     prices: PriceList
-    queue: FairQueue
+    queue: RedisQueue
     broadcasts: Broadcasts
     threads: Executor
     journal: SharedJournal
@@ -176,11 +181,12 @@ class Term:
 
     def _rows(self, op_ids: list[str]) -> list[Any]:
         """Of operations of runs, in the order of their numbers: plain rows, for there are many."""
-        row, found = tables.Operation, list[Any]()
+        found = list[Any]()
         with self.database.read() as session:
+            connection = session.connection()
             for start in range(0, len(op_ids), MOST_AT_ONCE):
-                chosen = row.id.in_(op_ids[start : start + MOST_AT_ONCE])
-                found += session.execute(select(row.__table__).where(chosen, row.kind != SAMPLE))
+                ids = {"ids": op_ids[start : start + MOST_AT_ONCE]}
+                found += connection.execute(_OF_RUNS[connection.dialect.name], ids)
         return sorted(found, key=lambda one: (one.lane, one.seq))
 
     async def _rescan(self) -> None:

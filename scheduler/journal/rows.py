@@ -15,6 +15,9 @@ from store import tables
 #: Tinker counts a forward as prefill: it reads tokens and trains nothing.
 TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 
+#: A JSON body or result up to this size lies in its operation's row: a file of its own would cost more than the row.
+SMALL_BYTES = 1024
+
 _plan = tables.Operation.plan
 #: Fields of plans that queries ask for; NULL where a plan has no such field.
 source_ref = _plan["source", "ref"].as_string()
@@ -22,6 +25,12 @@ sampler_id = _plan["sampler_id"].as_string()
 num_samples = _plan["num_samples"].as_integer()
 priority = _plan["priority"].as_string()
 sequences = _plan["sequences"]
+
+
+def small_text(data: bytes) -> str | None:
+    """`data` as any database's text takes it; None for what is too large for a row, not ASCII, or has a NUL (which
+    PostgreSQL refuses)."""
+    return data.decode() if len(data) <= SMALL_BYTES and data.isascii() and b"\0" not in data else None
 
 
 def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
@@ -41,6 +50,7 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
         "tokens": op.tokens,
         "hold_nusd": 0,
         "stores_bytes": op.stores_bytes,
+        "body": body_of(op),
         "body_ref": op.body_ref,
         "body_bytes": op.body_bytes,
         "body_sha256": op.body_sha256,
@@ -54,6 +64,11 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
     }
 
 
+def body_of(op: Operation) -> str | None:
+    """The column of a body that lies in its row."""
+    return op.body.decode() if op.body else None
+
+
 def from_row(row: tables.Operation) -> Operation:
     """An operation that this process has not accepted itself."""
     return Operation(
@@ -65,6 +80,7 @@ def from_row(row: tables.Operation) -> Operation:
         kind=row.kind,
         base_model=row.base_model,
         tokens=row.tokens,
+        body=(row.body or "").encode(),
         body_ref=row.body_ref,
         plan=plan_of(row),
         accepted_at=row.accepted_at,

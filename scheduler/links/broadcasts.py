@@ -22,7 +22,9 @@ from scheduler.links.redis_queue import reaching
 
 log = logging.getLogger(__name__)
 
-_ENDED, WORKERS, _ACCEPTED, _DRAWN = "weft:ends", "weft:workers", "weft:accepted", "weft:drawn"
+_ENDED, _WORKERS, _ACCEPTED, _DRAWN = "weft:ends", "weft:workers", "weft:accepted", "weft:drawn"
+#: Where a list of PolicyMoved is told, to all generators.
+POLICIES = "weft:policies"
 _GENERATORS = "{weft:generators}"
 _WORKED = "{weft:generators}:worked"
 #: A generator is shown by name for so long, in seconds, after it has last worked; the latest MOST_SHOWN of them.
@@ -88,6 +90,7 @@ class Accepted(msgspec.Struct, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 _ended = msgspec.msgpack.Decoder(list[Ended])
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
+_moves = msgspec.msgpack.Decoder(list[PolicyMoved])
 _accepted = msgspec.msgpack.Decoder(Accepted)
 _drawn = msgspec.msgpack.Decoder(Drawn)
 
@@ -120,7 +123,7 @@ class Broadcasts:
 
     def cancel(self, worker: str, op_id: str) -> None:
         with reaching():
-            self._redis.publish(WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
+            self._redis.publish(_WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
 
     def drawn(self, drawn: Drawn) -> None:
         """Tell those who read along, and keep it for those who begin later."""
@@ -187,39 +190,38 @@ class Broadcasts:
 
 
 class Listener(threading.Thread):
-    """Hears one channel and tells `on_message` each message. `on_gap` is called whenever something may have been
-    missed: at the start, and after Redis was away. `beat` is called about once a second."""
+    """Hears channels, and gives each message to its channel's function. `on_gap` is called whenever something may have
+    been missed: at the start, after Redis was away, and when a message of another version cannot be read. `beat` is
+    called about once a second."""
 
     def __init__(
         self,
         url: str,
-        channel: str,
-        on_message: Callable[[bytes], None],
+        channels: Mapping[str, Callable[[bytes], None]],
         on_gap: Callable[[], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(name=f"listener {channel}", daemon=True)
-        self._url, self._channel = url, channel
-        self._on_message, self._on_gap, self._beat = on_message, on_gap, beat
+        super().__init__(name=f"listener {' '.join(channels)}", daemon=True)
+        self._url, self._channels = url, {name.encode(): heard for name, heard in channels.items()}
+        self._on_gap, self._beat = on_gap, beat
         self._over = threading.Event()
         self.connected = threading.Event()
 
     @classmethod
-    def of_ends(cls, url: str, on_end: Callable[[Ended, int], None], on_gap: Callable[[], None]) -> Listener:
-        """`on_end` gets each end of an operation, with its stamp."""
+    def of_ends(cls, url: str, on_ends: Callable[[Sequence[Ended], int], None], on_gap: Callable[[], None]) -> Listener:
+        """`on_ends` gets operations that have ended; the first has that stamp, each other one more."""
 
         def on_message(data: bytes) -> None:
             last, _, body = data.partition(b" ")
             ends = _ended.decode(body)
-            for stamp, end in enumerate(ends, int(last) - len(ends) + 1):
-                on_end(end, stamp)
+            on_ends(ends, int(last) - len(ends) + 1)
 
-        return cls(url, _ENDED, on_message, on_gap)
+        return cls(url, {_ENDED: on_message}, on_gap)
 
     @classmethod
     def of_streams(cls, url: str, on_drawn: Callable[[Drawn], None], on_gap: Callable[[], None]) -> Listener:
         """`on_drawn` gets what streamed samples draw."""
-        return cls(url, _DRAWN, lambda data: on_drawn(_drawn.decode(data)), on_gap)
+        return cls(url, {_DRAWN: lambda data: on_drawn(_drawn.decode(data))}, on_gap)
 
     @classmethod
     def of_workers(
@@ -237,14 +239,18 @@ class Listener(threading.Thread):
             if told.worker in ("", worker):
                 on_message(told.message)
 
-        return cls(url, WORKERS, mine, on_gap, beat)
+        def moved(data: bytes) -> None:
+            for move in _moves.decode(data):
+                on_message(move)
+
+        return cls(url, {_WORKERS: mine, POLICIES: moved}, on_gap, beat)
 
     def run(self) -> None:
         while not self._over.is_set():
             client = blocking(self._url)
             try:
                 with client.pubsub(ignore_subscribe_messages=False) as channel:  # type: ignore[no-untyped-call]
-                    channel.subscribe(self._channel)
+                    channel.subscribe(*self._channels)
                     self._listen(channel)
             except (redis.RedisError, OSError) as error:
                 log.warning("Redis cannot be reached: %s", error)
@@ -256,14 +262,21 @@ class Listener(threading.Thread):
     def _listen(self, channel: Any) -> None:
         while not self._over.is_set():
             message = channel.get_message(timeout=1.0)
-            if message is not None and message["type"] == "subscribe":
-                self.connected.set()
-                self._on_gap()
-            elif message is not None and message["type"] == "message":
-                self._on_message(message["data"])
             if message is None:
                 channel.ping()
+            elif message["type"] == "subscribe" and message["data"] == len(self._channels):
+                self.connected.set()
+                self._on_gap()
+            elif message["type"] == "message":
+                self._hear(message)
             self._beat()
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._channels[message["channel"]](message["data"])
+        except ValueError as error:  # msgspec's are
+            log.warning("a message on %s cannot be read: %s", message["channel"].decode(), error)
+            self._on_gap()
 
     def stop(self) -> None:
         self._over.set()

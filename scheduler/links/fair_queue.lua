@@ -1,10 +1,17 @@
 -- The fair queue of scheduler/links/contract.py in Redis, upon fair_tree.lua and roster.lua. Every call is one script,
--- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds. The constants are the contract's.
+-- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds, "" for the present one of this
+-- Redis. The constants are the contract's.
 --   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
 --             while it is set aside, with for and till when it is left to one worker; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
 --   done a stream, given_up a set of ids, bell a list that wakes idle workers, bell:<worker> one that wakes this one
+
+local function clock(now)
+  if now ~= "" then return now end
+  local time = redis.call("TIME")
+  return string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000))
+end
 
 local function ring()
   redis.call("LPUSH", P .. "bell", "1")
@@ -142,11 +149,12 @@ local function set_aside(id)
   redis.call("SADD", P .. "asides", model)
 end
 
-local function leave_to(worker, id, now)
+local function leave_to(worker, id, now, others)
   local item, bell = key("i", id), key("bell", worker)
   set_aside(id)
   redis.call("HSET", item, "for", worker, "till", number(now) + LEFT_MS)
-  redis.call("HINCRBY", P .. "room", worker, -math.max(1, number(redis.call("HGET", item, "slots"))))
+  local slots = math.max(1, number(redis.call("HGET", item, "slots")))
+  others.room[worker] = redis.call("HINCRBY", P .. "room", worker, -slots)
   redis.call("LPUSH", bell, "1")
   redis.call("LTRIM", bell, 0, 0)
   redis.call("EXPIRE", bell, 60)
@@ -184,17 +192,18 @@ local function next_for(worker, models, now)
 end
 
 function calls.lease(worker, now, ttl, slots, most, ...)
-  local models, leases, left, again = {...}, {}, number(slots), false
+  local models, leases, left, again, others = {...}, {}, number(slots), false, nil
+  now = clock(now)
   sign(worker, now, ttl, models)
   comes(worker, left)
-  local others = others_than(worker)
   while left > 0 and #leases < number(most) do
     local id, fresh = next_for(worker, models, now)
     again = not id and fresh
     if not id then break end
+    if fresh then others = others or others_than(worker) end
     local other, size = fresh and better_for(id, worker, left, others), nil
     if other then
-      leave_to(other, id, now)
+      leave_to(other, id, now, others)
     else
       leases[#leases + 1], size = take(worker, now, id)
       left = left - size
@@ -206,7 +215,7 @@ end
 
 function calls.renew(worker, now, ttl)
   if not redis.call("ZSCORE", P .. "w", worker) then return 0 end
-  redis.call("ZADD", P .. "w", number(now) + number(ttl), worker)
+  redis.call("ZADD", P .. "w", number(clock(now)) + number(ttl), worker)
   return 1
 end
 
@@ -262,9 +271,15 @@ function calls.forget(id, receipt)
   return 1
 end
 
+-- An answer is settled: its flow pays the tokens that it used beyond its charge, once, however often this is called.
+function calls.settle(id, receipt, path, tokens)
+  if tokens ~= "0" and redis.call("EXISTS", key("i", id)) == 1 then correct(path, number(tokens)) end
+  return calls.forget(id, receipt)
+end
+
 function calls.expire(now)
   local back, declined = {}, {}
-  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. now)) do
+  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. clock(now))) do
     for _, id in ipairs(release(worker)) do back[#back + 1] = id end
   end
   for _, model in ipairs(redis.call("SMEMBERS", P .. "asides")) do
@@ -278,4 +293,14 @@ function calls.expire(now)
   return {back, redis.call("SMEMBERS", P .. "given_up"), declined}
 end
 
+-- Several calls in one, each behind the number of its parts. Nobody reads what they return.
+if ARGV[1] == "all" then
+  local at = 2
+  while at < #ARGV do
+    local last = at + tonumber(ARGV[at])
+    calls[ARGV[at + 1]](unpack(ARGV, at + 2, last))
+    at = last + 1
+  end
+  return 1
+end
 return calls[ARGV[1]](unpack(ARGV, 2))

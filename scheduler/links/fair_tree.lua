@@ -26,23 +26,22 @@ end
 
 local function enter(node, child, start)
   local member = string.format("%016d", redis.call("INCR", P .. "arrivals")) .. SEP .. child
-  local inner = below(node, child)
   redis.call("ZADD", key("r", node), exact(start), member)
-  redis.call("HSET", key("n", inner), "e", member)
-  redis.call("PERSIST", key("n", inner))
-  redis.call("PERSIST", key("c", inner))
+  redis.call("HSET", key("n", below(node, child)), "e", member)
+end
+
+-- Nothing is to be done below a child of `node`, nor is it ready any more: it is remembered for a while.
+local function rest(node, child)
+  local inner = below(node, child)
+  redis.call("HDEL", key("n", inner), "e")
+  redis.call("EXPIRE", key("n", inner), IDLE_S)
+  redis.call("EXPIRE", key("c", inner), IDLE_S)
 end
 
 local function leave(node, child)
-  local inner = below(node, child)
-  local name = key("n", inner)
-  local member = redis.call("HGET", name, "e")
-  if member then
-    redis.call("ZREM", key("r", node), member)
-    redis.call("HDEL", name, "e")
-  end
-  redis.call("EXPIRE", name, IDLE_S)
-  redis.call("EXPIRE", key("c", inner), IDLE_S)
+  local member = redis.call("HGET", key("n", below(node, child)), "e")
+  if member then redis.call("ZREM", key("r", node), member) end
+  rest(node, child)
 end
 
 local function head_start(node) return number(redis.call("ZRANGE", key("r", node), 0, 0, "WITHSCORES")[2]) end
@@ -54,7 +53,11 @@ local function insert(id)
     local inner = below(node, child)
     redis.call("SADD", key("c", node), child)
     redis.call("HSET", key("n", inner), "w", weight_of[place])
-    if not busy(inner) then enter(node, child, math.max(get(node, "v"), get(inner, "f"))) end
+    if not busy(inner) then
+      enter(node, child, math.max(get(node, "v"), get(inner, "f")))
+      redis.call("PERSIST", key("n", inner))
+      redis.call("PERSIST", key("c", inner))
+    end
     node = inner
   end
   redis.call("RPUSH", key("q", path), id)
@@ -126,11 +129,11 @@ local function serve(node, prefix, depth)
   local member = redis.call("HGET", key("n", inner), "e")
   local start = number(redis.call("ZSCORE", key("r", node), member))
   set(node, "v", math.max(get(node, "v"), head_start(node)))
-  leave(node, child)
+  redis.call("ZREM", key("r", node), member)
   local id, cost = serve(inner, prefix, depth + 1)
   local finish = start + cost / weight(inner)
   set(inner, "f", finish)
-  if busy(inner) then enter(node, child, finish) end
+  if busy(inner) then enter(node, child, finish) else rest(node, child) end
   forget_idle(node)
   return id, cost
 end

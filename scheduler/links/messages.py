@@ -33,6 +33,9 @@ class OpKind(StrEnum):
 #: Operations that change a run. They are replayed, in order, to rebuild a run on a fresh trainer.
 MUTATING = frozenset({OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD_STATE})
 
+#: Operations whose bodies trainers read. What others ask for is in their plans; their bodies may hold keys.
+READ = frozenset({OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.OPTIM_STEP, OpKind.SAVE_EXTERNAL})
+
 #: Operations that make something lasting of a run, under a name or for a sampler.
 SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
 
@@ -58,8 +61,9 @@ class TrainOp(msgspec.Struct, frozen=True):
     `start:stop` is the range of data in the body that this slice covers; split points depend on the operation's own
     data alone. The slice with `final` completes the operation: the worker then answers with one `Done`.
     With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says
-    that a trainer was lost since it was accepted: how far it gets is written down more often. `body_sha256` is of the
-    body, as hex; `origin` the HTTP request that brought it (`store.tracing.origin_here`), for log and traces.
+    that a trainer was lost since it was accepted: how far it gets is written down more often. The body is `body`
+    if it is small, else the blob `body_ref`; `body_sha256` its digest as hex; `origin` the HTTP request that brought it
+    (`store.tracing.origin_here`), for log and traces.
     """
 
     op_id: str
@@ -79,6 +83,7 @@ class TrainOp(msgspec.Struct, frozen=True):
     target_ref: str = ""
     with_optimizer: bool = False
     spec: RunSpec | None = None  # with CREATE only
+    body: bytes = b""
 
 
 def facts_of(op: TrainOp | SampleOp) -> dict[str, str]:
@@ -193,7 +198,8 @@ class PullSamples(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleOp(msgspec.Struct, frozen=True):
-    """One sample request of `num_samples` sequences. The body is the JSON of `weft.wire` SampleRequest.
+    """One sample request of `num_samples` sequences. The body is the JSON of `weft.wire` SampleRequest: `body` if it is
+    small, else the blob `body_ref`.
     `adapter_ref` is a folder of sampler weights ("" samples the base model); equal refs are equal weights.
     Sequence i is known to clients of the session as `sequence_id(op_id, i)`.
 
@@ -214,6 +220,7 @@ class SampleOp(msgspec.Struct, frozen=True):
     priority: int = 0
     body_sha256: str = ""
     origin: str = ""
+    body: bytes = b""
 
 
 def sequence_id(op_id: str, sample: int) -> str:

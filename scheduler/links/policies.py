@@ -9,27 +9,38 @@ has lost, or could not be told, is told again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from scheduler.links.broadcasts import WORKERS, ToWorker
+from scheduler.links.broadcasts import POLICIES
 from scheduler.links.messages import PolicyMoved, SampleOp
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 
 _KEY = "{weft:policies}"
 
-#: Stores ARGV[4] as the policy of run ARGV[1] and tells ARGV[5] on ARGV[2], unless that of a later operation than
-#: ARGV[3] is there.
+#: Of each move (its run, the number of its operation, the policy) stores the policy, unless that of a later operation
+#: is there, and tells all that it has stored as one array of MessagePack on ARGV[1].
 _MOVE = """
-local known = redis.call("HGET", KEYS[1], ARGV[1])
-if known and tonumber(string.match(known, "^-?%d+")) > tonumber(ARGV[3]) then return 0 end
-redis.call("HSET", KEYS[1], ARGV[1], ARGV[3] .. " " .. ARGV[4])
-redis.call("PUBLISH", ARGV[2], ARGV[5])
-return 1
+local told = {}
+for at = 2, #ARGV, 3 do
+  local run, seq, policy = unpack(ARGV, at, at + 2)
+  local known = redis.call("HGET", KEYS[1], run)
+  if not known or tonumber(string.match(known, "^-?%d+")) <= tonumber(seq) then
+    redis.call("HSET", KEYS[1], run, seq .. " " .. policy)
+    told[#told + 1] = policy
+  end
+end
+if #told > 0 then
+  local head = string.char(220, math.floor(#told / 256), #told % 256)
+  redis.call("PUBLISH", ARGV[1], head .. table.concat(told))
+end
+return #told
 """
+#: Moves that are told at once, at most.
+MOST_MOVES = 256
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(PolicyMoved).decode
@@ -42,10 +53,13 @@ class PolicyBoard:
         self._redis = pooled(url)
         self._move = self._redis.register_script(_MOVE)
 
-    def tell(self, moved: PolicyMoved) -> None:
-        message = _encode(ToWorker("", moved))
+    def tell(self, moves: Sequence[PolicyMoved]) -> None:
+        """Up to MOST_MOVES, of different runs."""
+        arguments: list[str | int | bytes] = [POLICIES]
+        for one in moves:
+            arguments += (one.run_id, one.seq, _encode(one))
         with reaching():
-            self._move(keys=[_KEY], args=[moved.run_id, WORKERS, moved.seq, _encode(moved), message])
+            self._move(keys=[_KEY], args=arguments)
 
     def known(self, run_ids: Iterable[str]) -> dict[str, PolicyMoved]:
         asked = sorted(run_ids)

@@ -11,7 +11,7 @@ from redis.retry import Retry
 
 Client = redis.Redis
 
-#: A command that takes longer has lost its connection: scripts here take less than a millisecond.
+#: A command that takes longer has lost its connection: scripts here take milliseconds at most.
 COMMAND_S = 2.0
 #: Connections of one process; a command that finds none free waits for one.
 CONNECTIONS = 32

@@ -3,7 +3,7 @@ share it. Callable from any thread; blocks for a network round trip."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -36,6 +36,8 @@ _SOURCE = _CONSTANTS + "".join(FilePath(__file__).with_name(name).read_text() fo
 _GROUP = "settle"
 #: Answers that one call hands to a consumer.
 BATCH = 128
+#: Calls that travel together at most: Redis does nothing else meanwhile, for some milliseconds.
+MOST_CALLS = 64
 #: `ahead` counts up to this.
 MOST_AHEAD = 1000
 
@@ -61,9 +63,10 @@ class RedisQueue:
         self._longest_wait_s = LONGEST_BLOCK_S
 
     def push(self, item: Item) -> bool:
-        path = _SEPARATOR.join(item.path)
-        weights = _SEPARATOR.join(map(str, weights_of(item.path, item.weight)))
-        return bool(self._call("push", item.id, path, weights, max(1, item.cost), item.slots, item.adapter, item.body))
+        return bool(self._call(*_push(item)))
+
+    def push_all(self, items: Iterable[Item]) -> None:
+        self._call_all(map(_push, items))
 
     def correct(self, path: Path, tokens: int) -> None:
         self._call("correct", _SEPARATOR.join(path), tokens)
@@ -83,7 +86,7 @@ class RedisQueue:
         self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
     ) -> list[Lease]:
         limit = slots if most is None else most  # an item has a slot at least
-        leases, again = self._call("lease", worker, self._now_ms(), int(ttl_s * 1000), slots, limit, *models)
+        leases, again = self._call("lease", worker, self._now(), int(ttl_s * 1000), slots, limit, *models)
         if limit > 0:
             self._longest_wait_s = LEFT_S if again else LONGEST_BLOCK_S
         return [
@@ -92,7 +95,7 @@ class RedisQueue:
         ]
 
     def renew(self, worker: str, ttl_s: float) -> bool:
-        return bool(self._call("renew", worker, self._now_ms(), int(ttl_s * 1000)))
+        return bool(self._call("renew", worker, self._now(), int(ttl_s * 1000)))
 
     def holder(self, item_id: str) -> str | None:
         with reaching():
@@ -101,6 +104,10 @@ class RedisQueue:
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
         return bool(self._call("answer", item_id, epoch, result))
+
+    def answer_all(self, answers: Iterable[tuple[str, int, bytes]]) -> None:
+        """`answer` for each (item, epoch, result)."""
+        self._call_all(("answer", *answer) for answer in answers)
 
     def lose(self, item_id: str, epoch: int) -> bool:
         return bool(self._call("lose", item_id, epoch))
@@ -139,8 +146,14 @@ class RedisQueue:
     def forget(self, item_id: str, receipt: str = "") -> None:
         self._call("forget", item_id, receipt)
 
+    def settle(self, settled: Iterable[tuple[str, str, Path, int]]) -> None:
+        """For each (item, receipt, path, tokens), if it is known: `correct` its path by so many tokens, `forget` it."""
+        self._call_all(
+            ("settle", item_id, receipt, _SEPARATOR.join(path), tokens) for item_id, receipt, path, tokens in settled
+        )
+
     def expire(self) -> Expired:
-        back, given_up, declined = self._call("expire", self._now_ms())
+        back, given_up, declined = self._call("expire", self._now())
         return Expired(
             [item_id.decode() for item_id in back],
             sorted(item_id.decode() for item_id in given_up),
@@ -173,16 +186,26 @@ class RedisQueue:
             if "BUSYGROUP" not in str(error):
                 raise
 
-    def _now_ms(self) -> int:
-        if self._clock is not None:
-            return int(self._clock() * 1000)
-        with reaching():
-            seconds, microseconds = self._redis.time()
-        return seconds * 1000 + microseconds // 1000
+    def _now(self) -> int | str:
+        """Milliseconds; "": Redis looks at its own clock."""
+        return int(self._clock() * 1000) if self._clock is not None else ""
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with reaching():
             return self._script(keys=[self._prefix], args=[name, *arguments])
+
+    def _call_all(self, calls: Iterable[Sequence[Any]]) -> None:
+        """Many calls in few round trips, in their order."""
+        left = list(calls)
+        while left:
+            some, left = left[:MOST_CALLS], left[MOST_CALLS:]
+            self._call("all", *(part for call in some for part in (len(call), *call)))
+
+
+def _push(item: Item) -> tuple[Any, ...]:
+    path, weights = _SEPARATOR.join(item.path), weights_of(item.path, item.weight)
+    joined = _SEPARATOR.join(map(str, weights))
+    return "push", item.id, path, joined, max(1, item.cost), item.slots, item.adapter, item.body
 
 
 def _flat(batch: Any) -> list[Any]:

@@ -22,19 +22,27 @@ local function forget_worker(worker)
   redis.call("ZREM", P .. "w", worker)
 end
 
+local function numbers(name)
+  local found, flat = {}, redis.call("HGETALL", P .. name)
+  for i = 1, #flat, 2 do found[flat[i]] = number(flat[i + 1]) end
+  return found
+end
+
+-- The others that have come, in the order of their names; the slots and the free ones of all.
 local function others_than(worker)
-  local found = {}
-  for _, other in ipairs(redis.call("HKEYS", P .. "room")) do
-    if other ~= worker then found[#found + 1] = other end
+  local found = {names = {}, size = numbers("size"), room = numbers("room")}
+  for other in pairs(found.room) do
+    if other ~= worker then found.names[#found.names + 1] = other end
   end
-  table.sort(found)
+  table.sort(found.names)
   return found
 end
 
 local function holds(worker, adapter) return redis.call("ZSCORE", key("k", worker), adapter) end
+local function serves(worker, model) return redis.call("SISMEMBER", key("m", worker), model) == 1 end
 
 -- As scheduler.order.roster.fullness.
-local function fullness(worker, free) return 1 - free / number(redis.call("HGET", P .. "size", worker)) end
+local function fullness(free, slots) return 1 - free / slots end
 
 -- A worker asks for work, with so many slots free.
 local function comes(worker, free)
@@ -49,14 +57,14 @@ end
 -- that an older server has queued say no adapter.
 local function better_for(id, worker, left, others)
   local adapter, path = unpack(redis.call("HMGET", key("i", id), "adapter", "path"))
-  if #others == 0 or not adapter or adapter == "" or holds(worker, adapter) then return end
-  local model, best, least = split(path)[1], nil, fullness(worker, left) + HEAD_START
-  for _, other in ipairs(others) do
-    local room = number(redis.call("HGET", P .. "room", other))
-    local serves = redis.call("SISMEMBER", key("m", other), model) == 1
-    if room > 0 and serves and holds(other, adapter) and redis.call("HEXISTS", key("d", id), other) == 0 then
-      local full = fullness(other, room)
-      if full < least then best, least = other, full end
+  if #others.names == 0 or not adapter or adapter == "" or holds(worker, adapter) then return end
+  local model, best, least = split(path)[1], nil, fullness(left, others.size[worker]) + HEAD_START
+  for _, other in ipairs(others.names) do
+    local room = others.room[other]
+    local full = fullness(room, others.size[other])
+    if room > 0 and full < least and holds(other, adapter) and serves(other, model)
+      and redis.call("HEXISTS", key("d", id), other) == 0 then
+      best, least = other, full
     end
   end
   return best

@@ -49,6 +49,9 @@ BEAT_S = 1.0
 #: A busy generator looks for more work not more often than this.
 LOOK_EVERY_S = 0.01
 
+#: Answers that travel together at most, of up to `INLINE_BYTES` each.
+MOST_ANSWERS = 16
+
 _decode = msgspec.msgpack.Decoder(SampleOp).decode
 
 
@@ -65,6 +68,7 @@ class SampleLink:
         self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
         self._again: list[Lease] = []  # leased again before their first life here has ended
         self._late: list[Callable[[], object]] = []  # what the queue is to be told, once Redis is there
+        self._answers: list[tuple[Done, int]] = []  # and what was done, under which epoch
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
         self._board, self._followed = PolicyBoard(url), Followed()
         self._missed = threading.Event()  # something may have been told while nobody listened
@@ -168,7 +172,7 @@ class SampleLink:
     def _answer(self, done: Done) -> None:
         epoch = self._let_go(done.op_id)
         if epoch is not None:
-            self._late.append(lambda: self._queue.answer(done.op_id, epoch, pack(done, self._blobs)))
+            self._answers.append((done, epoch))
 
     def _stream(self, drawn: Drawn) -> None:
         """A part that does not arrive is missed by those who read along, until the end: the answer has it."""
@@ -192,7 +196,7 @@ class SampleLink:
         reasons = self._queue.decline(op_id, epoch, why)
         if reasons:
             done = Done(op_id, failure=Failure("; ".join(reasons), "user"))
-            self._late.append(partial(self._queue.answer, op_id, epoch, pack(done, self._blobs)))
+            self._answers.append((done, epoch))
 
     def _let_go(self, op_id: str) -> int | None:
         """The epoch under which this sample was held, if it was to the last."""
@@ -205,6 +209,10 @@ class SampleLink:
         while self._late:
             self._late[0]()
             self._late.pop(0)
+        while self._answers:
+            some = self._answers[:MOST_ANSWERS]
+            self._queue.answer_all((done.op_id, epoch, pack(done, self._blobs)) for done, epoch in some)
+            del self._answers[: len(some)]
 
     def _beat(self) -> None:
         """In the listener's thread."""

@@ -26,7 +26,7 @@ import redis
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
-from scheduler.links.messages import ToTrainer
+from scheduler.links.messages import PassOver, ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled, pop_all
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
@@ -60,24 +60,36 @@ class TrainerLink:
         self._blobs = blobs
         self._redis, self._reader, self._held = pooled(url), blocking(url), held(url)
         self._over = threading.Event()
+        self._held_back: PassOver | None = None  # told with what comes next: mostly the next pull
         self._link = worker_name("trainer")
         self._leader = self._join(stopped)
         self._beats = threading.Thread(target=self._beat, name="trainer beats", daemon=True)
         self._beats.start()
 
     def send(self, message: Any) -> None:
-        parcel: bytes | None = None
-        while not self._over.is_set():
+        if isinstance(message, PassOver):
+            self._held_back = message
+        else:
+            self._tell(message)
+
+    def _tell(self, *messages: Any) -> None:
+        """What was held back, and these."""
+        if self._held_back is not None:
+            messages, self._held_back = (self._held_back, *messages), None
+        parcels: list[bytes] = []
+        while messages and not self._over.is_set():
             with suppress(QueueUnreachable), reaching():
-                parcel = parcel or pack(message, self._blobs)
-                self._redis.rpush(_key("up", self._link), parcel)
+                parcels = parcels or [pack(message, self._blobs) for message in messages]
+                self._redis.rpush(_key("up", self._link), *parcels)
                 return
             self._over.wait(0.2)
-        raise EOFError("the leader is gone")
+        if messages:
+            raise EOFError("the leader is gone")
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message, or None when none came in `timeout_s`. Raises EOFError when the leader is gone."""
         deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
+        self._tell()
         while not self._over.is_set():
             left = deadline - time.monotonic()
             if left <= 0:

@@ -10,8 +10,9 @@ Placing: a run goes to a trainer that has its base model, and memory for it if a
 least load, then the fewest bytes of runs, then the one that has been there longest.
 
 Evening out: a run moves from the fullest trainer that has one whose move pays to the emptiest that has its base model.
-It pays when the larger of both loads falls by an eighth (MARGIN) and by PAYS times the tokens that the move counts as;
-of several the one that evens out most. No run moves twice within STAY_S. So
+It pays when the larger of both loads falls by an eighth (MARGIN), or would with more runs that are each less than that,
+and by PAYS times the tokens that the move counts as; of several the one that evens out most. No run moves twice within
+STAY_S. So
 
 - under constant demand moves come to an end: each lowers the larger of two loads, and raises none above it;
 - under any demand a run is paused for moves once in STAY_S at most: there is no ping-pong.
@@ -161,8 +162,11 @@ class Homes:
             for claim in at[source]:
                 able = [name for name in self._able(claim) if name != source and self._fits(claim, name, used)]
                 target = min(able, key=loads.__getitem__, default=source)
-                gain = min(demands[claim.run_id], loads[source] - loads[target] - demands[claim.run_id])
-                if gain > most and gain >= max(MARGIN * loads[source], PAYS * claim.move_tokens):
+                gap = loads[source] - loads[target]
+                gain = min(demands[claim.run_id], gap - demands[claim.run_id])
+                least = min(MARGIN * loads[source], demands[claim.run_id])
+                uneven = gap >= 2 * MARGIN * loads[source]
+                if uneven and gain > most and gain >= max(least, PAYS * claim.move_tokens):
                     most, best = gain, Move(claim.run_id, source, target)
             if best is not None:
                 return best

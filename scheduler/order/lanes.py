@@ -57,6 +57,7 @@ def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool 
                 run_id=op.lane,
                 seq=op.seq,
                 kind=kind,
+                body=op.body,
                 body_ref=op.body_ref,
                 start=part.start,
                 stop=part.stop,

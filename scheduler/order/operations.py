@@ -91,8 +91,9 @@ class Outcome:
 class Operation:
     """An accepted operation, from acceptance to its outcome. Fields that a NewOperation has too mean the same.
 
-    The body: `body_ref` names its blob ("" for none), `body_bytes` is its length, which counts as queued, and
-    `body_sha256` its digest as hex. `origin` is the HTTP request that brought it (`store.tracing.origin_here`).
+    The body: `body` if it is small, else `body_ref` names its blob; both are empty for none. `body_bytes` is its
+    length, which counts as queued, and `body_sha256` its digest as hex. `origin` is the HTTP request that brought it
+    (`store.tracing.origin_here`).
 
     Workers that were lost while they computed it: `attempts` counts them; `reached` is how many of its data were
     computed in passes that ended, and getting further sets `attempts` to 0; `alone` says that a trainer was lost over
@@ -116,6 +117,7 @@ class Operation:
     key_id: int | None = None
     user_id: str | None = None
     project_id: str | None = None
+    body: bytes = b""
     body_bytes: int = 0
     stores_bytes: int = 0
     running: bool = False

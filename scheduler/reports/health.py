@@ -25,6 +25,7 @@ from scheduler.journal.rows import num_samples, priority, sequences
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import INTERACTIVE, SAMPLE
 from store import tables
+from store.tables.base import any_index_but
 
 #: Operations of a run that are looked at, the latest.
 MAX_ROWS = 20_000
@@ -138,6 +139,7 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
     samplers = session.scalars(select(tables.Sampler.id).filter_by(run_id=run.id, org_id=run.org_id)).all()
     operation = tables.Operation
     recent = (operation.finished_at >= since) | (operation.state == "queued")
+    own = any_index_but(operation.org_id) == run.org_id
     query = select(
         operation.id,
         operation.seq,
@@ -150,7 +152,7 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
         num_samples.label("num_samples"),  # the rest of a plan can be long
         priority.label("priority"),
         sequences.label("sequences"),
-    ).where(operation.org_id == run.org_id, operation.lane.in_([run.id, *samplers]), recent)
+    ).where(own, operation.lane.in_([run.id, *samplers]), recent)
     latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
     return [_read(row) for row in reversed(latest)]
 

@@ -1,18 +1,28 @@
-"""The simulator's machines as a real service has them: measured on a few batches, apart from what it then predicts."""
+"""The simulator's machines as a real service has them: measured on a few loads, apart from what it then predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
 
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Simulation
+from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
 #: Halvings in the search for the time of a handover: to a thousandth of a decode step.
 _HALVINGS = 15
 #: The longest handover that is looked for, in decode steps.
 _MOST_STEPS = 32
+#: Condition of the loads that calibrate a trainer (each column of length 1) beyond which errors of a hundredth in what
+#: was measured become as large as the terms.
+_MOST_ALIKE = 100
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
@@ -56,3 +66,35 @@ def _handover_s(machine: Cluster, queued: Batch) -> float:
         steps = Simulation(replace(machine, handover_s=tried_s), [load]).run(float("inf")).steps
         low_s, high_s = (tried_s, high_s) if steps < queued.steps else (low_s, tried_s)
     return low_s
+
+
+def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
+    """`machine` with trainers of one rank that take for these loads about as long as was measured: the times of a
+    stage, a slice, a piece of light work and a token, none below 0, with which the relative errors are least (the sum
+    of their squares). ValueError if the loads are too much alike to tell the four apart, or one took no time."""
+    if not all(load.seconds > 0 for load in loads):
+        raise ValueError("a load that calibrates has taken no time: measure it for longer")
+    each = np.array([(load.stages, load.slices, load.light, load.tokens) for load in loads])
+    relative = each / np.array([load.seconds for load in loads])[:, None]
+    scaled = relative / np.linalg.norm(relative, axis=0).clip(min=1e-300)
+    if len(loads) < 4 or np.linalg.cond(scaled) > _MOST_ALIKE:
+        raise ValueError("the loads do not differ enough in stages, slices, steps and tokens to tell what each takes")
+    pass_s, slice_s, light_s, token_s = non_negative(relative, np.ones(len(loads))).tolist()
+    if token_s == 0:
+        raise ValueError("the time of a pass does not grow with its tokens: measure larger loads, or undisturbed")
+    machine = replace(machine, ranks=1, gather_s=0.0, trained_tokens_per_s_per_gpu=1 / token_s)
+    return replace(machine, pass_s=pass_s, slice_s=slice_s, light_s=light_s)
+
+
+def non_negative(rows: Array, values: Array) -> Array:
+    """The x, none below 0, with the least |rows x - values|: of each choice of terms that are not 0 the least squares,
+    and of those without a negative term the best. For few terms: there are 2^terms choices."""
+    best, least = np.zeros(rows.shape[1]), float(np.sum(values**2))
+    for count in range(1, rows.shape[1] + 1):
+        for kept in map(list, combinations(range(rows.shape[1]), count)):
+            found = np.zeros(rows.shape[1])
+            found[kept] = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
+            off = float(np.sum((rows @ found - values) ** 2))
+            if off < least and (found >= 0).all():
+                best, least = found, off
+    return best

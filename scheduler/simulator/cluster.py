@@ -20,8 +20,10 @@ class Cluster:
     its answer's way out. A client needs `turnaround_s` more from its last answer to its next request. The defaults
     leave these three out: beside sequences of minutes they are nothing.
 
-    A pass takes `pass_s`, and then as long as its tokens, or as `gather_s`: the layers that each of several ranks
-    receives of the others, the next while one computes (docs/production.md, "How large a pass")."""
+    A pass takes `pass_s` for each of its stages (one, unless a run has several steps in it), `slice_s` for each slice
+    and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens, or as `gather_s`
+    for each stage: the layers that each of several ranks receives of the others, the next while one computes
+    (docs/production.md, "How large a pass")."""
 
     replicas: int = 22
     gpus_per_replica: int = 8
@@ -36,8 +38,11 @@ class Cluster:
     ranks: int = 80
     trained_tokens_per_s_per_gpu: float = 816.0
     pass_s: float = 0.2
+    slice_s: float = 0.0
+    light_s: float = 0.0
     gather_s: float = 0.0
     pass_tokens: int = 131_072
+    slice_tokens: int = 1024
     gpu_hour_usd: float = 1.59
 
     @classmethod
@@ -64,6 +69,7 @@ class Cluster:
         """Of all generators, with every slot busy."""
         return self.all_slots / self.step_s(self.slots)
 
-    def pass_takes_s(self, tokens: int) -> float:
+    def pass_takes_s(self, tokens: float, stages: float = 1, slices: float = 0, light: float = 0) -> float:
         """Of one trainer."""
-        return self.pass_s + max(self.gather_s, tokens / (self.trained_tokens_per_s_per_gpu * self.ranks))
+        computed_s = max(stages * self.gather_s, tokens / (self.trained_tokens_per_s_per_gpu * self.ranks))
+        return stages * self.pass_s + slices * self.slice_s + light * self.light_s + computed_s

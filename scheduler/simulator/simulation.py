@@ -22,7 +22,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.generators import Counts, Generators
 from scheduler.simulator.slots import Job
 from scheduler.simulator.tenant import Tenant
-from scheduler.simulator.trainer import Trainers
+from scheduler.simulator.trainer import Trainers, Work
 from scheduler.simulator.workloads import Workload
 
 
@@ -46,7 +46,7 @@ class Result:
     generators: Counts
     steps: float
     slot_steps: float
-    trainer_busy_s: float
+    trainers: Work
 
     @property
     def sampled_tokens(self) -> int:
@@ -80,7 +80,7 @@ class Result:
     @property
     def trainer_wait(self) -> float:
         """The share of all trainers' time in which they computed nothing."""
-        return 1 - self.trainer_busy_s / (self.seconds * self.cluster.trainers)
+        return 1 - self.trainers.seconds / (self.seconds * self.cluster.trainers)
 
     @property
     def usd_per_mtok(self) -> float:
@@ -109,7 +109,10 @@ class Simulation:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._front_free_s = 0.0
-        self.tenants = {f"org{i}": Tenant(f"org{i}", w, Random(seed * 10_007 + i)) for i, w in enumerate(workloads)}
+        self.tenants = {
+            f"org{i}": Tenant(f"org{i}", work, Random(seed * 10_007 + i), cluster.slice_tokens)
+            for i, work in enumerate(workloads)
+        }
         costs = ExpectedCosts(lambda org_id: self.tenants[org_id].workload.weight, lambda: self.now_s)
         self._train_queue: FairTree[Unit] = queue()
         self._generators = Generators(cluster, queue(), costs, self._sampled)
@@ -122,7 +125,7 @@ class Simulation:
         for tenant in self.tenants.values():
             self._sample(tenant)
         self._play(after_s)
-        self._trainers.busy_s = 0.0
+        self._trainers.done = Work()
         self._generators.counts = Counts()
         for tenant in self.tenants.values():
             tenant.forget()
@@ -136,7 +139,7 @@ class Simulation:
             self._generators.counts,
             now_steps - steps,
             now_slot_steps - slot_steps,
-            self._trainers.busy_s,
+            self._trainers.done,
         )
 
     def _play(self, until_s: float) -> None:

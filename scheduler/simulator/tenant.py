@@ -10,7 +10,7 @@ from random import Random
 from scheduler.links.messages import OpKind, RunSpec
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.operations import SAMPLE, Operation
-from scheduler.order.plans import BODY_ONLY, ForwardBackward, Plan, Sample, Slice
+from scheduler.order.plans import BODY_ONLY, ForwardBackward, Plan, Sample, slices
 from scheduler.simulator.slots import MODEL, Job
 from scheduler.simulator.workloads import Workload
 
@@ -22,6 +22,7 @@ class Tenant:
     org_id: str
     workload: Workload
     random: Random
+    slice_tokens: int = 1024
     batch: int = 0  # batches whose sampling has begun
     version: int = 0  # steps trained
     sequences: int = 0
@@ -86,9 +87,9 @@ class Tenant:
             self.version += 1
             return []
         self._at_trainer.append((now_s, sum(data) - len(data) * self.workload.prompt))
-        slices = tuple(Slice(i, i + 1, tokens) for i, tokens in enumerate(data))
-        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), ForwardBackward(slices))
-        return units + self._arrive(OpKind.OPTIM_STEP) + self._arrive(OpKind.SAVE_SAMPLER)
+        plan = ForwardBackward(tuple(slices(data, self.slice_tokens)))
+        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), plan) + self._arrive(OpKind.OPTIM_STEP)
+        return units + self._arrive(OpKind.SAVE_SAMPLER) if self.workload.samples else units
 
     def trained(self, unit: Unit, now_s: float) -> bool:
         """A unit has been computed. True when that was the end of a step."""
@@ -97,7 +98,7 @@ class Tenant:
         if not unit.send.final:
             return False
         self.lane.answered(unit.op, True)
-        if unit.op.kind != OpKind.SAVE_SAMPLER:
+        if unit.op.kind != (OpKind.SAVE_SAMPLER if self.workload.samples else OpKind.OPTIM_STEP):
             return False
         self.lane.saved(unit.op.seq, "")
         since_s, tokens = self._at_trainer.popleft()

@@ -41,6 +41,7 @@ class FolderBlobs:
         self.durable = durable
         self._unfinished = root / _UNFINISHED
         self._unfinished.mkdir(parents=True, exist_ok=True)
+        self._beginning = f"{root}{os.sep}"  # of paths as strings, where every operation passes
 
     def path(self, ref: str) -> Path:
         """The path of `ref`, which need not exist. Raises BadRef unless it is a relative name of plain segments."""
@@ -49,8 +50,8 @@ class FolderBlobs:
     at = path
 
     def put(self, ref: str, data: bytes) -> None:
-        target = self.path(ref)
-        temporary = self._temporary()
+        target = self._beginning + check_ref(ref)
+        temporary = f"{self._beginning}{_UNFINISHED}{os.sep}{secrets.token_hex(8)}"
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
@@ -61,7 +62,7 @@ class FolderBlobs:
             self._rename(temporary, target)
         except BaseException:
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                os.unlink(temporary)
             raise
 
     def get(self, ref: str, sha256: str = "") -> bytes:
@@ -80,7 +81,8 @@ class FolderBlobs:
         os.utime(self.path(ref))
 
     def delete(self, ref: str) -> None:
-        self.path(ref).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(self._beginning + check_ref(ref))
 
     def folder(self, ref: str) -> Path:
         """The folder `ref`, made if it is not there: for a writer that wants to fill it in place."""
@@ -166,17 +168,17 @@ class FolderBlobs:
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _rename(self, temporary: Path, target: Path) -> None:
+    def _rename(self, temporary: Path | str, target: Path | str) -> None:
         try:
             os.replace(temporary, target)
         except FileNotFoundError:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
             os.replace(temporary, target)
         if self.durable:
-            _fsync(target.parent)
+            _fsync(os.path.dirname(target))
 
 
-def _fsync(path: Path) -> None:
+def _fsync(path: Path | str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

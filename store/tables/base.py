@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, DateTime, Integer, MetaData, TypeDecorator
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy import JSON, BigInteger, ColumnElement, DateTime, Integer, MetaData, TypeDecorator
+from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute
 
 #: SQLite only auto-increments an INTEGER primary key.
 BigInt = BigInteger().with_variant(Integer(), "sqlite")
@@ -27,6 +27,12 @@ class Utc(TypeDecorator[datetime]):
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+def any_index_but(column: InstrumentedAttribute[str]) -> ColumnElement[str]:
+    """The column, in a condition that its index is not to be used for. SQLite, which keeps no statistics, may take the
+    index of an organisation's rows where that of a run's is meant, and look through all that it ever did."""
+    return column.concat("")
 
 
 class Base(DeclarativeBase):

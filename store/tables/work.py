@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
@@ -127,7 +127,8 @@ class Checkpoint(Base):
 
 class Operation(Base):
     """The journal. (lane, seq) names an operation for its client: a lane is a run id (strictly ordered) or a sampler
-    id (unordered). `state` is queued | done | failed."""
+    id (unordered). `state` is queued | done | failed. What a client sent and is answered lies in `body` and
+    `result` where it is small text (`scheduler.journal.rows`), else in the blobs `body_ref` and `result_ref`."""
 
     __tablename__ = "operations"
     __table_args__ = (
@@ -156,12 +157,14 @@ class Operation(Base):
     tokens: Mapped[int] = mapped_column(BigInteger)  # what the queue counts it as
     hold_nusd: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the most it can cost; held while queued
     stores_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of a save: about what it will store
+    body: Mapped[str | None] = mapped_column(Text)
     body_ref: Mapped[str] = mapped_column(String(256))
     body_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # its length
     body_sha256: Mapped[str] = mapped_column(String(64))  # as hex; "" without a body
     sent_sha256: Mapped[str | None] = mapped_column(String(64))  # of what the client sent, where that is not the body
     plan: Mapped[dict[str, Any]]  # what is needed to queue it again: scheduler.order.plans
     origin: Mapped[str] = mapped_column(String(128), server_default="")  # store.tracing.origin_here
+    result: Mapped[str | None] = mapped_column(Text)
     result_ref: Mapped[str | None] = mapped_column(String(256))
     result_type: Mapped[str | None] = mapped_column(String(64))
     result_bytes: Mapped[int | None] = mapped_column(BigInteger)  # None: there is none, or it is no longer kept

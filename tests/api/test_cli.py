@@ -18,7 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from weft.version import __version__
 
+from api.cli import weftd as command
 from store import keys
 from store.db import Database
 from tests.servers import free_port
@@ -228,6 +231,10 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: Sequence[str], config:
     line = refused("serve", "--data-dir", str(tmp_path), "--config", str(file), "--port", "0", *arguments)
     assert re.search(message, line)
     assert re.fullmatch(r"weftd: [^\n]+\n", line)
+
+
+def test_its_version_is_its_client_s() -> None:
+    assert CliRunner().invoke(command, ["--version"]).output == f"weftd {__version__}\n"
 
 
 def test_workers_that_never_come_up_end_the_server(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from api.server.connections import MAX_HEADERS, MAX_HEADERS_BYTES, MAX_HELD_BYTES, Gate, _Joining
+from api.server.connections import MAX_HEADERS, MAX_HEADERS_BYTES, MAX_HELD_BYTES, MAX_JOINED_BYTES, Gate, _Joining
 from api.server.listener import Server
 from store.settings import FrontSettings
 
@@ -159,8 +159,9 @@ def test_all_have_their_most(listening: Callable[..., Listening]) -> None:
         (GET * 2000, (b"200", b"400")),
         (b"GET /who HTTP/1.1\r\nHost: x/../../y\r\n\r\n", (b"400",)),
         (b"GET /who HTTP/1.1\r\nHost: x@y\r\n\r\n", (b"400",)),
+        (b"GET /who HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", (b"400",)),
     ],
-    ids=["long headers", "many headers", "pipelined", "a path for a host", "a user for a host"],
+    ids=["long headers", "many headers", "pipelined", "a path for a host", "a user for a host", "two hosts"],
 )
 def test_strange_requests(listening: Callable[..., Listening], sent: bytes, status: tuple[bytes, ...]) -> None:
     here = listening(header_timeout_s=5)
@@ -170,6 +171,23 @@ def test_strange_requests(listening: Callable[..., Listening], sent: bytes, stat
         with suppress(ConnectionError):
             first = connection.recv(65_536)
             assert first.split(b"\r\n")[0].split()[1] in status
+    assert httpx.get(f"{here.url}/who").is_success
+
+
+CHUNKED = b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+
+
+@pytest.mark.parametrize("beside", [b"0\r\nX-A: ", b"0\r\nX-A", b"1;"], ids=["value", "name", "chunk"])
+def test_what_stands_beside_a_body_has_the_bound_of_headers(listening: Callable[..., Listening], beside: bytes) -> None:
+    """The parser collects a trailer, and copies all of it again with each piece that comes."""
+    here = listening()
+    with here.connect() as connection:
+        connection.sendall(CHUNKED + beside)
+        with suppress(ConnectionError):
+            for _ in range(64):
+                connection.sendall(b"a" * MAX_HEADERS_BYTES)
+        connection.settimeout(5)
+        assert answer(connection) == b""  # cut off, and not waited for
     assert httpx.get(f"{here.url}/who").is_success
 
 
@@ -250,9 +268,12 @@ def test_head_and_body_of_an_answer_go_out_together() -> None:
         assert wire.sent == [b"head body", b"alone"]
         joining.write(large := b"x" * (MAX_HELD_BYTES + 1))
         assert wire.sent[2:] == [large]  # what reads slowly is heard of at once
+        joining.write(b"head")
+        joining.write(body := b"x" * (MAX_JOINED_BYTES + 1))
+        assert wire.sent[3:] == [b"head", body]  # not copied
         joining.write(b"last")
         joining.close()
-        assert (wire.sent[3:], wire.closed) == ([b"last"], True)
+        assert (wire.sent[5:], wire.closed) == ([b"last"], True)
 
     asyncio.run(scenario())
 

@@ -62,6 +62,8 @@ def work(database: Database, blobs: Blobs, name: str, weights: str, *emails: str
         op |= {"state": "done", "tokens": 9, "plan": {}, "body_sha256": "", "result_bytes": 9, "accepted_at": NOW}
         refs = {"body_ref": f"ops/00/{name}", "result_ref": f"results/00/{name}"}
         session.add(Operation(id=name, org_id=org.id, **op, **refs))
+        small = op | {"seq": 2, "kind": "optim_step", "body_ref": "", "body": "{}", "result": f"step of {name}"}
+        session.add(Operation(id=f"{name}-2", org_id=org.id, **small))
         session.flush()
         charge = Charge(
             Payer(org.id, "default", None), name, f"{name}:train:0", name, "weft/tiny-moe", NOW, {"train": 1000}, 0
@@ -98,6 +100,8 @@ def test_an_export_holds_all_that_is_owned_and_no_secret(
         == (out / "operations/acme.result").read_bytes()
         == b"tokens of acme"
     )
+    assert (out / "operations/acme-2.body").read_text() == "{}"
+    assert (out / "operations/acme-2.result").read_text() == "step of acme"
     assert (out / "telemetry/2026-11-22.jsonl").is_file()
     said = "".join((out / name).read_text() for name in names(out) if name.startswith("tables/"))
     assert "ann@x.org" in said
@@ -108,7 +112,8 @@ def test_an_export_holds_all_that_is_owned_and_no_secret(
             assert secret not in said
     rows = {path.stem: path.read_text().splitlines() for path in (out / "tables").iterdir()}
     assert json.loads(rows["usage_events"][0])["amount_nusd"] > 0
-    assert {len(rows[table]) for table in ("runs", "checkpoints", "operations", "organisations")} == {1}
+    assert {len(rows[table]) for table in ("runs", "checkpoints", "organisations")} == {1}
+    assert len(rows["operations"]) == 2
     assert len(rows["users"]) == 2
 
 

@@ -83,7 +83,7 @@ class TestSamples:
         params = {"stop": [], "temperature": 0.5}
         request_id = world.post("asample", sample(sampler_id, sampling_params=params))["request_id"]
         op = world.operation(request_id)
-        kept = json.loads(world.service.blobs.get(op.body_ref))
+        kept = json.loads(op.body or "")
         assert kept["sampling_params"]["max_tokens"] == 14
         assert kept["sampling_params"]["stop"] == []
         assert (op.kind, op.tokens, plan_of(op)) == ("sample", 3 + 2 * 14, Sample(2, 3, "interactive"))

@@ -6,11 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from weft.wire.sample_codec import SampleResult
+from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
 from api.operations import streaming
-from api.operations.streaming import TOLD_AT_ONCE, drawn
+from api.operations.streaming import TOLD_AT_ONCE, drawn, rest_of
 from scheduler.journal.samples.streams import TokenStream
 from scheduler.links.messages import DrawnTokens
 
@@ -20,7 +21,15 @@ MANY = 3 * TOLD_AT_ONCE + 7
 def whole(sample: int) -> DrawnTokens:
     tokens = list(range(MANY))
     tops = [([token], [-0.5]) for token in tokens]
-    return DrawnTokens(sample, 0, tokens, [-float(token) for token in tokens], [1] * MANY, tops)
+    return DrawnTokens(sample, 0, tokens, [-float(token) for token in tokens], [1] * 5 + [2] * (MANY - 5), tops)
+
+
+def finished(sample: int) -> SequenceResult:
+    """The same, as a result has it."""
+    part = whole(sample)
+    top = TopkLogprobs(np.array(part.tokens, np.int32)[:, None], np.full((MANY, 1), -0.5, np.float32))
+    tokens, logprobs = np.array(part.tokens, np.int32), np.array(part.logprobs, np.float32)
+    return SequenceResult(tokens, logprobs, "length", top, (PolicySpan(1, 5), PolicySpan(2, MANY - 5)))
 
 
 def service_with(stream: TokenStream) -> Any:
@@ -35,7 +44,7 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
     drawn_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was drawn before they came, and what of the result they have not been told."""
-    result: Any = SimpleNamespace(sequences=[])
+    result = SampleResult([finished(0), finished(1)])
     stream = TokenStream()
     if drawn_before:
         stream.hear([streaming.cut(whole(0), 0, drawn_before)])
@@ -45,7 +54,6 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
         return result
 
     monkeypatch.setattr(streaming, "sampled", sampled)
-    monkeypatch.setattr(streaming, "parts_of", lambda sequences: iter([whole(0), whole(1)]))
     turns = 0
 
     async def another() -> None:
@@ -71,5 +79,39 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
         for sample, parts in told.items():
             for name in ("tokens", "logprobs", "versions", "tops"):
                 assert [x for part in parts for x in getattr(part, name)] == getattr(whole(sample), name)
+
+    asyncio.run(story())
+
+
+def test_a_result_is_made_into_lists_no_faster_than_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one with the likeliest tokens of each would keep the event loop for seconds."""
+    made = list[int]()
+    real = TopkLogprobs.tolist
+
+    def counted(self: TopkLogprobs) -> Any:
+        made.append(len(self.token_ids))
+        return real(self)
+
+    monkeypatch.setattr(TopkLogprobs, "tolist", counted)
+    first = next(rest_of(0, finished(0), told=MANY - TOLD_AT_ONCE - 1))
+    assert (first.start, len(first.tokens), made) == (MANY - TOLD_AT_ONCE - 1, TOLD_AT_ONCE, [TOLD_AT_ONCE])
+
+
+def test_a_reader_that_leaves_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = TokenStream()
+    stream.hear([whole(0)])
+
+    async def sampled(*_: object) -> SampleResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(streaming, "sampled", sampled)
+
+    async def story() -> None:
+        reading = drawn(service_with(stream), None, "id")  # type: ignore[arg-type]
+        assert isinstance(await anext(reading), DrawnTokens)
+        await reading.aclose()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(story())

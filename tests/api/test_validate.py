@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from weft.money import usd
 from weft.wire import AdamParams, LimitsResponse, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
 
-from api.checks.batches import check_batch, slices
+from api.checks.batches import check_batch
 from api.checks.limits import limits_of
 from api.checks.optimizers import check_step, family_of
 from api.checks.runs import check_lora, check_metadata, check_sequence, check_text, check_ttl
 from api.checks.samples import check_sample
 from api.errors import Invalid, Malformed
 from api.paths import CheckpointPath, check_name, parse_path
-from scheduler.order.plans import Slice
+from scheduler.order.plans import Slice, slices
 from store.settings import Limits
 from tests.api.conftest import MODEL
 from tests.api.data import batch, datum

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.compat.environments import IN_CI
 from tests.compat.page import PAGE, page, undriven
 from tests.compat.tour import RESULTS
+from tests.rl_packages.environment import ENVIRONMENTS
 
 RECORDED = json.loads(RESULTS.read_text())
 
@@ -32,3 +33,8 @@ def test_every_public_method_of_the_newest_sdk_is_driven() -> None:
 def test_no_call_failed_in_any_version() -> None:
     failed = {(version, call) for version, row in RECORDED.items() for call, result in row.items() if result == "fail"}
     assert failed == set()
+
+
+def test_every_package_for_rl_has_one_version() -> None:
+    packages = [package for each in ENVIRONMENTS.values() for package in each.packages]
+    assert [package for package in packages if not re.fullmatch(r"[A-Za-z0-9_-]+==[0-9.]+", package)] == []

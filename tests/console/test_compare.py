@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.console.formats import lasts
-from api.console.pages.compare import _all_reach
+from api.console.pages.compare import DRAWN, _all_reach
 from store.tables import AuditEntry, Operation, Organisation, Run, RunMetric, UsageEvent
 from store.tables.work import MAX_NOTES
 from tests.console.conftest import Console
@@ -100,7 +100,7 @@ class TestCompare:
         found = console.http.get(f"/console/compare/curves?run={runs[0]}&run={runs[1]}").json()["runs"]
         assert [each["id"] for each in found] == runs
         for each in found:
-            assert each["curves"] == console.api(f"weft/runs/{each['id']}/metrics?points=500")["curves"]
+            assert each["curves"] == console.api(f"weft/runs/{each['id']}/metrics?points={DRAWN}")["curves"]
 
 
 @pytest.mark.parametrize(

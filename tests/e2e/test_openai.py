@@ -136,6 +136,7 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
             openai.BadRequestError,
             "maximum context length",
         ),
+        ({"stop": ["a"] * 5000}, openai.BadRequestError, "at most 4096 items"),
         ({"model": "nope"}, openai.NotFoundError, "nope"),
         ({"model": "run:nobody:train:0"}, openai.NotFoundError, "nobody"),
         ({"model": "tinker://nobody:train:0/sampler_weights/x"}, openai.NotFoundError, "nobody"),
@@ -143,7 +144,7 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
         (
             {"n": 200, "max_completion_tokens": 1500, "logprobs": True, "top_logprobs": 20},
             openai.BadRequestError,
-            "6,300,000 log-probabilities in one answer, the limit is 4,194,304",
+            "6,300,000 log-probabilities in one answer, the limit is 1,048,576",
         ),
     ],
 )

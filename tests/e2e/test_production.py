@@ -167,12 +167,14 @@ def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
 
 
 def without_store(own_store: OwnStore, url: str, key: str) -> None:
-    """Nothing new is accepted for a while; it comes back while the caller goes on, with all that it had."""
+    """Nothing new that needs it is accepted for a while; it comes back while the caller goes on, with all it had."""
     http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
     request = sample_request(http)
+    long = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [40, 43, 46] * 150}]}}
     own_store.stop()
     threading.Timer(AWAY_S, own_store.start).start()
-    refused = http.post("/api/v1/asample", json=request)
+    assert "request_id" in http.post("/api/v1/asample", json=request).json()  # what is small lies in its row
+    refused = http.post("/api/v1/asample", json=request | long | {"seq_id": 1})
     assert (refused.status_code, refused.json()["code"]) == (503, "cannot_store"), refused.text
     assert "object store does not answer (Unreachable)" in refused.json()["detail"]
     assert "retry-after" in refused.headers

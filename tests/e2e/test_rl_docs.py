@@ -14,6 +14,7 @@ import pytest
 from weft import rl
 from weft.rl.loops import distill
 from weft.rl.loops import train as loop
+from weft.rl.sandboxes import local
 
 from tests.e2e.conftest import Weftd
 from tests.isolation import isolated, possible
@@ -31,6 +32,7 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len(found) >= 9
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
     monkeypatch.setenv("WEFT_API_KEY", weftd.key("reader"))
+    monkeypatch.setattr(local, "_free_bytes", lambda: 1 << 40)  # whatever other tests leave
     whole, reports = loop.Recipe, []
 
     def short(**recipe: Any) -> loop.Recipe:

@@ -24,10 +24,16 @@ def test_no_secret_is_written_anywhere(own_weftd: Callable[..., Weftd]) -> None:
     service = tinker.ServiceClient(base_url=server.url, api_key=secret)
     run = service.create_lora_training_client(BASE_MODEL, rank=4).result()
     run.forward_backward(supervised(), "cross_entropy").result()
-    run.save_state("one").result()
+    path = run.save_state("one").result().path
     with httpx.Client(base_url=server.url, headers={"X-API-Key": secret}) as http:
         token = http.post(f"{PREFIX}/auth/token").json()["jwt"]
         assert http.get(f"{PREFIX}/weft/keys").status_code == 200
+        borrower = {"X-API-Key": server.key("globex")}
+        opened = http.post(f"{PREFIX}/create_session", json={"tags": [], "sdk_version": "1"}, headers=borrower).json()
+        lent = {"session_id": opened["session_id"], "path": path, "optimizer": False, "weights_access_token": secret}
+        load = http.post(f"{PREFIX}/load_weights", json=lent | {"model_seq_id": 0}, headers=borrower).json()
+        loaded = http.post(f"{PREFIX}/retrieve_future", json={"request_id": load["request_id"]}, headers=borrower)
+        assert loaded.json()["path"] == path, loaded.text
         signed_in = http.post("/console/login", data={"key": secret})
         assert secret not in signed_in.text
         replies = [

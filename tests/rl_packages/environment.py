@@ -57,18 +57,26 @@ SANDBOXES = Environment(
     "each call of `rl.sandboxes.Modal` and `rl.sandboxes.Prime` is one that the client takes, answered by a stand-in:"
     " the providers themselves were not asked",
 )
+SINKS = Environment(
+    "sinks",
+    ("wandb==0.31.0", "trackio==0.43.0", "tensorboardX==2.6.5", "tensorboard==2.21.0"),
+    "what `rl.Wandb` (offline), `rl.Trackio` and `rl.TensorBoard` write is read again, with each package's own reader"
+    " or records",
+)
 _TALKS = "a tool is shown, called by the model, answered, and its result read (docs/openai.md)"
 AGENTS = Environment(
     "agents",
     (
         *("openai-agents==0.24.0", "pydantic-ai-slim==2.68.0", "langchain-openai==1.7.3", "langgraph==1.2.22"),
-        *("openai==3.54.0"),
+        "openai==3.54.0",
     ),
     _TALKS,
 )
 LITELLM = Environment("litellm", ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"), _TALKS)
 INSTRUCTOR = Environment("instructor", ("instructor==1.17.0", "openai==3.3.0"), "a typed answer, in its mode `MD_JSON`")
-ENVIRONMENTS = {each.name: each for each in (VERIFIERS_0_1, VERIFIERS_0_4, SANDBOXES, AGENTS, LITELLM, INSTRUCTOR)}
+ENVIRONMENTS = {
+    each.name: each for each in (VERIFIERS_0_1, VERIFIERS_0_4, SANDBOXES, SINKS, AGENTS, LITELLM, INSTRUCTOR)
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Agent frameworks as they are, against the server of WEFT_BASE_URL: `python frameworks.py FRAMEWORK MODEL SESSION`.
-Each has a tool and asks one question: the model calls the tool, reads its result, and answers. None knows anything of
-Weft; what they send is kept under SESSION. A line of JSON is printed: what the tool was called with, and the answer, or
-the error that ended it."""
+Each has a tool and asks one question: the model calls the tool, reads its result, and answers; instructor has a type
+in the tool's place. None knows anything of Weft; what they send is kept under SESSION. A line of JSON is printed: what
+the tool was called with, and the answer, or the error that ended it."""
 
 from __future__ import annotations
 

@@ -67,6 +67,9 @@ def loop(service: weft.ServiceClient, kind: str) -> rl.Report:
     more: dict[str, Any] = {}
     if kind == "gym":
         env: Any = rl.reasoning_gym("basic_arithmetic", 64, max_tokens=12, min_terms=2, max_terms=2, max_digits=1)
+        # Its questions are in words that the model has never seen; a group whose answers are all wrong teaches nothing.
+        talks = [[*env.messages(task), {"role": "assistant", "content": task["answer"]}] for task in env.tasks]
+        rl.sft(run, rl.conversations(talks, run.get_tokenizer()), batch=8, learning_rate=2e-3, sinks=[])
     elif kind == "renderer":
         env = rl.prompts([{"prompt": "What is 2 + 3?"}], lambda text, task: float("5" in text), max_tokens=6)
         more["renderer"] = DefaultRenderer(run.get_tokenizer())

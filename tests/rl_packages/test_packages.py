@@ -19,6 +19,7 @@ from tests.rl_packages.environment import (
     LITELLM,
     ROOT,
     SANDBOXES,
+    SINKS,
     VERIFIERS_0_1,
     VERIFIERS_0_4,
     Environment,
@@ -69,8 +70,7 @@ def test_it_rolls_out_and_trains_on_policy(server: Weftd, kind: str) -> None:
     for step in trained:
         on_policy(step)
         assert step["data"] <= step["rollouts"]  # the turns of a rollout are one datum
-    if kind != "gym":
-        assert trained
+    assert trained
     if kind == "multi":
         assert steps[0]["turns/rollout"] == 2
     if kind == "tool":
@@ -94,13 +94,15 @@ def test_verifiers_0_4_comes_through_vllms_door(server: Weftd, kind: str) -> Non
             assert step["turns"] == step["rollouts"] + step["calls"]
 
 
-@made(VERIFIERS_0_4)
-def test_an_agent_of_openai_2_is_trained(server: Weftd) -> None:
-    """The example, by the newest openai 2.x; tests/e2e/test_rl_docs.py runs it by 3.x."""
-    asked = [str(VERIFIERS_0_4.python), "-c", "import openai; print(openai.__version__)"]
+@pytest.mark.parametrize(
+    "environment",
+    [pytest.param(each, id=name, marks=made(each)) for name, each in (("2.x", VERIFIERS_0_4), ("3.x", AGENTS))],
+)
+def test_an_agent_of_openai_is_trained(server: Weftd, environment: Environment) -> None:
+    asked = [str(environment.python), "-c", "import openai; print(openai.__version__)"]
     version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    assert f"openai=={version}" in VERIFIERS_0_4.packages
-    lines = said(server, VERIFIERS_0_4, ROOT / "examples" / "openai_agent.py", "--steps", "2", "--batch", "2")
+    assert f"openai=={version}" in environment.packages
+    lines = said(server, environment, ROOT / "examples" / "openai_agent.py", "--steps", "2", "--batch", "2")
     assert [line.split()[:2] for line in lines] == [["reward", "0"], ["reward", "1"]]
 
 
@@ -121,7 +123,7 @@ SAID = {"instructor": ('```json\n{"a": 3, "b": 4}\n```',)}
         for framework in frameworks.split()
     ],
 )
-def test_a_framework_holds_a_conversation_with_a_tool(server: Weftd, environment: Environment, framework: str) -> None:
+def test_a_framework_gets_through_its_conversation(server: Weftd, environment: Environment, framework: str) -> None:
     """The model learns each answer by heart, to the very tokens that the framework's own prompt came to."""
     key = server.key(framework)
     with weft.ServiceClient(base_url=server.url, api_key=key) as service:
@@ -154,3 +156,12 @@ def test_the_providers_clients_take_what_our_adapters_send() -> None:
         "refused": ["cannot read nowhere", "cannot write slow"],
     }
     assert json.loads(done.stdout) == {"modal": expected, "prime": expected}
+
+
+@made(SINKS)
+def test_sinks_write_what_their_packages_read() -> None:
+    command = [str(SINKS.python), str(Path(__file__).with_name("sinks.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    points = [[0, 0.25], [1, 0.5]]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"tensorboard": points, "trackio": points, "wandb": points}

@@ -197,10 +197,31 @@ def test_a_full_disk_writes_nothing_of_the_group(database: Database) -> None:
     database.write_now(lambda session: session.execute(text(limit.format(pages + 10))).all())
     results = asyncio.run(gather(database, [add("a"), add("x" * 1_000_000), add("b")]))
     assert [type(result) for result in results] == [OperationalError] * 3
+    assert all("is full" in str(result) for result in results)
     assert names(database) == set()
     database.write_now(lambda session: session.execute(text(limit.format(pages + 10_000))).all())
     assert database.write_now(add("b")) == "b"
     assert names(database) == {"b"}
+
+
+def test_a_disk_that_is_full_for_a_batch_is_what_all_of_the_group_are_told(database: Database) -> None:
+    """Not that there is no savepoint to go back to: SQLite has rolled that back too."""
+    limit = "PRAGMA max_page_count = {}"
+    pages = database.write_now(lambda session: session.scalar(text("PRAGMA page_count")))
+    database.write_now(lambda session: session.execute(text(limit.format(pages + 10))).all())
+
+    def insert(session: Session, names: list[str]) -> list[str]:
+        return [add(name)(session) for name in names]
+
+    async def main() -> list[str | BaseException]:
+        with busy_writer(database):
+            waiting = [database.write_batched(insert, "x" * 1_000_000, lock=""), database.write(add("a"))]
+            tasks = [asyncio.ensure_future(each) for each in waiting]
+            await asyncio.sleep(0)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all("is full" in str(result) for result in asyncio.run(main()))
+    assert names(database) == set()
 
 
 def test_a_failed_commit_fails_every_work_of_the_group(database: Database) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from alembic import command
-from sqlalchemy import Connection, create_engine, delete, inspect, update
+from sqlalchemy import Connection, create_engine, delete, insert, inspect, update
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
 from migrations.upgrade import alembic_config, migrate
 from store.db import Database
-from store.tables import Base, Organisation, UsageEvent
+from store.tables import Base, Operation, Organisation, UsageEvent
 
 
 def _event() -> UsageEvent:
@@ -57,6 +58,26 @@ def test_downgrade_leaves_nothing(database: Database) -> None:
     with create_engine(database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "base")
         assert inspect(connection).get_table_names() == ["alembic_version"]
+
+
+@pytest.mark.parametrize("column", ["body", "result"])
+def test_a_downgrade_throws_away_no_step_that_lies_in_its_row(any_database: Database, column: str) -> None:
+    """Runs are rebuilt from them."""
+    step = {
+        "id": "op", "org_id": "o", "session_id": "s", "lane": "run", "seq": 1, "kind": "optim_step", "base_model": "m",
+        "state": "done", "tokens": 0, "body_ref": "", "body_sha256": "", "plan": {}, "accepted_at": datetime.now(UTC),
+    }  # fmt: skip
+
+    def write(session: Session) -> None:
+        session.add(Organisation(id="o", name="o", created_at=datetime.now(UTC)))
+        session.flush()
+        session.execute(insert(Operation), [step | {column: "{}"}])
+
+    any_database.write_now(write)
+    with create_engine(any_database.url).connect() as connection, pytest.raises(RuntimeError, match="1 operations"):
+        command.downgrade(alembic_config(connection), "0004")
+    with any_database.read() as session:
+        assert getattr(session.get_one(Operation, "op"), column) == "{}"
 
 
 def test_migrating_again_keeps_the_rows(database: Database) -> None:

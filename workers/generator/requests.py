@@ -40,7 +40,7 @@ class PendingSample:
 
 def read_sample(op: SampleOp, blobs: Blobs, bodies: Ahead) -> PendingSample:
     """Read and translate the body of an operation. Raises when it is missing or malformed."""
-    body = SampleRequest.model_validate_json(bodies.get(op.body_ref, op.body_sha256))
+    body = SampleRequest.model_validate_json(bodies.get(op.body_ref, op.body_sha256, op.body))
     request = GenerateRequest(
         id=op.op_id,
         prompt=tuple(body.prompt.to_ints()),

@@ -157,8 +157,8 @@ class TorchEngine:
         self._seating.bring_back()
         self._survive(list(requests.starting.values()), self._start_sequences)
         self._survive(self._queue.choose(self._seating.seat), self._prefill)
-        self._survive(list(requests.starting.values()), self._start_sequences)
         self._survive(list(requests.running.values()), self._land)
+        self._survive(list(requests.starting.values()), self._start_sequences)
         self._seating.grow()
         self._survive(list(requests.running.values()), self._decode)
         finished, requests.finished = requests.finished, []

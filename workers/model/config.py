@@ -143,6 +143,11 @@ class MambaConfig:
     taps: int
 
     @property
+    def key_dim(self) -> int:
+        """What a delta rule calls `state_dim`."""
+        return self.state_dim
+
+    @property
     def value_size(self) -> int:
         return self.heads * self.head_dim
 

@@ -91,7 +91,7 @@ def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
 def _choose_kernels(decoder: Decoder) -> None:
     """Tried with weights of their own: those of a sharded base are not here."""
     layers = [module for module in decoder.modules() if isinstance(module, GatedDelta | Mamba2)]
-    if not layers or not fla.serves(decoder.embed, layers[0].key_dim):
+    if not layers or not fla.serves(decoder.embed, layers[0].config.key_dim):
         return
     with torch.device(decoder.device):
         like = type(layers[0])(decoder.config, layers[0].layer, decoder.dtype)

@@ -122,7 +122,7 @@ class Trainer:
             self.held.forget(run_id)
         for run_id in pass_.hand_over:
             self.held.hand_over(run_id, send)
-        unread = (op for op in pass_.ops if op.body_ref and op.op_id not in self.held.open)
+        unread = (op for op in pass_.ops if op.op_id not in self.held.open)
         self._bodies.fetch((op.body_ref, op.body_sha256) for op in unread)
         queues: dict[str, deque[TrainOp]] = {}
         for op in pass_.ops:
@@ -214,7 +214,7 @@ class Trainer:
             self.held.snapshot(run, send)
 
     def _body(self, op: TrainOp) -> bytes:
-        return self._bodies.get(op.body_ref, op.body_sha256)
+        return self._bodies.get(op.body_ref, op.body_sha256, op.body)
 
     def _create(self, op: TrainOp) -> None:
         spec = op.spec

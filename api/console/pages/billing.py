@@ -18,13 +18,14 @@ from api.console.formats import csv_cell
 from api.console.movements import movements
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep, need_fresh
-from api.console.spending import bill
+from api.console.spending import bill, billed
 from api.console.titles import run_titles
 from api.http.access import declare
 from api.routes.payments import begin_topup
 from api.state.service import Service, ServiceDep
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE
+from billing.reports import by_day
 from billing.wallets import available_nusd
 from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
 
@@ -42,6 +43,7 @@ async def billing(
     before: date | None = None,
 ) -> HTMLResponse:
     viewer.need("admin", "billing:read")
+    now = datetime.now(UTC)
 
     def read(session: Session) -> dict[str, Any]:
         org_id = viewer.org_id
@@ -56,7 +58,7 @@ async def billing(
             "titles": run_titles(session, org_id, {each.run_id for each in moved if each.run_id}),
             "before": before,
             "older": older,
-            "bill": bill(session, org_id, datetime.now(UTC)),
+            "bill": bill(by_day(session, org_id, billed(now)), now),
             "invoices": [(row, name_of(row.period_start)) for row in session.scalars(invoices.limit(36))],
             "grants": list(session.scalars(grants.order_by(CreditGrant.expires_at))),
         }

@@ -33,8 +33,8 @@ router = APIRouter(route_class=ConsoleRoute)
 LEAST, MOST = 2, MOST_COMPARED
 #: Runs that are offered, the newest.
 OFFERED = 25
-#: Points of a curve that is drawn over others. A chart has some 500 pixels, and five jagged curves take long to paint.
-DRAWN = 250
+#: Points of a curve that is drawn over others. A chart has some 500 pixels.
+DRAWN = 150
 #: What a curve is called that is better when it is lower.
 _FALLING = ("loss", "kl", "error", "perplexity", "ppl", "nll")
 
@@ -72,14 +72,15 @@ async def compare(
         runs = [run_by_id(session, viewer.who, run_id) for run_id in chosen]
         newest = select(Run).where(visible(viewer.who, Run)).order_by(Run.created_at.desc(), Run.id).limit(OFFERED)
         offered = [*runs, *(each for each in session.scalars(newest) if each.id not in chosen)]
+        offers = run_lines(session, viewer.org_id, offered)
         values: dict[str, Any] = {
-            "offered": run_lines(session, viewer.org_id, offered),
+            "offered": offers,
             "chosen": chosen,
             "enough": len(runs) >= LEAST,
         }
         if len(runs) < LEAST:
             return values
-        lines = run_lines(session, viewer.org_id, runs)
+        lines = offers[: len(runs)]
         names = sorted(
             {curve.name for curves in curves_of(session, viewer.org_id, chosen).values() for curve in curves}
         )

@@ -16,7 +16,7 @@ from api.console.alerts import alerts_of
 from api.console.pages.runs import run_lines
 from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
-from api.console.spending import bill
+from api.console.spending import bill, billed
 from api.http.access import declare
 from api.http.client_wheel import WHEEL_PATH
 from api.state.service import ServiceDep
@@ -72,11 +72,12 @@ async def overview(request: Request, service: ServiceDep, viewer: ViewerDep) -> 
 def _spending(session: Session, org_id: str) -> dict[str, Any]:
     now = datetime.now(UTC)
     window = reports.last_days(DAYS, now)
-    rows = reports.by_day(session, org_id, window)
+    lately = reports.by_day(session, org_id, billed(now, DAYS))
+    rows = reports.in_window(lately, window)
     totals = series.daily_totals(window, rows)
     return {
         "money": _money(session, org_id, sum(totals[-BURN_DAYS:]) // BURN_DAYS),
-        "bill": bill(session, org_id, now),
+        "bill": bill(lately, now),
         "today_nusd": totals[-1],
         "window_nusd": sum(totals),
         "chart": series.cost_by_day(window, rows),

@@ -36,6 +36,8 @@ from store.tables.work import MAX_NOTES
 router = APIRouter(route_class=ConsoleRoute)
 
 RECENT = 8
+#: Points of a curve; its chart has some 600 pixels, and an open page asks every few seconds.
+DRAWN = 500
 
 
 @router.get("/runs/{run_id}", **declare(scope="public", limit="poll"))
@@ -106,7 +108,7 @@ def _continued(session: Session, viewer: Viewer, run: tables.Run) -> Continued |
 @router.get("/runs/{run_id}/live", **declare(scope="public", limit="poll"))
 async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONResponse:
     """What changes on the page: the API's own curves, and what the run has cost so far."""
-    curves = await run_metrics(run_id, service, viewer.who)
+    curves = await run_metrics(run_id, service, viewer.who, None, DRAWN)
 
     def read(session: Session) -> dict[str, Any]:
         run = run_by_id(session, viewer.who, run_id)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from orjson import Fragment, dumps
 from weft.wire.sample_codec import SampleResult, SequenceResult
 
 from api.routes.openai.detokenizing import whole_text
@@ -17,6 +19,10 @@ from api.routes.openai.tools import OPEN, parse_calls
 from scheduler.links.messages import DrawnTokens
 
 Json = dict[str, Any]
+#: Of base 85, as RFC 1924 has them.
+_DIGITS = np.frombuffer(
+    b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~", np.uint8
+)
 
 
 @dataclass(frozen=True)
@@ -100,16 +106,18 @@ def rows_of_part(part: DrawnTokens) -> tuple[list[int], list[float], list[list[t
 def logprobs_of(
     form: Form, tokens: list[int], logprobs: list[float], tops: list[list[tuple[int, float]]], offset: int = 0
 ) -> Json:
+    """Each token's are written as JSON at once, which takes half of the memory."""
     rows = tops or [[] for _ in tokens]
     if form.chat:
-        entries = [
+        told = zip(tokens, logprobs, rows, strict=True)
+        entries = (
             {**_entry(form, token, logprob), "top_logprobs": [_entry(form, *cell) for cell in row[: form.top]]}
-            for token, logprob, row in zip(tokens, logprobs, rows, strict=True)
-        ]
-        return {"content": entries, "refusal": None}
-    words = [form.text.decode([token], special=True) for token in tokens]
+            for token, logprob, row in told
+        )
+        return {"content": [Fragment(dumps(entry)) for entry in entries], "refusal": None}
+    words = [form.text.word(token) for token in tokens]
     offsets = np.cumsum([offset, *(len(word) for word in words)]).tolist()[:-1]
-    best = [{form.text.decode([t], special=True): p for t, p in row[: form.top]} for row in rows]
+    best = [Fragment(dumps({form.text.word(t): p for t, p in row[: form.top]})) for row in rows]
     return {
         "tokens": words,
         "token_logprobs": logprobs,
@@ -119,7 +127,7 @@ def logprobs_of(
 
 
 def _entry(form: Form, token: int, logprob: float) -> Json:
-    word = form.text.decode([token], special=True)
+    word = form.text.word(token)
     return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
 
 
@@ -147,11 +155,21 @@ def policy_of(sequence: SequenceResult) -> Json:
 
 def routed_of(sequence: SequenceResult, encode: str = "b85") -> Json:
     """The experts of each token of prompt + tokens but the last: int32 in base 85, as verifiers 0.1 reads them, or
-    uint8 in base 64, as 0.4 does."""
+    uint8 (of more than 256 experts: uint16) in base 64, as 0.4 does."""
     assert sequence.routed_experts is not None
     shape = list(sequence.routed_experts.shape)
     if encode == "b85":
         raw = np.ascontiguousarray(sequence.routed_experts, dtype="<i4").tobytes()
-        return {"data": base64.b85encode(raw).decode(), "shape": shape}
-    raw = np.ascontiguousarray(sequence.routed_experts, dtype=np.uint8).tobytes()
-    return {"data": base64.b64encode(raw).decode(), "shape": shape, "dtype": "uint8"}
+        return {"data": base85(np.frombuffer(raw, ">u4")), "shape": shape}
+    dtype = "uint8" if sequence.routed_experts.max(initial=0) < 256 else "uint16"
+    raw = np.ascontiguousarray(sequence.routed_experts, dtype=dtype).tobytes()
+    return {"data": base64.b64encode(raw).decode(), "shape": shape, "dtype": dtype}
+
+
+def base85(words: npt.NDArray[np.uint32]) -> str:
+    """`base64.b85encode` of four bytes in each word, which takes ten times as long, and fifty bytes for each."""
+    written = np.empty((words.size, 5), np.uint8)
+    for place in range(4, -1, -1):
+        words, digits = np.divmod(words, 85)
+        written[:, place] = _DIGITS[digits]
+    return written.tobytes().decode()

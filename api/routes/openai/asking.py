@@ -10,11 +10,13 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from fastapi import Request
+from fastapi.responses import Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
@@ -28,6 +30,7 @@ from api.operations.streaming import drawn, sampled
 from api.operations.submit import accept
 from api.routes.openai.errors import Refused
 from api.routes.openai.models import Target
+from api.routes.openai.text import in_turn
 from api.routes.openai.turns import make_room, record
 from api.routes.sampling import checked_sample
 from api.state.coming_turns import ComingTurn
@@ -40,8 +43,10 @@ from store import tables
 IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
 #: Numbers of requests from here; those of clients of the protocol are below.
 FIRST_SEQ = 2**62
-#: Log-probabilities in one answer, at most: as JSON's objects each takes some hundred bytes while it is written.
-MOST_TOLD = 1 << 22
+#: Log-probabilities in one answer, at most: while it is written, each takes some 300 bytes.
+MOST_TOLD = 1 << 20
+#: Numbers of experts in one answer, at most; each takes some forty.
+MOST_ROUTED = 1 << 24
 #: A stop is told again so often until the sample has ended.
 STOP_AGAIN_S = 1.0
 
@@ -78,6 +83,12 @@ class Asked:
             gone.cancel()
         await self._record(result)
         return result
+
+    async def answer(self, write: Callable[[SampleResult], dict[str, Any]]) -> Response:
+        """The result in JSON; writing a long one takes seconds, and a few of one organisation are written at a time."""
+        result = await self.result()
+        written = await in_turn(self.who.org_id, lambda: orjson.dumps(write(result)))
+        return Response(written, media_type="application/json")
 
     async def parts(self) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
         """Its tokens as they are drawn, then its result."""
@@ -163,7 +174,8 @@ async def ask(
 ) -> Asked:
     """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. Raises
     Refused for what cannot be had."""
-    longest = target.card.context_length
+    model = service.limits.models[target.sampler.base_model]
+    longest = model.context_length
     if len(prompt) > longest or (len(prompt) == longest and params.max_tokens != 0):
         raise Refused(
             f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: shorten it",
@@ -177,6 +189,15 @@ async def ask(
             f"{MOST_TOLD:,}: ask for fewer in each request",
             "max_tokens",
             "too_many_logprobs",
+        )
+    choices = (model.mixture_layers or 0) * (model.experts_per_token or 0)
+    numbers = num_samples * (len(prompt) + most) * choices
+    if options.get("return_routed_experts") and numbers > MOST_ROUTED:
+        raise Refused(
+            f"return_routed_experts: {numbers:,} experts in one answer (n x (prompt + max_tokens) x {choices} of each "
+            f"token), the limit is {MOST_ROUTED:,}: ask for fewer tokens in each request",
+            "return_routed_experts",
+            "too_many_experts",
         )
     session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
     turn = None

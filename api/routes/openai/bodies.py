@@ -3,14 +3,18 @@ name: nothing is ignored in silence."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 from weft.wire.base import Count, Integer, Positive
 from weft.wire.inputs import Token
 
 from api.errors import quote
+from api.http.bodies import read_json
 from api.routes.openai.errors import Refused
+
+B = TypeVar("B", bound=BaseModel)
 
 #: Fields that change nothing with these values, and cannot be honoured with any other.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -54,6 +58,17 @@ LOGPROBS = "message.output_text.logprobs"
 #: Folded into a sampler's seed; it comes to no database.
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
+#: The first element that is wrong ends it: each of two million errors would take hundreds of bytes.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+#: Elements of lists in one body, so of a prompt's tokens: what is built from a body here is many times its size.
+MOST_VALUES = 524_288
+#: What of `stop` is looked at; the server's own limit is told where it is checked.
+_STOPS = Field(fail_fast=True, max_length=4096)
+Stops = Annotated[str, Field(max_length=4096)] | Annotated[list[str], _STOPS]
+StopTokens = Annotated[list[Token], _STOPS]
 
 
 class Door(BaseModel):
@@ -84,8 +99,8 @@ class Sampling(Door):
     top_k: Integer | None = None
     n: Positive | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Tokens | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     prompt_logprobs: Count | None = None
@@ -104,8 +119,8 @@ class Sampling(Door):
 
 
 class ChatBody(Sampling):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    tools: Objects | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -121,19 +136,19 @@ class ChatBody(Sampling):
         return dict(given) if isinstance(given, dict) else {}
 
     @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
+    def shown_tools(self) -> Objects | None:
         return None if (self.model_extra or {}).get("tool_choice") == "none" else self.tools or None
 
 
 class ChatTokensBody(ChatBody):
     """vLLM's and verifiers' chat over a prompt in tokens: `messages` were rendered by the client."""
 
-    messages: list[dict[str, Any]] = []
+    messages: Objects = []
     tokens: Annotated[Tokens, Field(min_length=1)]
 
 
 class CompletionBody(Sampling):
-    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)]
+    prompt: str | Tokens | Annotated[Strings, Field(min_length=1)]
     logprobs: Count | None = None
 
 
@@ -148,19 +163,19 @@ class ResponsesBody(Door):
     }
     unused = UNUSED - {"store"}
     model: str
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Objects, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
     top_logprobs: Count | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Tokens | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     return_token_ids: bool | None = None
     max_staleness: Count | None = None
 
@@ -192,8 +207,8 @@ class GenerateParams(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Tokens | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
@@ -216,9 +231,10 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = True
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -227,3 +243,8 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     model: str | None = None
     tokens: Tokens
+
+
+async def body_of(request: Request, model: type[B]) -> B:
+    """The body as a `model`. Raises TooLarge, or Malformed with the fields that are wrong."""
+    return await read_json(request, model, most_values=MOST_VALUES)

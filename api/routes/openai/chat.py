@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 from weft.wire import SamplingParams
 
 from api.checks.priority import PriorityDep
 from api.errors import explain
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import read_json
 from api.http.events import event_stream
 from api.routes.openai.answers import Form, whole
 from api.routes.openai.asking import Asked, ask
-from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling
+from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling, body_of
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
@@ -37,7 +34,7 @@ SAMPLES: dict[str, Any] = declare(scope="sample", limit="work", meters="sample",
 
 @router.post("/v1/chat/completions", **SAMPLES)
 async def chat_completions(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, ChatBody)
+    body = await body_of(request, ChatBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     options = body.template_options
@@ -48,7 +45,7 @@ async def chat_completions(request: Request, service: ServiceDep, who: Principal
 @router.post("/v1/chat/completions/tokens", **SAMPLES)
 async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
     """A chat whose prompt is given in tokens, rendered by the client."""
-    body = await read_json(request, ChatTokensBody)
+    body = await body_of(request, ChatTokensBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     return await _chat(request, service, who, priority, body, target, body.tokens)
@@ -56,7 +53,7 @@ async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, 
 
 @router.post("/v1/completions", **SAMPLES)
 async def completions(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, CompletionBody)
+    body = await body_of(request, CompletionBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     prompt = body.prompt
@@ -68,7 +65,7 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         words = prompt
         tokens = await in_turn(who.org_id, lambda: target.text.encode(words))
     else:
-        tokens = [int(token) for token in prompt]
+        tokens = cast(list[int], prompt)
     top = body.logprobs or 0
     form = Form(target.text, False, body.logprobs is not None, top, bool(body.return_token_ids), stops_of(body))
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
@@ -137,6 +134,4 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
 async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
     if body.stream:
         return event_stream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
-    result = await asked.result()
-    answer = await run_in_threadpool(whole, form, asked.request_id, asked.target.name, asked.prompt, result)
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return await asked.answer(lambda result: whole(form, asked.request_id, asked.target.name, asked.prompt, result))

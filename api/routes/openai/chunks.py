@@ -67,7 +67,7 @@ class _Writer:
         choice = self._choice(part.sample, self._text(self._texts[part.sample].push(part.tokens)))
         if form.logprobs:
             choice["logprobs"] = logprobs_of(form, *rows_of_part(part), offset=self._written[part.sample])
-            self._written[part.sample] += sum(len(form.text.decode([token], special=True)) for token in part.tokens)
+            self._written[part.sample] += sum(len(form.text.word(token)) for token in part.tokens)
         if form.ids:
             choice["token_ids"] = part.tokens
             choice["weft"] = {"policy_versions": [[v, len(list(run))] for v, run in groupby(part.versions)]}

@@ -7,15 +7,14 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
+from weft.wire.sample_codec import SampleResult
 
 from api.checks.priority import PriorityDep
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import read_json
 from api.routes.openai.answers import policy_of, prompt_logprobs_of, routed_of, usage_of
-from api.routes.openai.asking import ask
-from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody
+from api.routes.openai.asking import Asked, ask
+from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
@@ -28,7 +27,7 @@ router = APIRouter(route_class=OpenAIRoute)
 
 @router.post("/inference/v1/generate", **SAMPLES)
 async def generate(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, GenerateBody)
+    body = await body_of(request, GenerateBody)
     params = body.sampling_params
     params.refuse_unknown()
     target = await target_of(service, who, body.model)
@@ -48,7 +47,10 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         return_routed_experts=body.return_routed_experts or None,
         max_staleness=body.max_staleness,
     )
-    result = await asked.result()
+    return await asked.answer(lambda result: _generated(asked, result))
+
+
+def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
     choices = []
     for index, sequence in enumerate(result.sequences):
         tokens = sequence.tokens.tolist()
@@ -63,7 +65,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
     answer |= {"usage": usage_of(asked.prompt, result), "prompt_token_ids": asked.prompt}
     if result.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs_of(asked.prompt, result)
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return answer
 
 
 async def _target(service: Service, who: Principal, model: str | None) -> Target:
@@ -73,14 +75,14 @@ async def _target(service: Service, who: Principal, model: str | None) -> Target
 @router.post("/tokenize", **declare(scope="sample", limit="call", body="medium"))
 @router.post("/v1/tokenize", **declare(scope="sample", limit="call", body="medium"))
 async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
-    body = await read_json(request, TokenizeBody)
+    body = await body_of(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise Refused("prompt, messages: give one of them", "prompt")
     target = await _target(service, who, body.model)
 
     def read() -> list[int]:
         if body.prompt is not None:
-            return target.text.encode(body.prompt, special=(body.model_extra or {}).get("add_special_tokens", True))
+            return target.text.encode(body.prompt, special=body.add_special_tokens)
         ending = {"add_generation_prompt": body.add_generation_prompt}
         return target.text.render(body.messages or [], body.tools or None, {**body.chat_template_kwargs, **ending})
 
@@ -88,7 +90,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
         tokens = read()
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = [target.text.decode([token], special=True) for token in tokens]
+            answer["token_strs"] = [target.text.word(token) for token in tokens]
         return orjson.dumps(answer)
 
     return Response(await in_turn(who.org_id, work), media_type="application/json")
@@ -97,9 +99,9 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 @router.post("/detokenize", **declare(scope="sample", limit="call", body="medium"))
 @router.post("/v1/detokenize", **declare(scope="sample", limit="call", body="medium"))
 async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
-    body = await read_json(request, DetokenizeBody)
+    body = await body_of(request, DetokenizeBody)
     target = await _target(service, who, body.model)
-    if any(token >= target.card.vocab_size for token in body.tokens):
+    if max(body.tokens, default=0) >= target.card.vocab_size:
         raise Refused(f"tokens: must be below {target.card.vocab_size}", "tokens")
-    text = await run_in_threadpool(lambda: target.text.decode(body.tokens, special=True))
+    text = await in_turn(who.org_id, lambda: target.text.decode(body.tokens, special=True))
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

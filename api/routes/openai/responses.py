@@ -10,17 +10,15 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 from weft.wire.sample_codec import SampleResult
 
 from api.checks.priority import PriorityDep
 from api.errors import ApiError, quote
 from api.http.auth import PrincipalDep
-from api.http.bodies import read_json
 from api.http.events import event, event_stream
 from api.routes.openai.answers import Form, Json, logprobs_of, policy_of, rows_of, rows_of_part
 from api.routes.openai.asking import Asked, ask
-from api.routes.openai.bodies import LOGPROBS, ResponsesBody
+from api.routes.openai.bodies import LOGPROBS, ResponsesBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of, stops_of
 from api.routes.openai.detokenizing import TextStream, whole_text
 from api.routes.openai.errors import OpenAIRoute, Refused, form_of
@@ -35,7 +33,7 @@ router = APIRouter(route_class=OpenAIRoute)
 
 @router.post("/v1/responses", **SAMPLES)
 async def responses(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
-    body = await read_json(request, ResponsesBody)
+    body = await body_of(request, ResponsesBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     messages, tools = messages_of(body), tools_of(body)
@@ -56,9 +54,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     asked = await ask(service, who, request, priority, target, prompt, params, **more)
     if body.stream:
         return event_stream(_Stream(asked, form, body).events())
-    result = await asked.result()
-    answer = await run_in_threadpool(_whole, asked, form, body, result)
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return await asked.answer(lambda result: _whole(asked, form, body, result))
 
 
 def messages_of(body: ResponsesBody) -> list[Json]:

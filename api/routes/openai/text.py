@@ -31,6 +31,7 @@ class ModelText:
 
     def __init__(self, folder: Path, context: int) -> None:
         self._context = context
+        self._words: dict[int, str] = {}  # at most the vocabulary
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise Refused(f"model: {folder.name} has no tokenizer.json, which text needs here; send tokens", "model")
@@ -63,6 +64,12 @@ class ModelText:
         """Text of tokens; special tokens are spelled out with `special`."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
+    def word(self, token: int) -> str:
+        """One token as text, spelled out."""
+        if token not in self._words:
+            self._words[token] = self.decode([token], special=True)
+        return self._words[token]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -83,6 +90,7 @@ class ModelText:
                 **self._special,
                 **{"add_generation_prompt": True, **(options or {})},
             )
+            text.encode()  # half of a character, as JSON in JSON may spell it, has no tokens
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Refused(f"messages: the chat template of this model refuses them: {error}", "messages") from None
         return self.encode(text, special=False)

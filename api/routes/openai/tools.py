@@ -44,11 +44,12 @@ def _tagged(text: str) -> Iterator[tuple[int, str]]:
 def _call(text: str, arguments: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            return None
+        given = found.get(arguments) or {}
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        f"{found['name']}{written}".encode()  # half of a character, as JSON may spell it, is in no answer
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    given = found.get(arguments) or {}
-    written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     function = {"name": found["name"], "arguments": written}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

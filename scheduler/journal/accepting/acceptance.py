@@ -25,8 +25,8 @@ from sqlalchemy.orm import Session, make_transient
 from billing.accounts import Accounts, OutOfMoney, Payer
 from billing.prices import PriceList, most_for_sample, most_for_tokens
 from billing.quotas import Claim, QuotaReached, check, claim
-from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, to_row
-from scheduler.links.messages import OpKind
+from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, small_text, to_row
+from scheduler.links.messages import READ, OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import logs, tables
 from store.blobs.contract import Blobs, beside_the_loop
@@ -189,7 +189,9 @@ def _take(
             accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
     except (OutOfMoney, QuotaReached) as refusal:
         return refusal
-    coming.update({(payer.org_id, claim.quota): claim.adds for claim in taking.claims if claim.quota != "runs"})
+    for claim in taking.claims:
+        if claim.quota != "runs":
+            coming[payer.org_id, claim.quota] += claim.adds
     for other in taking.others:
         make_transient(other)  # an attempt whose commit failed may have left it looking as if it were stored
         session.add(other)
@@ -217,7 +219,10 @@ def _digest(new: NewOperation) -> str:
 
 
 def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
-    has_body = bool(new.body) and new.refused is None
+    read = new.kind == SAMPLE or new.kind in READ  # else its body is kept nowhere
+    has_body = bool(new.body) and read and new.refused is None
+    # What trains is a file, however small: it is deleted as soon as a snapshot covers it.
+    in_row = has_body and new.kind not in TRAIN_KINDS and small_text(new.body) is not None
     same = new.sent is None or new.sent == new.body
     return Operation(
         id=request_id,
@@ -228,7 +233,8 @@ def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operatio
         kind=new.kind,
         base_model=new.base_model,
         tokens=new.tokens,
-        body_ref=f"ops/{request_id[:2]}/{request_id}" if has_body else "",
+        body=new.body if in_row else b"",
+        body_ref=f"ops/{request_id[:2]}/{request_id}" if has_body and not in_row else "",
         plan=new.plan,
         accepted_at=datetime.now(UTC),
         key_id=new.key_id,

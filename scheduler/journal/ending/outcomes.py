@@ -1,4 +1,5 @@
-"""Outcomes kept for the clients that will ask: the latest in memory, all of them as blobs until they are reaped.
+"""Outcomes kept for the clients that will ask: the latest in memory, all of them as blobs, or in the rows of their
+operations where they are small, until they are reaped.
 
 Memory is bounded in number and in bytes, of all and of each organisation, so that large results of one neither fill it
 nor push out those of others. What does not fit is read again from the database and the blobs."""
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, defaultdict
 
+from scheduler.journal.rows import small_text
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
 from store.blobs.contract import Blobs, Damaged
@@ -22,9 +24,17 @@ RECENT_BYTES = 256 << 20
 RECENT_BYTES_PER_ORG = 32 << 20
 
 
+JSON = "application/json"
+
+
 def result_ref(op_id: str) -> str:
     """Where the result of an operation is kept."""
     return f"results/{op_id[:2]}/{op_id}"
+
+
+def text_of(outcome: Outcome) -> str | None:
+    """A result that lies in its operation's row; None for one that is a blob, and of what has failed."""
+    return small_text(outcome.payload) if outcome.error is None and outcome.content_type == JSON else None
 
 
 class _Recent:
@@ -96,8 +106,12 @@ class Answers:
             return None
         if row.error is not None:
             return Outcome(error=row.error, category=row.error_category or "server")
+        if row.result is not None:
+            return Outcome(row.result.encode(), row.result_type or JSON)
+        if row.result_ref is None:
+            return Gone()
         try:
-            return Outcome(self._blobs.get(row.result_ref or ""), row.result_type or "application/json")
+            return Outcome(self._blobs.get(row.result_ref), row.result_type or JSON)
         except FileNotFoundError:
             return Gone()
         except Damaged as error:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from billing.prices import PriceList
-from scheduler.journal.ending.outcomes import Answers, result_ref
+from scheduler.journal.ending.outcomes import Answers, result_ref, text_of
 from scheduler.journal.ending.settlement import Ending, Settled, Settlement, result_of
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import until_stored
@@ -74,9 +74,9 @@ class DatabaseRecorder:
         async def attempt() -> Settled:
             nonlocal tried
             tried += 1
-            if result.error is None:  # stored before the commit that promises it
+            if result.error is None and text_of(result) is None:  # stored before the commit that promises it
                 await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
-            ending = Ending(op, done, result, self._samplers.facts(op.lane).run_id if op.kind == SAMPLE else op.lane)
+            ending = Ending(op, done, result, self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane)
             settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
             return self._settled_before(op) if settled is None and tried > 1 else settled
 

@@ -18,7 +18,6 @@ from sqlalchemy import func, or_, select, update
 from sqlalchemy.orm import Session
 
 from billing.quotas import Claim, limit_of
-from scheduler.journal.ending.outcomes import result_ref
 from store import tables
 from store.blobs.contract import Blobs
 from store.db import Database
@@ -34,6 +33,9 @@ BATCH = 500
 
 _OP = tables.Operation
 _KEPT = _OP.result_bytes.is_not(None)
+
+#: The id of an operation, and the blob of its result; None: it lies in the row.
+_Result = tuple[str, str | None]
 
 
 class Results:
@@ -58,7 +60,7 @@ class Results:
             over = _over(session, now)
         deleted = self._delete(over)
         with self._database.read() as session:
-            excess = [op_id for crowd in self._crowded(session) for op_id in self._excess(session, *crowd)]
+            excess = [result for crowd in self._crowded(session) for result in self._excess(session, *crowd)]
         return deleted + self._delete(excess)
 
     def _crowded(self, session: Session) -> list[tuple[str, int, int]]:
@@ -69,31 +71,32 @@ class Results:
         limits = {org_id: limit_of(session, org_id, default) for org_id, _ in sizes}
         return [(org_id, size, limits[org_id]) for org_id, size in sizes if size > limits[org_id]]
 
-    def _excess(self, session: Session, org_id: str, kept_bytes: int, limit_bytes: int) -> list[str]:
+    def _excess(self, session: Session, org_id: str, kept_bytes: int, limit_bytes: int) -> list[_Result]:
         """What of an organisation goes: fetched ones first, each kind from the oldest on."""
         unfetched = _OP.fetched_at.is_(None)
-        query = select(_OP.id, _OP.result_bytes).where(_KEPT, _OP.org_id == org_id)
-        found: list[str] = []
-        for op_id, size in session.execute(query.order_by(unfetched, _OP.fetched_at, _OP.finished_at, _OP.id)):
+        query = select(_OP.id, _OP.result_ref, _OP.result_bytes).where(_KEPT, _OP.org_id == org_id)
+        found: list[_Result] = []
+        for op_id, ref, size in session.execute(query.order_by(unfetched, _OP.fetched_at, _OP.finished_at, _OP.id)):
             if kept_bytes <= limit_bytes:
                 break
-            found.append(op_id)
+            found.append((op_id, ref))
             kept_bytes -= size or 0
         return found
 
-    def _delete(self, op_ids: Sequence[str]) -> int:
+    def _delete(self, results: Sequence[_Result]) -> int:
         deleted = 0
-        for start in range(0, len(op_ids), BATCH):
-            gone = [op_id for op_id in op_ids[start : start + BATCH] if self._delete_blob(op_id)]
+        for start in range(0, len(results), BATCH):
+            chosen = results[start : start + BATCH]
+            gone = [op_id for op_id, ref in chosen if ref is None or self._delete_blob(op_id, ref)]
             if gone:
                 self._database.write_now(partial(_forget, gone))
             deleted += len(gone)
         return deleted
 
-    def _delete_blob(self, op_id: str) -> bool:
+    def _delete_blob(self, op_id: str, ref: str) -> bool:
         """False: it could not be deleted, so it still counts, and the next sweep tries again."""
         try:
-            self._blobs.delete(result_ref(op_id))
+            self._blobs.delete(ref)
         except OSError:
             log.exception("the result of operation %s cannot be deleted", op_id)
             return False
@@ -101,10 +104,10 @@ class Results:
 
 
 def _forget(op_ids: list[str], session: Session) -> None:
-    session.execute(update(_OP).where(_OP.id.in_(sorted(op_ids))).values(result_bytes=None))
+    session.execute(update(_OP).where(_OP.id.in_(sorted(op_ids))).values(result_bytes=None, result=None))
 
 
-def _over(session: Session, now: datetime) -> list[str]:
+def _over(session: Session, now: datetime) -> list[_Result]:
     """Results that are kept and have been for long enough."""
     old = or_(_OP.fetched_at <= now - FETCHED_LAST, _OP.finished_at <= now - RESULTS_LAST)
-    return list(session.scalars(select(_OP.id).where(_KEPT, old)))
+    return [(op_id, ref) for op_id, ref in session.execute(select(_OP.id, _OP.result_ref).where(_KEPT, old))]

@@ -12,24 +12,23 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from billing import storage
 from billing.accounts import Payer
 from billing.charges import Charge, Posting
 from billing.prices import PriceList
-from scheduler.journal.ending.outcomes import result_ref
+from scheduler.journal.ending.outcomes import JSON, result_ref, text_of
 from scheduler.journal.ending.references import in_use
-from scheduler.journal.rows import TRAIN_KINDS
+from scheduler.journal.rows import TRAIN_KINDS, body_of
 from scheduler.journal.samples.versions import row_of
-from scheduler.links.messages import Done, OpKind
+from scheduler.links.messages import MUTATING, Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import audit, tables
-from store.bulk import sent_together, update_rows
+from store.bulk import among, sent_together, update_rows
 
-JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
 _SAVE_TYPES = {
@@ -62,7 +61,7 @@ _ENDING = select(
     *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
-_ROWS = _ENDING.where(_OP.id.in_(bindparam("ids", expanding=True))).with_for_update()
+_ROWS = {dialect: _ENDING.where(one).with_for_update() for dialect, one in among(_OP.id, "ids").items()}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Settlement:
         now = datetime.now(UTC)
         connection = session.connection()
         ids = sorted({ending.op.id for ending in endings})
-        rows = {found.id: found for found in connection.execute(_ROWS, {"ids": ids})}
+        rows = {found.id: found for found in connection.execute(_ROWS[connection.dialect.name], {"ids": ids})}
         changes: list[dict[str, Any]] = []
         charges: list[Charge] = []
         settled: list[Settled] = []
@@ -121,12 +120,15 @@ def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
     """What is written of an operation that has ended."""
     op = ending.op
     failed = outcome.error is not None
+    text = text_of(outcome)
     return {
         "id": op.id,
         "state": "failed" if failed else "done",
         "error": outcome.error[:4096] if outcome.error is not None else None,
         "error_category": outcome.category if failed else None,
-        "result_ref": None if failed else result_ref(op.id),
+        "body": body_of(op) if op.kind in MUTATING and not failed else None,  # what a lost run is rebuilt from
+        "result": text,
+        "result_ref": None if failed or text is not None else result_ref(op.id),
         "result_type": outcome.content_type,
         "result_bytes": None if failed else len(outcome.payload),
         "finished_at": now,

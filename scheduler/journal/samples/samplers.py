@@ -21,21 +21,24 @@ class Samplers:
     """Reads the facts from the database, and remembers them."""
 
     def __init__(self, database: Transactions, *, runs_move_elsewhere: bool = False) -> None:
-        """`runs_move_elsewhere`: other replicas save too, so what follows a run is not remembered."""
+        """`runs_move_elsewhere`: other replicas save too, so the weights of what follows a run are looked up."""
         self._database = database
         self._runs_move_elsewhere = runs_move_elsewhere
         self._known: dict[str, SamplerFacts] = {}
 
     def facts(self, sampler_id: str) -> SamplerFacts:
         known = self._known.get(sampler_id)
-        if known is not None:
+        if known is not None and not (known.inflight and self._runs_move_elsewhere):
             return known
         with self._database.read() as session:
             row = session.get_one(tables.Sampler, sampler_id)
             facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id, row.kind == "inflight")
-        if not (facts.inflight and self._runs_move_elsewhere):
-            self._known[sampler_id] = facts
+        self._known[sampler_id] = facts
         return facts
+
+    def run_of(self, sampler_id: str) -> str | None:
+        """What it samples from; that never moves."""
+        return (self._known.get(sampler_id) or self.facts(sampler_id)).run_id
 
     def moved(self, run_id: str, adapter_ref: str) -> None:
         """The inflight samplers of a run are on these weights now."""

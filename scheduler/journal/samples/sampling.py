@@ -47,6 +47,7 @@ def message_of(op: Operation, sampler: SamplerFacts, version: int = 0) -> Sample
         inflight=sampler.inflight,
         version=version,
         priority=int(op.sample.priority == INTERACTIVE),
+        body=op.body,
         body_sha256=op.body_sha256,
         origin=op.origin,
     )

@@ -179,6 +179,22 @@ def test_what_is_nested_too_deeply_is_no_call(text: ModelText) -> None:
     assert ModelText(TINY_PATH, 200_000).render([{"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
+HALF = '{"name": "f", "arguments": {"a": "\\ud83d"}}'
+
+
+@pytest.mark.parametrize("half", [HALF, HALF.replace('"f"', '"\\ud83d"'), '{"name": "f", "arguments": "\\ud83d"}'])
+def test_half_of_a_character_is_no_call(text: ModelText, half: str) -> None:
+    """JSON can spell it, and no answer can hold it."""
+    said = f"<tool_call>{half}</tool_call>"
+    assert parse_calls(said, text.template).content == said
+
+
+def test_half_of_a_character_has_no_tokens(text: ModelText) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": HALF}}
+    with pytest.raises(Refused, match="surrogates not allowed"):
+        text.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "self", "documents"])
 def test_options_of_a_template_take_no_other_s_name(text: ModelText, name: str) -> None:
     with pytest.raises(Refused, match=f"refuses them: .*'{name}'"):

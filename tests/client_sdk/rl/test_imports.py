@@ -28,10 +28,12 @@ def test_nothing_heavy_is_imported_with_it() -> None:
         (lambda: rl.reasoning_gym("leg_counting"), "pip install reasoning-gym"),
         (lambda: rl.verifiers(object()), "pip install 'verifiers<0.2'"),
         (lambda: rl.Wandb(project="x"), "pip install wandb"),
+        (lambda: rl.Trackio(project="x"), "pip install trackio"),
+        (lambda: rl.TensorBoard("x"), "pip install tensorboardX"),
     ],
 )
 def test_what_is_missing_is_named(make, says, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("reasoning_gym", "verifiers", "verifiers.clients", "wandb"):
+    for name in ("reasoning_gym", "verifiers", "verifiers.clients", "wandb", "trackio", "tensorboardX"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=says):
         make()

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import redis
 
 from scheduler.links import broadcasts as broadcast_module
 from scheduler.links import train_link
-from scheduler.links.broadcasts import Broadcasts, Ended, Listener
+from scheduler.links.broadcasts import Broadcasts, Ended, Listener, ToWorker
 from scheduler.links.contract import LEFT_S, LIVES, Item
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
 from scheduler.links.messages import (
@@ -27,12 +28,14 @@ from scheduler.links.messages import (
     Drain,
     Failure,
     Pass,
+    PassOver,
+    PolicyMoved,
     PullPass,
     PullSamples,
     SampleOp,
     SampleWork,
 )
-from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.redis_queue import MOST_CALLS, RedisQueue
 from scheduler.links.sample_link import LOOK_EVERY_S, SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
 from store.blobs.folder import FolderBlobs
@@ -298,6 +301,49 @@ def test_a_trainer_that_loses_its_connections_goes_on(
     with_trainer(url, blobs, scenario)
 
 
+def test_calls_that_travel_together_do_what_each_does_alone(url: str) -> None:
+    queue, many = RedisQueue(url, uuid.uuid4().hex), 3 * MOST_CALLS
+    items = [Item(f"i{number}", ("m", "org", "interactive", "lane"), 10, b"\x00\xff body") for number in range(many)]
+    assert queue.answered("settler", 0.01) == []
+    queue.push_all(items)
+    assert queue.known([item.id for item in items]) == {item.id for item in items}
+    leases = queue.lease("w", ["m"], many, 60)
+    assert [(lease.id, lease.body) for lease in leases] == [(item.id, item.body) for item in items]
+    late = leases[0].epoch - 1  # of an earlier life: it changes nothing
+    queue.answer_all((lease.id, late if place == 0 else lease.epoch, b"\xfe") for place, lease in enumerate(leases))
+    answers = queue.answered("settler", 5)
+    answers += queue.answered("settler", 5)
+    assert [answer.id for answer in answers] == [item.id for item in items[1:]]
+    assert {answer.result for answer in answers} == {b"\xfe"}
+    settled = [(answer.id, answer.receipt, items[0].path, -10) for answer in answers]
+    queue.settle(settled)
+    assert queue.known([item.id for item in items]) == {"i0"}
+    queue.push_all([])
+    there = redis.Redis.from_url(url)
+    before = {key: there.dump(key) for key in there.scan_iter()}
+    queue.settle(settled)  # whose reply was lost: it is told again
+    assert {key: there.dump(key) for key in there.scan_iter()} == before
+    there.close()
+    queue.close()
+
+
+def test_the_end_of_a_pass_travels_with_what_comes_next(url: str, blobs: FolderBlobs) -> None:
+    over, waiting = PassOver(1, 10, 1, 0.1), redis.Redis.from_url(url)
+
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        key, messages = train_link._key("up", leader.name), aiter(leader.messages())
+        trainer.send(over)
+        assert waiting.llen(key) == 0
+        trainer.send(PullPass(["m"]))
+        assert [await anext(messages), await anext(messages)] == [over, PullPass(["m"])]
+        trainer.send(over)
+        assert await asyncio.to_thread(trainer.recv, 0.01) is None  # nothing else comes
+        assert await anext(messages) == over
+
+    with_trainer(url, blobs, scenario)
+    waiting.close()
+
+
 def test_a_trainer_notices_another_leader(url: str, blobs: FolderBlobs) -> None:
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
         Joining(url, "another").lead(60)
@@ -311,10 +357,11 @@ def test_a_trainer_notices_another_leader(url: str, blobs: FolderBlobs) -> None:
 
 def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
     heard: list[list[tuple[str, int]]] = [[], []]
-    listeners = [
-        Listener.of_ends(url, lambda end, stamp, place=place: heard[place].append((end.op_id, stamp)), lambda: None)
-        for place in range(2)
-    ]
+
+    def hear(place: int, ends: Sequence[Ended], first: int) -> None:
+        heard[place].extend((end.op_id, stamp) for stamp, end in enumerate(ends, first))
+
+    listeners = [Listener.of_ends(url, partial(hear, place), lambda: None) for place in range(2)]
     for listener in listeners:
         listener.start()
         assert listener.connected.wait(10)
@@ -338,12 +385,28 @@ def test_news_reach_every_listener_with_stamps_that_only_grow(url: str) -> None:
 def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_something() -> None:
     gaps = threading.Semaphore(0)
     with redis_server() as own:
-        listener = Listener.of_ends(own, lambda end, stamp: None, gaps.release)
+        listener = Listener.of_ends(own, lambda ends, stamp: None, gaps.release)
         listener.start()
         assert gaps.acquire(timeout=10)
         assert listener.connected.is_set()
     eventually(lambda: not listener.connected.is_set())
     listener.stop()
+
+
+def test_what_an_older_server_tells_is_heard_and_what_a_newer_one_tells_is_a_gap(url: str) -> None:
+    heard, gaps, there = list[Any](), list[None](), redis.Redis.from_url(url)
+    listener = Listener.of_workers(url, "me", heard.append, lambda: gaps.append(None), lambda: None)
+    listener.start()
+    assert listener.connected.wait(10)
+    assert len(gaps) == 1
+    moved = PolicyMoved("run", 1, "", 2)
+    for channel in ("weft:workers", "weft:policies"):
+        there.publish(channel, msgspec.msgpack.encode({"what": "nobody knows"}))
+    there.publish("weft:workers", msgspec.msgpack.encode(ToWorker("", moved)))
+    eventually(lambda: heard == [moved])
+    assert len(gaps) == 3
+    listener.stop()
+    there.close()
 
 
 def test_answers_survive_that_redis_loses_everything_while_somebody_waits(url: str) -> None:

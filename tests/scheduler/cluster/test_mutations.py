@@ -42,8 +42,8 @@ WITH_ROOM = {
     "a worker gets again what it declined": ('key("d", id), worker) == 0 then\n', 'key("d", id), worker) >= 0 then\n'),
     "left to others for ever": ("or number(till) < number(now)", ""),
     "left to others for no time": ("or number(till) < number(now)", "or true"),
-    "left to a much fuller one": ("if full < least then", "if true then"),
-    "left to one that serves other models": ("room > 0 and serves and", "room > 0 and"),
+    "left to a much fuller one": ("room > 0 and full < least and", "room > 0 and"),
+    "left to one that serves other models": (" and serves(other, model)", ""),
     "left though it is held here": ('or adapter == "" or holds(worker, adapter) then', 'or adapter == "" then'),
     "what is left takes no room": ('redis.call("HINCRBY", P .. "room"', 'redis.call("HINCRBY", P .. "r"'),
 }  # fmt: skip

@@ -108,7 +108,7 @@ def test_a_step_is_looked_up_once(
                 assert not await one.journal.taken(RUN, 1)
             request_id = await one.journal.accept(train(1))
             event.remove(postgres_database._read_engine, "before_cursor_execute", note)
-            assert len([text for text in statements if "runs.id IN" in text]) == 1, statements
+            assert len([text for text in statements if "runs.id = ANY" in text]) == 1, statements
             assert looked == []
             assert (await one.result(request_id)).payload == b"result"
             assert await one.journal.taken(RUN, 1)
@@ -125,7 +125,7 @@ def test_what_is_told_is_for_its_own_organisation(play: Play, url: str, blobs: B
         await asyncio.sleep(0.05)
         theirs = asyncio.ensure_future(one.journal.outcome("rival", request_id, 5))  # begins before ours goes on
         told = Told(b"secret", "text/plain", None, "server")
-        one.journal.heard(Ended(request_id, "org", RUN, 0, "create", 6, told), 1)
+        one.journal.heard([Ended(request_id, "org", RUN, 0, "create", 6, told)], 1)
         assert await ours == Outcome(b"secret", "text/plain")
         assert await theirs is None
 
@@ -155,7 +155,8 @@ def test_who_is_looking_while_it_ends_looks_again(
         monkeypatch.setattr(two.journal, "_look", slow)
         first = asyncio.ensure_future(two.journal.outcome("org", request_id, LOOK_AGAIN_S * 2))
         await asyncio.to_thread(reading.wait, 5)
-        two.journal.heard(Ended(request_id, "org", RUN, 0, "create", 4, Told(b"made", "text/plain", None, "server")), 1)
+        told = Told(b"made", "text/plain", None, "server")
+        two.journal.heard([Ended(request_id, "org", RUN, 0, "create", 4, told)], 1)
         assert await two.journal.outcome("org", request_id, 5) == Outcome(b"made", "text/plain")
         ended.set()
         began = time.monotonic()

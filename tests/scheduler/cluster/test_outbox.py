@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from scheduler.cluster.outbox import MOST, Outbox
+from store.caller import SERVER, Caller, acting_as, caller
 
 
 def test_what_comes_at_once_is_told_in_one_call_and_what_comes_meanwhile_in_the_next() -> None:
@@ -30,6 +31,22 @@ def test_what_comes_at_once_is_told_in_one_call_and_what_comes_meanwhile_in_the_
 
     calls = asyncio.run(main())
     assert calls == [[0, 1, 2], list(range(3, 3 + MOST)), [3 + MOST, 4 + MOST], [-1]]
+
+
+def test_what_is_told_together_is_told_for_nobody_in_particular() -> None:
+    """Else the one who came first would be the one whose rows the database shows for all."""
+
+    async def main() -> list[Caller]:
+        callers: list[Caller] = []
+
+        async def tell(some: list[int]) -> None:
+            callers.append(caller())
+
+        with acting_as(Caller("org", "key:1")):
+            await Outbox(tell).put(1)
+        return callers
+
+    assert asyncio.run(main()) == [SERVER]
 
 
 def test_who_is_cancelled_takes_nobody_with_it() -> None:

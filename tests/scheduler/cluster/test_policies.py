@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,6 +16,8 @@ import torch
 from weft.wire import ModelInput, SampleRequest, SamplingParams, decode_sample_response
 
 import workers.model.tiny
+from scheduler.cluster import policy_desk
+from scheduler.links.broadcasts import Listener
 from scheduler.links.contract import Item
 from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done, PolicyMoved, SampleOp, SampleWork
@@ -121,7 +125,7 @@ def test_running_samples_follow_their_run_or_end(
     push(queue, blobs, "follows", "weights/none", inflight=True, max_staleness=None)
     push(queue, blobs, "strict", weights[0], inflight=False, max_staleness=0)
     push(queue, blobs, "loose", weights[0], inflight=False, max_staleness=1)
-    board.tell(PolicyMoved("run", 1, weights[0], 3))
+    board.tell([PolicyMoved("run", 1, weights[0], 3)])
     link = OnTheWay(url, blobs, 3)
     generator = Generator({"m": TorchEngine(decoder, (), slots=4, context=64)}, blobs, link, slots=4)
     link.all_done = generator.drain
@@ -131,7 +135,7 @@ def test_running_samples_follow_their_run_or_end(
             board._redis.hset("{weft:policies}", "run", b"5 " + msgspec.msgpack.encode(moved))
             link._missed.set()
         else:
-            board.tell(moved)
+            board.tell([moved])
 
     moved = PolicyMoved("run", 2, weights[1], 5)
     link.meanwhile = move
@@ -159,12 +163,59 @@ def test_nobody_goes_back_to_an_earlier_policy(board: PolicyBoard) -> None:
     late, newer = PolicyMoved("run", 7, "weights/7", 20), PolicyMoved("run", 8, "weights/7", 21)
     after_a_load = PolicyMoved("run", 2, "weights/7", 30)
     for moved in (newer, late):
-        board.tell(moved)
+        board.tell([moved])
         assert board.known(["run", "other"]) == {"run": newer}
-    board.tell(after_a_load)
+    board.tell([after_a_load])
     assert board.known(["run"]) == {"run": after_a_load}
     board.forget(["run"])
     assert board.known(["run"]) == {}
+
+
+def test_of_moves_that_are_told_together_only_those_that_are_new_are_heard(url: str, board: PolicyBoard) -> None:
+    heard = list[Any]()
+    listener = Listener.of_workers(url, "me", heard.append, lambda: None, lambda: None)
+    listener.start()
+    assert listener.connected.wait(10)
+    board.tell([PolicyMoved("late", 7, "", 20)])
+    moves = [PolicyMoved(f"run{number}", number, "", number) for number in range(200)]
+    board.tell([*moves[:100], PolicyMoved("late", 6, "", 19), *moves[100:]])
+    deadline = time.monotonic() + 10
+    while len(heard) < 201 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    listener.stop()
+    assert heard == [PolicyMoved("late", 7, "", 20), *moves]
+    assert board.known(["late", "run199"]) == {"late": heard[0], "run199": moves[-1]}
+
+
+def test_what_redis_has_lost_is_told_again_however_much_else_moves(
+    board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_desk, "LOOK_AGAIN_S", 0.2)
+    training = SimpleNamespace(desks=[], runs=dict.fromkeys(("calm", "busy")))
+
+    async def scenario() -> None:
+        desk = policy_desk.PolicyDesk(cast(Any, training), board, asyncio.to_thread)
+        calm = PolicyMoved("calm", 1, "", 1)
+
+        async def tell() -> None:
+            while True:
+                await desk.tell()
+
+        async def told() -> None:
+            seq = 0
+            while board.known(["calm"]) != {"calm": calm}:
+                seq += 1
+                desk.policy_moved(PolicyMoved("busy", seq, "", seq))
+                await asyncio.sleep(0.001)
+
+        telling = asyncio.create_task(tell())
+        desk.policy_moved(calm)
+        for _ in range(2):
+            await asyncio.wait_for(told(), 20)
+            board.forget(["calm"])
+        telling.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_a_generator_is_told_what_is_new_of_the_runs_it_samples() -> None:

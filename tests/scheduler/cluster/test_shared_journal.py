@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import redis
 from sqlalchemy import func, select
+from sqlalchemy.exc import NoResultFound
 from weft.wire import decode_sample_response
 
 from api.state.fetched import Fetched
@@ -25,6 +27,7 @@ from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import Shared
 from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import from_row
+from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
@@ -82,7 +85,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         self.listener = Listener.of_ends(
             url,
-            lambda end, stamp: loop.call_soon_threadsafe(self.journal.heard, end, stamp) and None,
+            lambda ends, stamp: loop.call_soon_threadsafe(self.journal.heard, ends, stamp) and None,
             lambda: loop.call_soon_threadsafe(self.journal.missed) and None,
         )
 
@@ -346,6 +349,23 @@ def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
         redis.Redis.from_url(url).flushall()
         await two.lead()
         await until(lambda: known() == newest)
+
+    play(scenario)
+
+
+def test_a_sample_whose_sampler_is_gone_holds_up_no_other(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        there = one.journal.samplers.facts
+
+        def facts(sampler_id: str) -> SamplerFacts:
+            if sampler_id == "gone":
+                raise NoResultFound
+            return there(sampler_id)
+
+        monkeypatch.setattr(one.journal.samplers, "facts", facts)
+        gone = replace(sample(0), lane="gone")
+        ids = await asyncio.gather(*map(one.journal.accept, (gone, sample(0), sample(1))))
+        await until(lambda: one.queue.known(ids) == set(ids[1:]))
 
     play(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -25,7 +26,7 @@ from scheduler.order.plans import (
     Step,
 )
 from store import tables
-from store.bulk import insert_rows
+from store.bulk import insert_rows, update_rows
 from store.db import Database
 
 SPEC = RunSpec("s:train:0", "m", 8, 32.0, 2**40, train_attn=True, train_mlp=False, train_unembed=True)
@@ -80,3 +81,32 @@ def test_queries_find_the_fields_of_plans(database: Database) -> None:
     source, sampler, sample = ("weights/abc", None, None), (None, "s:sample:3", None), (None, None, 4)
     nothing = (None, None, None)
     assert found == [nothing, source, source, nothing, nothing, nothing, sampler, sample, nothing, nothing]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", ""),
+        (rb'{"a": "\u0000\ud800\""}', r'{"a": "\u0000\ud800\""}'),
+        (b"x" * rows.SMALL_BYTES, "x" * rows.SMALL_BYTES),
+        (b"x" * (rows.SMALL_BYTES + 1), None),
+        (b"a\0", None),
+        ("\u00fc".encode(), None),
+        (b"\xff", None),
+    ],
+    ids=["empty", "escapes", "as large as may be", "larger", "NUL", "not ASCII", "no text"],
+)
+def test_what_a_row_takes_comes_back_from_it(database: Database, data: bytes, text: str | None) -> None:
+    assert rows.small_text(data) == text
+    if not text:
+        return
+    op = replace(operation(100, OpKind.OPTIM_STEP, BODY_ONLY), body=data, body_ref="")
+
+    def write(session: Any) -> None:
+        insert_rows(session.connection(), tables.Operation, [rows.to_row(op, "sent")])
+        update_rows(session.connection(), tables.Operation, [{"id": op.id, "result": text}])
+
+    database.write_now(write)
+    with database.read() as session:
+        row = session.get_one(tables.Operation, op.id)
+    assert (rows.from_row(row).body, row.result) == (data, text)

@@ -83,6 +83,18 @@ def test_one_that_joins_takes_its_share_at_once_of_what_was_served_lately() -> N
     assert world.homes.even_out(claims) == []
 
 
+@pytest.mark.parametrize("count", [2, 8, 9, 16, 40])
+def test_one_that_joins_takes_its_share_of_however_many_small_runs(count: int) -> None:
+    world = World("one")
+    claims = runs(*[10] * count)
+    world.settle(claims, "one")
+    world.homes.offer("two", ["m"])
+    for _ in range(count):
+        world.now += LOOK_S
+        world.homes.even_out(claims)
+    assert max(world.loads(claims).values()) * (1 - MARGIN) <= 10 * count / 2
+
+
 @pytest.mark.parametrize(("move_tokens", "moves"), [(20, 1), (26, 0)])
 def test_a_move_must_pay(move_tokens: int, moves: int) -> None:
     world = World("one", "two")

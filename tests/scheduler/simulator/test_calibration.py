@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from scheduler.simulator.calibration import Batch, calibrate
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.simulator.calibration import Batch, calibrate, calibrate_trainer, non_negative
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Simulation
+from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
 SLOTS = 8
@@ -41,3 +47,63 @@ def test_a_known_machine_is_found(handover_s: float, front_s: float) -> None:
     load = Workload("other", 4, 1, prompt=0, mean_tokens=25, sigma=0.8, max_tokens=120, trains=False)
     truth, prediction = (Simulation(each, [load] * 3).run(300.0).occupancy for each in (machine, found))
     assert prediction == pytest.approx(truth, rel=0.05)
+
+
+#: Stages, slices, steps and tokens of five loads.
+WORKS = [(100, 100, 100, 3200), (100, 180, 170, 11_520), (60, 300, 240, 19_200), (60, 400, 100, 25_600),
+         (50, 100, 100, 102_400)]  # fmt: skip
+TIMES = {"pass_s": 0.012, "slice_s": 0.0015, "light_s": 0.0008}
+
+
+def works(machine: Cluster, noise: float = 0.0) -> list[Work]:
+    """What the machine takes for the loads; every other one is measured too long, and those between too short."""
+    told = [(Work(counts[0], *counts), 1 + noise * (-1) ** place) for place, counts in enumerate(WORKS)]
+    rate = machine.trained_tokens_per_s_per_gpu
+    return [
+        replace(work, seconds=off * (
+            work.stages * machine.pass_s + work.slices * machine.slice_s + work.light * machine.light_s
+            + work.tokens / rate
+        ))
+        for work, off in told
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("none", [None, "pass_s", "slice_s", "light_s"])
+def test_what_a_pass_takes_is_found(none: str | None) -> None:
+    times = {**TIMES, **({none: 0.0} if none else {})}
+    machine = Cluster(trainers=2, ranks=1, trained_tokens_per_s_per_gpu=10_000.0, **times)
+    found = calibrate_trainer(replace(Cluster(), trainers=2), works(machine))
+    assert found.trained_tokens_per_s_per_gpu == pytest.approx(10_000)
+    assert {name: getattr(found, name) for name in times} == pytest.approx(times, abs=1e-9)
+    assert (found.trainers, found.ranks) == (2, 1)
+
+
+def test_a_disturbed_measurement_makes_no_time_negative_and_keeps_to_the_loads() -> None:
+    machine = Cluster(ranks=1, trained_tokens_per_s_per_gpu=10_000.0, **TIMES)
+    for noise in (-0.05, 0.05):
+        found = calibrate_trainer(machine, works(machine, noise))
+        assert min(found.pass_s, found.slice_s, found.light_s) >= 0
+        for true, again in zip(works(machine), works(found), strict=True):
+            assert again.seconds == pytest.approx(true.seconds, rel=0.06)
+
+
+def test_loads_that_are_alike_are_refused() -> None:
+    machine = Cluster(ranks=1, trained_tokens_per_s_per_gpu=10_000.0, **TIMES)
+    alike = [replace(work, slices=work.stages, light=work.stages) for work in works(machine)]
+    with pytest.raises(ValueError, match="do not differ enough"):
+        calibrate_trainer(machine, alike)
+    with pytest.raises(ValueError, match="do not differ enough"):
+        calibrate_trainer(machine, works(machine)[:3])
+    with pytest.raises(ValueError, match="no time"):
+        calibrate_trainer(machine, [*works(machine), Work()])
+
+
+@given(st.lists(st.lists(st.floats(-4, 4), min_size=4, max_size=4), min_size=3, max_size=8))
+def test_least_squares_without_negative_terms_keep_the_conditions_of_kuhn_and_tucker(told: list[list[float]]) -> None:
+    """x >= 0; no step that is allowed is downhill: the slope is 0 where x > 0, and not below 0 where x = 0."""
+    rows, values = np.array(told)[:, :3], np.array(told)[:, 3]
+    found = non_negative(rows, values)
+    slope = rows.T @ (rows @ found - values)
+    assert (found >= 0).all()
+    assert (slope >= -1e-6 * (1 + np.abs(rows).max() * np.abs(values).max())).all()
+    assert np.abs(slope * np.minimum(found, 1)).max() <= 1e-6 * (1 + np.abs(rows).max() * np.abs(values).max())

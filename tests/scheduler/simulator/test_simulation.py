@@ -10,6 +10,7 @@ from scheduler.order.fair import FairTree
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.report import compare, quantile, table
 from scheduler.simulator.simulation import ByArrival, Simulation
+from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import CHAT, FLOOD, REASONING, SMALL, TOOLS, Workload
 
 #: One token a second, whoever shares it; prompts and passes for nothing.
@@ -50,7 +51,7 @@ def test_training_takes_what_the_passes_take() -> None:
     loop = replace(LOOP, trains=True, steps=2)
     result = Simulation(cluster, [loop]).run(1e6)
     assert result.trained_tokens == 2 * 70
-    assert result.trainer_busy_s == pytest.approx(140)
+    assert result.trainers.seconds == pytest.approx(140)
     assert result.seconds == pytest.approx(2 * (40 + 70))
 
 
@@ -199,4 +200,24 @@ def test_ranks_compute_while_they_gather() -> None:
     ranks = replace(TWO, trainers=1, ranks=4, pass_s=1.0, gather_s=5.0)
     assert ranks.pass_takes_s(80) == pytest.approx(1 + 5)
     assert ranks.pass_takes_s(400) == pytest.approx(1 + 10)
+    assert replace(ranks, slice_s=0.5, light_s=0.25).pass_takes_s(400, slices=6, light=2) == pytest.approx(1 + 3.5 + 10)
+    assert ranks.pass_takes_s(80, stages=2) == pytest.approx(2 * (1 + 5))
     assert Simulation(ranks, [TRAINS]).run(1e6).seconds == pytest.approx(40 * 6)
+
+
+def test_a_batch_of_short_data_is_few_slices_and_only_what_samples_is_saved() -> None:
+    """Cut by the service's own code: eight data of 64 tokens in a slice of 1,024, or four of 128."""
+    cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=64.0, slice_s=0.5, light_s=0.25, pass_tokens=10_000)
+    load = Workload("short", groups=1, group_size=8, prompt=0, lengths=(64,), steps=1)
+    for sliced, slices, samples, light in ((1024, 1, False, 1), (128, 4, False, 1), (128, 4, True, 2)):
+        result = Simulation(replace(cluster, slice_tokens=sliced), [replace(load, samples=samples)]).run(1e6)
+        assert result.trainers == Work(1, 1, slices, light, 512, pytest.approx(512 / 64 + slices * 0.5 + light * 0.25))
+
+
+def test_data_behind_a_step_of_their_run_are_a_stage_of_their_own() -> None:
+    """Two steps of one run in a pass are two stages; two runs' first steps are one."""
+    cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=100.0, pass_s=1.0, pass_tokens=250)
+    once = Workload("once", groups=1, group_size=1, prompt=0, lengths=(100,), samples=False, steps=1)
+    twice = replace(once, steps=2, overlap=1)
+    assert Simulation(cluster, [twice]).run(1e6).trainers == Work(1, 2, 2, 2, 200, pytest.approx(2 * 1 + 2))
+    assert Simulation(cluster, [once, once]).run(1e6).trainers == Work(1, 1, 2, 2, 200, pytest.approx(1 + 2))

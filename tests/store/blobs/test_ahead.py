@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,3 +54,11 @@ def test_what_is_near_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     ahead.fetch(NAMES)
     blobs.put("ops/0/body", b"later")
     assert ahead.get(*NAMES[0]) == b"later"
+
+
+def test_what_a_message_has_brought_is_not_read_and_is_what_was_accepted(tmp_path: Path) -> None:
+    ahead, digest = Ahead(FarBlobs(tmp_path, 1)), hashlib.sha256(b"body").hexdigest()
+    ahead.fetch([("", digest)])
+    assert ahead.get("", digest, b"body") == b"body"
+    with pytest.raises(Damaged, match="not the one that was accepted"):
+        ahead.get("", digest, b"bodi")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from scheduler.journal import storing
+from scheduler.journal.ending.settlement import Ending
 from scheduler.links.messages import Done, PullPass
 from scheduler.order.plans import Save
 from store import tables
+from store.db import Batch
 from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
-from tests.scheduler.journal.test_losses import Disk, until
 
 
 def test_saves_under_one_name_are_settled_in_their_order(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The disk refuses the first one's result for a moment. The second one must not become lasting before it: the name
-    would then be the older weights' for good."""
+    """The database refuses the first one's result for a moment. The second one must not become lasting before it: the
+    name would then be the older weights' for good."""
     monkeypatch.setattr(storing, "AGAIN_S", (0.02, 0.05))
 
     async def scenario() -> None:
@@ -31,14 +34,20 @@ def test_saves_under_one_name_are_settled_in_their_order(
             over = [replace(new, plan=Save("weights", "same", overwrite=True)) for new in saves]
             one, two = [await service.journal.accept(new) for new in over]
             pass_ = await service.ask(link, PullPass(["m"]))
-            disk = Disk(monkeypatch, f"results/{one[:2]}/{one}")
+            refused, write = list[str](), service.database.write_batched
+
+            async def refusing(batch: Batch, item: Any, *, lock: str) -> Any:
+                if isinstance(item, Ending) and item.op.id == one and len(refused) < 3:
+                    refused.append(one)
+                    raise OperationalError("update", {}, Exception("disk I/O error"))
+                return await write(batch, item, lock=lock)
+
+            monkeypatch.setattr(service.database, "write_batched", refusing)
             for op in pass_.ops:
                 link.send(Done(op.op_id, b"", {"size_bytes": 1}))
-            await until(lambda: disk.refused >= 2)
-            disk.full = False
             for request_id in (one, two):
                 assert (await outcome(service, request_id)).error is None
             (row,) = service.rows(tables.Checkpoint)
-            assert row.ref == f"weights/{two}"
+            assert (len(refused), row.ref) == (3, f"weights/{two}")
 
     go(scenario())

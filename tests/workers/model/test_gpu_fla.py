@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,27 @@ def test_kernels_are_used_where_they_agree_with_torch_and_left_out_where_not(
             assert "off by" in said
 
 
-def test_on_a_cpu_and_beside_float32_nothing_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("on_gpu", "dtype", "key_dim", "serves"),
+    [
+        (True, torch.bfloat16, 256, True),
+        (True, torch.float16, 128, True),
+        (True, torch.float32, 128, False),
+        (True, torch.bfloat16, 257, False),
+        (False, torch.bfloat16, 128, False),
+    ],
+)
+def test_kernels_serve_a_base_of_16_bits_on_a_gpu(
+    on_gpu: bool, dtype: torch.dtype, key_dim: int, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight: Any = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
+    monkeypatch.setattr(fla, "kernels", lambda: NAIVE)
+    assert fla.serves(weight, key_dim) == serves
+    monkeypatch.setattr(fla, "kernels", lambda: None)
+    assert not fla.serves(weight, key_dim)
+
+
+def test_on_a_cpu_nothing_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "kernels", lambda: pytest.fail("asked for kernels"))
     decoder = ours(reference("qwen3-next", vocab_size=97), tmp_path)
     probe(decoder)

@@ -43,7 +43,7 @@ class Step:
         self._table_GRW = torch.full((cache.groups, rows, width), cache.scratch, dtype=torch.int32, device=device)
         self._attend = PagedAttend(cache, self._table_GRW, self._inputs_2R[1])
         self._adapters = rewritable(forms, rows, device) if forms else None
-        #: What was sent last.
+        #: What has been sent of it, row by row: a launch may fail between two.
         self._sent_GRW = np.full((cache.groups, rows, width), cache.scratch, dtype=np.int32)
 
     def load(self, adapters: Sequence[Adapter | None]) -> None:
@@ -68,12 +68,13 @@ class Step:
         wanted_GRW = np.full(self._sent_GRW.shape, self._cache.scratch, dtype=np.int32)
         wanted_GRW[:, :rows] = table_GNW
         changed = np.argwhere((self._sent_GRW != wanted_GRW).any(axis=2)).tolist()
-        self._sent_GRW = wanted_GRW
         if len(changed) > MAX_SINGLE_ROWS:
             _put(self._table_GRW, wanted_GRW)
+            self._sent_GRW = wanted_GRW
         else:
             for group, row in changed:
                 _put(self._table_GRW[group, row], wanted_GRW[group, row])
+                self._sent_GRW[group, row] = wanted_GRW[group, row]
 
     def compute(self) -> tuple[Tensor, list[Tensor]]:
         """Logits [R, V] for the next tokens, and the experts [R, choices] that each mixture layer chose."""

@@ -19,12 +19,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    prctl = ctypes.CDLL(None).prctl
-    if os.getpid() != os.getsid(0):
+    prctl, guard = ctypes.CDLL(None).prctl, os.getpid()
+    if guard != os.getsid(0):
         os.setsid()
-    command = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    )
+
+    def end_with_guard() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # which has died before that
+            os._exit(1)
+
+    command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=end_with_guard)
     ended = os.pidfd_open(command.pid)
     select.select([sys.stdin, ended], [], [])
     os.killpg(0, signal.SIGKILL)

@@ -10,7 +10,9 @@ What holds of them, and where it is said:
   CUDA tensor received from another process", torch/csrc/StorageSharing.cpp).
 - It is one of a whole cudaMalloc. Torch adds the storage's offset in it ("CUDA IPC and the caching allocator",
   torch/multiprocessing/reductions.py), and counts the takers in a file in /dev/shm (torch/csrc/CudaIPCTypes.cpp),
-  which a killed holder leaves there: 80 kB. An event makes who opens wait for what was written before.
+  which a killed holder leaves there: 80 kB. Its count says when the maker may free a tensor that it has let go of,
+  which a holder never does: so one handle serves all takers. An event makes who opens wait for what was written
+  before.
 - With `expandable_segments` torch passes file descriptors instead, by pidfd_getfd, which containers refuse (pytorch
   #165685, #179220). The holder allocates without (`environment`); what its takers' own allocators do is their affair.
 - Memory is opened for writing: CUDA has no other kind. Nothing writes to a frozen weight.
@@ -52,7 +54,7 @@ def room(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def handle(whole: Tensor) -> list[Any]:
-    """What another process opens it with, once: of ints, bytes and a bool. What was written is there."""
+    """What other processes open it with: of ints, bytes and a bool. What was written is there."""
     torch.cuda.synchronize(whole.device)
     return list(whole.untyped_storage()._share_cuda_()[1:])  # type: ignore[no-untyped-call]
 

@@ -132,7 +132,7 @@ def held(folder: Path, load: Load) -> tuple[Tensor, str]:
         try:
             whole = _memory(load.module).opened(reply.handle, torch.device(load.device))
         except RuntimeError as error:
-            link.send_bytes(b"")  # it need not stay for us
+            link.close()
             raise CannotShare(f"this process cannot open the weights of another ({error})") from None
         threading.Thread(target=_watch, args=(link, _end), daemon=True).start()
         how = "loaded, for all workers on the device" if started else "opened, as another worker had them loaded"
@@ -214,18 +214,18 @@ def main(argv: Sequence[str]) -> int:
     with suppress(OSError):
         Path("/proc/self/comm").write_text(TITLE)
     grace = Grace(GRACE_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which all processes get
     signal.signal(signal.SIGTERM, lambda signum, frame: grace.end())  # of a service manager, as long as workers drain
-    memory, why = _memory(load.module), ""
+    answer: Here | Refused
     try:
-        whole = _loaded(load, memory)
+        _whole, handle = _loaded(load, _memory(load.module))  # it lasts as long as this process
+        answer = Here(handle)
     except Exception as error:  # whatever it is: each worker meets it again where it loads its own
-        why, whole = f"{type(error).__name__}: {error}", torch.empty(0)
-        log.warning("%s: not held for all: %s", load.path, why)
+        answer = Refused(f"{type(error).__name__}: {error}")
+        log.warning("%s: not held for all: %s", load.path, answer.why)
         grace.end()
     torch.cuda.empty_cache()
     _forget_output()
-    serve(listener, load.name, lambda: Refused(why) if why else Here(memory.handle(whole)), grace)
+    serve(listener, load.name, answer, grace)
     return 0
 
 
@@ -236,7 +236,8 @@ def _forget_output() -> None:
             os.dup2(nothing.fileno(), number)
 
 
-def _loaded(load: Load, memory: Memory) -> Tensor:
+def _loaded(load: Load, memory: Memory) -> tuple[Tensor, list[Any]]:
+    """The weights, and what all workers open them with: nothing that could fail is left for when one comes."""
     path, dtype, device = Path(load.path), DTYPES[load.dtype], torch.device(load.device)
     config, files, began = read_config(path.name, path), weight_files(path.name, path), time.monotonic()
     layout = layout_of(config, dtype, device)
@@ -246,7 +247,7 @@ def _loaded(load: Load, memory: Memory) -> Tensor:
     if Load.of(path, ModelDevice(device, dtype), load.module).name != load.name:
         raise CannotShare(f"{path} or the code has changed since the worker looked")
     log.info("%s: %d MiB held on %s, loaded in %.1f s", path, whole.nbytes >> 20, device, time.monotonic() - began)
-    return whole
+    return whole, memory.handle(whole)
 
 
 def _room(memory: Memory, size_bytes: int, device: torch.device) -> Tensor:
@@ -270,7 +271,7 @@ class Grace:
         self.seconds = 0.0
 
 
-def serve(listener: socket.socket, name: str, answer: Callable[[], Here | Refused], grace: Grace) -> None:
+def serve(listener: socket.socket, name: str, answer: Here | Refused, grace: Grace) -> None:
     """Until nobody is connected, and nobody has been for the time of grace, or somebody asks to end it."""
     listener.setblocking(False)
     links: list[Connection] = []
@@ -312,9 +313,9 @@ def _received(link: Connection) -> bytes | None:
         return None
 
 
-def _answered(link: Connection, message: bytes, name: str, answer: Callable[[], Here | Refused]) -> bool:
+def _answered(link: Connection, message: bytes, name: str, answer: Here | Refused) -> bool:
     """Whether it now uses the weights."""
-    reply = answer() if message == name.encode() else Refused("the process holds other weights")
+    reply = answer if message == name.encode() else Refused("the process holds other weights")
     if isinstance(reply, Here):
         with socket.socket(fileno=os.dup(link.fileno())) as peer:
             pid = _peer(peer)[0]

@@ -38,6 +38,7 @@ def base_decoder(path: Path, where: ModelDevice, folder: Path | None) -> tuple[D
         return (_held if where.device.type in MEMORY else _mapped)(path, where, folder)
     except (CannotShare, OSError) as error:  # of a file system without locks; of the checkpoint, then raised again
         log.warning("%s: weights are not shared: %s", path.name, error)  # before a copy that may not fit
+        remove_unused(folder)  # the memory of a holder that nobody else uses is wanted
         return load_decoder(path, where.dtype, where.device), f"loaded, a copy of its own: {error}"
 
 

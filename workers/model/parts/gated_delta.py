@@ -59,11 +59,6 @@ class GatedDelta(nn.Module):
         y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
         return lora_linear(y, self.out, self.out_site, lora)
 
-    @property
-    def key_dim(self) -> int:
-        """Of a state, what it is read by."""
-        return self.config.key_dim
-
     def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:
         c, x = self.config, self._inputs(x_NI)
         before_JM, start_HDV = state or self._begin(x_NI)

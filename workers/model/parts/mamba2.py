@@ -62,11 +62,6 @@ class Mamba2(nn.Module):
         y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
         return lora_linear(y, self.out, self.out_site, lora)
 
-    @property
-    def key_dim(self) -> int:
-        """Of a state, what it is read by."""
-        return self.config.state_dim
-
     def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:
         c = self.config
         gate, mixed, step = self._inputs(x_NI)

@@ -22,7 +22,7 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f"this sink needs the package: pip install {name.split('.')[0]}") from None
+        raise ImportError(f"this sink needs the package: pip install {name}") from None
 
 
 class Progress:
@@ -93,10 +93,10 @@ class Trackio:
 
 
 class TensorBoard:
-    """Event files for TensorBoard."""
+    """Event files for TensorBoard, by the package tensorboardX, which needs no torch."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._writer = _package("torch.utils.tensorboard").SummaryWriter(str(folder))
+        self._writer = _package("tensorboardX").SummaryWriter(str(folder))
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

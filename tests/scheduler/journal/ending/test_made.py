@@ -263,9 +263,9 @@ def test_the_row_of_what_succeeded_and_of_what_failed(desk: Desk) -> None:
     done, failed = (desk.rows(tables.Operation, id=name)[0] for name in ("done", "failed"))
     assert (done.state, done.error, done.error_category) == ("done", None, None)
     assert (done.result_type, done.result_bytes, done.policy) == (JSON, len(b"payload"), {"version": 6})
-    assert (done.result_ref is not None, done.finished_at >= NOW) == (True, True)
+    assert (done.result, done.result_ref, done.finished_at >= NOW) == ("payload", None, True)
     assert (failed.state, failed.error, failed.error_category) == ("failed", "x" * 4096, "user")
-    assert (failed.result_ref, failed.result_bytes, failed.policy) == (None, None, None)
+    assert (failed.result, failed.result_ref, failed.result_bytes, failed.policy) == (None, None, None, None)
 
 
 TRAINED, SAMPLED = {"tokens": 5}, {"prefill": 1, "cached_prefill": 2, "sample": 3}

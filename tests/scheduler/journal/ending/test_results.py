@@ -146,3 +146,23 @@ def test_many_are_deleted_in_many_writes_and_blobs_that_are_gone_hold_up_nothing
     world.add("acme", many)
     assert world.sweep() == 2 * BATCH + 1
     assert world.kept() == set()
+
+
+def test_what_lies_in_a_row_goes_as_files_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no blob is asked for it."""
+    deleted, delete = list[str](), world.blobs.delete
+    monkeypatch.setattr(world.blobs, "delete", lambda ref: (deleted.append(ref), delete(ref)))
+    org_id = world.org("acme")
+    world.result("file", 10, timedelta())
+    step = {
+        "id": "row", "org_id": org_id, "session_id": "s", "lane": "acme", "seq": 1, "kind": "optim_step",
+        "base_model": "m", "state": "done", "tokens": 0, "body_ref": "", "body_sha256": "", "plan": {},
+        "accepted_at": NOW, "finished_at": NOW, "result": "{}", "result_type": "application/json", "result_bytes": 2,
+    }  # fmt: skip
+    world.database.write_now(lambda session: session.execute(insert(tables.Operation), [step]))
+    assert world.answer("row") == Outcome(b"{}")
+    assert world.sweep(later=RESULTS_LAST) == 2
+    assert (world.answer("row"), world.answer("file")) == (Gone(), Gone())
+    assert deleted == [result_ref("file")]
+    with world.database.read() as session:
+        assert session.get_one(tables.Operation, "row").result is None

@@ -105,13 +105,18 @@ def assert_same(found: dict[str, Finished], wanted: dict[str, Finished]) -> None
                 np.testing.assert_array_equal(mine.routed_experts, plain.routed_experts)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_tokens": 192}], ids=["by priority", "for pages"])
+@pytest.mark.parametrize("options", [{}, {"kv_tokens": 128}], ids=["by priority", "for pages"])
 def test_a_crowd_gets_what_it_gets_step_by_step(
     decoder: Decoder, crowd: list[GenerateRequest], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, made = engine(decoder, **options), engine(decoder, **options)
-    used = Launches(made, monkeypatch)
-    assert_same(run(made, *crowd), run(plain, *crowd))
+    used, found = Launches(made, monkeypatch), []
+    crowd.sort(key=lambda request: request.priority)
+    for each in (made, plain):
+        for request in crowd[:8]:
+            each.add(request)
+        found.append(steps(each, 6) | run(each, *crowd[8:]))
+    assert_same(*found)
     assert used.events.count("ahead") > 20
     assert made.stats().preempted > 0
     assert made.stats().sampled_tokens == plain.stats().sampled_tokens
@@ -168,6 +173,28 @@ def test_what_was_drawn_for_a_cancelled_sequence_is_neither_told_nor_billed(
         ends.append((early | run(made, again), {"gone": cancelled}))
     for found, wanted in zip(ends[1], ends[0], strict=True):
         assert_same(found, wanted)
+
+
+def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
+    decoder: Decoder, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which was waited for since an adapter has been read meanwhile."""
+    endless = SamplingParams(max_tokens=30, seed=1, stop_at_eos=False)
+    request = GenerateRequest("a", prompt(20), endless, num_samples=2)
+    tokens = run(engine(decoder, slots=1), request)["a"].sequences[0].tokens.tolist()
+    last = next(at for at in range(3, len(tokens)) if tokens[at] not in tokens[:at])
+    request = replace(request, sampling=replace(endless, stop_token_ids=(tokens[last],)))
+    other = replace(request, id="b", num_samples=1, adapter="a0", adapter_folder=adapters["a0"])
+    made = engine(decoder, slots=1)
+    Launches(made, monkeypatch)
+    made.add(request)
+    while len(made.so_far("a")[0].tokens) < last:
+        made.step()
+    assert made._ahead is not None
+    assert made._ahead.flight is not None
+    made.add(other)
+    made._adapters._reads[0].found.result()
+    assert_same(run(made), run(engine(decoder, slots=1), request, other))
 
 
 def test_every_token_has_the_version_of_the_weights_that_drew_it(

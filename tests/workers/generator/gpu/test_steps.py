@@ -22,6 +22,7 @@ from tests.workers.model import gpu_kit
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS
 from workers.generator import forward
 from workers.generator.engine import GenerateRequest, SamplingParams
+from workers.generator.gpu import step as module
 from workers.generator.gpu import steps
 from workers.generator.gpu.ahead import Ahead
 from workers.generator.gpu.capture import Capture
@@ -208,6 +209,33 @@ def test_a_step_does_not_hold_the_adapters_it_had() -> None:
     del adapter
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("sent", [1, 2, 3])
+def test_a_step_reads_its_own_pages_after_one_whose_inputs_were_not_all_sent(
+    sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when there is no pinned memory for the rest: else a row would read the pages of whoever had it before."""
+    cache = KVCache(layers=1, pages=9, kv_heads=1, head_dim=24, device=DEVICE)
+    step = Step(random_decoder(DENSE), cache, rows=3, width=2, forms=())
+    first, second = (np.arange(6, dtype=np.int32).reshape(1, 3, 2) + n for n in (0, 3))
+    step.feed([1, 2, 3], [0, 0, 0], first)
+    put, calls = module._put, 0
+
+    def full(target: Tensor, values: np.ndarray[Any, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > sent:
+            raise torch.OutOfMemoryError("no pinned memory")
+        put(target, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_put", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            step.feed([1, 2, 3], [0, 0, 0], second)
+    for wanted in (second, first):
+        step.feed([1, 2, 3], [0, 0, 0], wanted)
+        assert step._table_GRW.tolist() == wanted.tolist()
 
 
 def test_ranks_of_one_form_fill_the_same_blocks() -> None:

@@ -1,6 +1,6 @@
 """Memory as `workers.model.base.cuda_memory` has it, of files: a holder of weights without a GPU. Each `room` is a
 file in the folder HOLDER_TEST; a file there called die or full makes the next one a death, or memory that is not
-there yet."""
+there yet; closed, that none is opened; unshared, that none is shared."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def room(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def handle(whole: Tensor) -> list[Any]:
+    if Path(os.environ["HOLDER_TEST"], "unshared").exists():
+        raise RuntimeError("no more handles")
     return [_paths[whole.data_ptr()]]
 
 

@@ -21,7 +21,7 @@ import torch
 
 from bench.memory import TINY
 from tests.workers.model.models import packed, reference
-from workers.model.base import holder
+from workers.model.base import holder, shared
 from workers.model.base.files import CannotShare, at_folder, remove_unused
 from workers.model.base.shared import base_decoder
 from workers.model.base.weights import ModelWeightsError, load_decoder
@@ -182,6 +182,35 @@ def test_unused_holders_leave_and_take_everything_along(folder: Path) -> None:
     until(lambda: remove_unused(folder) or not any(own.iterdir()))  # its lock goes when the kernel has let go of it
 
 
+def test_who_comes_later_cannot_end_the_holder_for_the_others(folder: Path) -> None:
+    """Were memory shared anew for each, one for whom that fails would."""
+    client = Client(folder)
+    client.said()
+    (folder / "unshared").touch()
+    other = Client(folder)
+    assert other.said()[0] == "opened"
+    assert len(holders(folder)) == 1
+    for each in (client, other):
+        each.kill()
+
+
+def test_the_memory_of_a_holder_is_free_for_whoever_it_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the time of grace, as they load a copy of their own."""
+    client = Client(folder)
+    client.said()
+    (path,) = (folder / f"weft-{os.geteuid()}").glob("*.sock")
+    client.kill()
+    until(lambda: not used(path, folder))
+
+    def refused(folder: Path, load: holder.Load) -> None:
+        raise CannotShare("the process that holds the weights is in another container")
+
+    monkeypatch.setattr(shared, "held", refused)
+    _, how = base_decoder(TINY, CPU, folder)
+    assert "in another container" in how
+    until(lambda: not holders(folder), holder.GRACE_S / 2)
+
+
 def used(path: Path, folder: Path) -> bool:
     """Whether a holder has more connections than its listener."""
     lines = Path("/proc/net/unix").read_text().splitlines()
@@ -193,7 +222,7 @@ def test_grace_is_for_whoever_starts_again(tmp_path: Path) -> None:
     listener.bind(str(tmp_path / "s"))
     listener.listen()
     grace, answers = holder.Grace(3600), holder.Here([1])
-    serving = threading.Thread(target=holder.serve, args=(listener, "n", lambda: answers, grace), daemon=True)
+    serving = threading.Thread(target=holder.serve, args=(listener, "n", answers, grace), daemon=True)
     serving.start()
     for _ in range(2):
         assert asked(tmp_path / "s", b"n") == answers
@@ -265,11 +294,11 @@ def test_only_processes_that_see_each_other_share(folder: Path, monkeypatch: pyt
     link = Connection(ours.detach())
     with monkeypatch.context() as patch:
         patch.setattr(holder, "_peer", lambda link: (0, os.geteuid()))  # as from another PID namespace
-        assert not holder._answered(link, b"n", "n", lambda: holder.Here([]))
+        assert not holder._answered(link, b"n", "n", holder.Here([]))
     other = Connection(theirs.detach())
     refused = msgspec.msgpack.decode(other.recv_bytes(), type=holder.Here | holder.Refused)
     assert "one IPC and one PID namespace" in refused.why
-    assert holder._answered(link, b"n", "n", lambda: holder.Here([]))
+    assert holder._answered(link, b"n", "n", holder.Here([]))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

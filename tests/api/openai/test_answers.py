@@ -1,0 +1,57 @@
+"""Answers in OpenAI's and vLLM's form: what they cost while they are written, and numbers of any size."""
+
+from __future__ import annotations
+
+import base64
+import tracemalloc
+
+import numpy as np
+import orjson
+import pytest
+from weft.wire.sample_codec import SampleResult, SequenceResult, TopkLogprobs
+
+from api.routes.openai.answers import Form, base85, routed_of, whole
+from api.routes.openai.text import ModelText
+from workers.model.tiny import TINY_PATH
+
+TOKENS, TOP = 2000, 20
+#: Of each log-probability, as api/routes/openai/asking.py counts on.
+MOST_BYTES = 320
+
+
+def drawn() -> SequenceResult:
+    draw = np.random.default_rng(0)
+    tops = draw.integers(0, 1500, (TOKENS, TOP)).astype(np.int32), -draw.random((TOKENS, TOP)).astype(np.float32)
+    tokens = draw.integers(0, 1500, TOKENS).astype(np.int32)
+    return SequenceResult(tokens, np.full(TOKENS, -1, np.float32), "length", TopkLogprobs(*tops))
+
+
+def test_an_answer_takes_the_memory_that_its_limit_counts_on() -> None:
+    form, result = Form(ModelText(TINY_PATH, 2048), chat=True, logprobs=True, top=TOP), SampleResult([drawn()])
+    whole(form, "id", "model", [1], result)  # words of tokens are kept
+    tracemalloc.start()
+    written = orjson.dumps(whole(form, "id", "model", [1], result))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MOST_BYTES * TOKENS * (1 + TOP)
+    (entries,) = (choice["logprobs"]["content"] for choice in orjson.loads(written)["choices"])
+    sequence = result.sequences[0]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [TOP] * TOKENS
+    told = [[cell["logprob"] for cell in entry["top_logprobs"]] for entry in entries]
+    np.testing.assert_array_equal(np.float32(told), sequence.topk.logprobs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("raw", [b"", b"\0\0\0\0", b"\xff" * 8, bytes(range(256))])
+def test_base_85_is_pythons(raw: bytes) -> None:
+    assert base85(np.frombuffer(raw, ">u4")) == base64.b85encode(raw).decode()
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(255, "uint8"), (256, "uint16"), (511, "uint16")])
+def test_experts_of_any_number_are_told(largest: int, dtype: str) -> None:
+    experts = np.array([[[0, largest]]], np.int64)
+    sequence = SequenceResult(np.array([1], np.int32), None, "length", routed_experts=experts)
+    told = routed_of(sequence, "b64")
+    assert told["dtype"] == dtype
+    found = np.frombuffer(base64.b64decode(told["data"]), dtype).reshape(told["shape"])
+    np.testing.assert_array_equal(found, experts)
+    np.testing.assert_array_equal(np.frombuffer(base64.b85decode(routed_of(sequence)["data"]), "<i4"), [0, largest])

@@ -1,0 +1,66 @@
+"""What our sinks write, read again with the packages' own readers or records; nothing leaves this machine. A line of
+JSON is printed: by sink, the points of `reward` as pairs (step, value)."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from weft import rl
+
+STEPS = ({"reward": 0.25, "kl/mean": 1e-3}, {"reward": 0.5, "kl/mean": 2e-3})
+
+
+def through(sink: Any) -> None:
+    for step, metrics in enumerate(STEPS):
+        sink.log(step, len(STEPS), metrics)
+    sink.close()
+
+
+def tensorboard(folder: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    through(rl.TensorBoard(folder))
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward", "kl/mean"]
+    return [(point.step, point.value) for point in events.Scalars("reward")]
+
+
+def trackio(folder: Path) -> list[tuple[int, float]]:
+    os.environ |= {"TRACKIO_DIR": str(folder)}
+    through(rl.Trackio(project="sums", name="first"))
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return [(point["step"], point["reward"]) for point in SQLiteStorage.get_logs("sums", "first")]
+
+
+def wandb(folder: Path) -> list[tuple[int, float]]:
+    """Offline. Its file is 7 bytes and then LevelDB's log: records of checksum, length, type, and a protobuf."""
+    through(rl.Wandb(project="sums", dir=str(folder), mode="offline"))
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [log] = folder.glob("wandb/offline-run-*/*.wandb")
+    written, at, points = log.read_bytes(), 7, []
+    while at < len(written):
+        _, length, kind = struct.unpack_from("<IHB", written, at)
+        assert kind == 1, "a record that is whole"
+        record = Record.FromString(written[at + 7 : at + 7 + length])
+        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if "reward" in items:
+            points.append((items["_step"], items["reward"]))
+        at += 7 + length
+    return points
+
+
+if __name__ == "__main__":
+    os.environ |= {"WANDB_SILENT": "true"}
+    found = {}
+    for reader in (tensorboard, trackio, wandb):
+        with tempfile.TemporaryDirectory() as folder:
+            found[reader.__name__] = reader(Path(folder))
+    print(json.dumps(found))
