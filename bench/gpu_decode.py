@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from gpu_measure import distinct_adapters, seconds_of, top_kernels
 
+from workers.generator.cache.kv_cache import KVCache, pages_of
 from workers.generator.gpu.capture import CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache, pages_of
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder

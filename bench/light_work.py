@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from serving import BASE_MODEL, machine
 from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp

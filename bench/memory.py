@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
-from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, WorkerConfig
 from scheduler.links.messages import (

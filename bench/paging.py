@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from serving import BASE_MODEL, claim, machine
 from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder
-from workers.trainer.state import kind_of
+from workers.trainer.runs.state import kind_of
 from workers.trainer.trainer import Trainer
 
 MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"

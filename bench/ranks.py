@@ -26,7 +26,7 @@ import numpy as np
 from peers import transformers_model
 from serving import claim, machine
 from trainer import CONFIG, SEQUENCE, toy
-from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp

@@ -26,7 +26,7 @@ import torch
 from path import ADAM, batch
 from serving import BASE_MODEL, claim, machine, make_key, serve
 from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs

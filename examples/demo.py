@@ -27,7 +27,7 @@ import weft
 from demo_report import Curve, check_ledger, draw, table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from weft.wire.usage import UsageResponse
+from weft.wire.account.usage import UsageResponse
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-out"

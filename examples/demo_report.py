@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from rich.table import Table
-from weft.wire.usage import Stats, UsageResponse
+from weft.wire.account.usage import Stats, UsageResponse
 
 ENDS = 5  # steps at either end whose mean is compared
 

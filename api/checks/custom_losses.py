@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from weft.wire import CreateCustomLossRequest
+from weft.wire.binary.codec import TrainBatch
 from weft.wire.checks.custom_cost import check_upload
 from weft.wire.checks.custom_format import (
     CustomLoss,
@@ -14,7 +15,6 @@ from weft.wire.checks.custom_format import (
 )
 from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import CUSTOM, loss_id_of
-from weft.wire.codec import TrainBatch
 
 from api.errors import Invalid, quote
 from scheduler.links.messages import loss_ref

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from weft.wire import SampledProvenanceSpan
+from weft.wire.binary.codec import ArrayDatum, TrainBatch
 from weft.wire.checks.batches import refusal
 from weft.wire.checks.provenance import target_span_problems
-from weft.wire.codec import ArrayDatum, TrainBatch
 
 from api.errors import Invalid, quote
 from scheduler.links.messages import stability_ref

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api.console.titles import NAME_FIELDS
-from api.routes.weights import CONTINUED_FROM
+from api.routes.stored.weights import CONTINUED_FROM
 from store.tables import Operation, Run
 
 #: Of a value that is shown, and entries of metadata.

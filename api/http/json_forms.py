@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from weft.wire import EncodedTextChunk, ModelInput
-from weft.wire import weft_wire_pb2 as pb
-from weft.wire.arrays import FLOAT32, INT32, INT64
 from weft.wire.base import Integer, Request
-from weft.wire.codec import decode_sample_response, decode_train_output
+from weft.wire.binary import weft_wire_pb2 as pb
+from weft.wire.binary.arrays import FLOAT32, INT32, INT64
+from weft.wire.binary.codec import decode_sample_response, decode_train_output
+from weft.wire.binary.train_codec import write_config
 from weft.wire.tensor import TensorData
-from weft.wire.train_codec import write_config
 
 from api.errors import Malformed
 from api.http.bodies import parse_json

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 import numpy as np
 from starlette.requests import ClientDisconnect
-from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs, decode_sample_response
+from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs, decode_sample_response
 
 from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
 from api.state.service import Service

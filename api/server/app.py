@@ -19,38 +19,14 @@ from api.console import install as console
 from api.http.auth import KeyCache
 from api.http.direct import Direct
 from api.http.requests import Requests
-from api.routes import (
-    audit,
-    batches,
-    billing,
-    checkpoints,
-    completions,
-    copies,
-    custom_loss,
-    downloads,
-    futures,
-    health,
-    invitations,
-    keys,
-    limits,
-    members,
-    metrics,
-    money,
-    notes,
-    payments,
-    probes,
-    projects,
-    rest,
-    sampling,
-    sdk,
-    service,
-    sessions,
-    trace,
-    training,
-    weft,
-    weights,
-)
+from api.routes.computing import batches, completions, custom_loss, futures, sampling, training
 from api.routes.openai import chat, generate, listing, responses
+from api.routes.paying import billing, money, payments
+from api.routes.people import audit, invitations, keys, limits, members, projects
+from api.routes.runs import health, metrics, notes, sessions, trace
+from api.routes.runs import listing as rest
+from api.routes.server import probes, sdk, service, weft
+from api.routes.stored import checkpoints, copies, downloads, weights
 from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.machines import EmbeddedMachines, Machines

@@ -13,14 +13,10 @@ from typing import Any
 from fastapi import FastAPI
 from weft.version import __version__
 from weft.wire import types
-from weft.wire.money import SetBudgetRequest
+from weft.wire.account.money import SetBudgetRequest
 
 from api.errors import ApiError
 from api.http.access import Access, declared
-from api.routes.invitations import NewInvitation
-from api.routes.keys import NewKey, Rotation
-from api.routes.limits import NewLimits
-from api.routes.members import NewMember, RoleChange
 from api.routes.openai.bodies import (
     ChatBody,
     ChatTokensBody,
@@ -30,8 +26,12 @@ from api.routes.openai.bodies import (
     ResponsesBody,
     TokenizeBody,
 )
-from api.routes.payments import TopUp
-from api.routes.projects import NewProject, ProjectChange
+from api.routes.paying.payments import TopUp
+from api.routes.people.invitations import NewInvitation
+from api.routes.people.keys import NewKey, Rotation
+from api.routes.people.limits import NewLimits
+from api.routes.people.members import NewMember, RoleChange
+from api.routes.people.projects import NewProject, ProjectChange
 
 PREFIX = "/api/v1"
 #: Paths below PREFIX whose body is JSON, and its type.

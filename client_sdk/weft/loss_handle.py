@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weft.wire.binary.request_codec import as_decoded
 from weft.wire.checks.batches import Reads, custom_problems
 from weft.wire.checks.custom_format import INPUT_NAME, MAX_INPUTS, METRIC
 from weft.wire.inputs import Datum
 from weft.wire.losses import CustomLossGraph, CustomLossInput, CustomLossInputRank, CustomLossNode
-from weft.wire.request_codec import as_decoded
 
 if TYPE_CHECKING:
     import torch

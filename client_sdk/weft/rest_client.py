@@ -21,17 +21,18 @@ from weft.future import APIFuture, twin
 from weft.transport.download import download_archive, download_files
 from weft.transport.http import Call, Transport, encode, resolve_endpoint
 from weft.transport.retry import RetryPolicy
-from weft.wire.base import Request
-from weft.wire.billing import (
+from weft.wire.account.billing import (
     AuditEventType,
     AuditLogResponse,
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
     GetBillingUsageRequest,
 )
+from weft.wire.account.limits import BalanceResponse, LimitsResponse, PricesResponse
+from weft.wire.account.money import BudgetsResponse, LedgerResponse
+from weft.wire.account.usage import Stats, UsageResponse
+from weft.wire.base import Request
 from weft.wire.health import RunHealthResponse
-from weft.wire.limits import BalanceResponse, LimitsResponse, PricesResponse
-from weft.wire.money import BudgetsResponse, LedgerResponse
 from weft.wire.rest import (
     AccessScope,
     CheckpointArchiveUrlResponse,
@@ -56,7 +57,6 @@ from weft.wire.sessions import (
 from weft.wire.shown import arguments
 from weft.wire.training import ModelID
 from weft.wire.turns import TurnsResponse
-from weft.wire.usage import Stats, UsageResponse
 from weft.wire.weights import CopyWeightsRequest, CopyWeightsResponse, WeightsInfoRequest, WeightsInfoResponse
 
 M = TypeVar("M", bound=BaseModel)

@@ -21,8 +21,8 @@ from weft.transport.completions import CompletionPoll
 from weft.transport.http import Call, Endpoint, Transport, encode, parse, resolve_endpoint
 from weft.transport.poll import fetch_result
 from weft.transport.retry import RetryPolicy
+from weft.wire.binary.sample_codec import decode_sample_response
 from weft.wire.inputs import AnyPrompt, prompt_of
-from weft.wire.sample_codec import decode_sample_response
 from weft.wire.sampling import (
     GetSamplerResponse,
     SampleRequest,

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from weft.errors import APIResponseValidationError
 from weft.transport.http import Call, Transport
-from weft.wire.usage import TokenizerFilesResponse
+from weft.wire.account.usage import TokenizerFilesResponse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

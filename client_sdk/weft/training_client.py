@@ -21,6 +21,7 @@ from weft.runs.custom_loss import CustomLoss, require_torch, run_custom, upload_
 from weft.runs.run import Run
 from weft.runs.session import Session
 from weft.tokenizer import fetch_tokenizer, load_tokenizer
+from weft.wire.account.usage import UsageResponse
 from weft.wire.checks.problem import Problem
 from weft.wire.inputs import Datum
 from weft.wire.losses import CustomLossInputRank
@@ -34,7 +35,6 @@ from weft.wire.training import (
     OptimStepRequest,
     OptimStepResponse,
 )
-from weft.wire.usage import UsageResponse
 from weft.wire.weights import LoadWeightsRequest
 
 if TYPE_CHECKING:

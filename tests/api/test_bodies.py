@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 import zstandard
-from weft.wire import weft_wire_pb2 as pb
-from weft.wire.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary import weft_wire_pb2 as pb
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from api.errors import Invalid, RateLimited, TooLarge
 from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, unpack_zstd

@@ -10,11 +10,12 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
-from weft.wire.codec import encode_train_request
+from weft.wire.binary.codec import encode_train_request
 
 from api.errors import Invalid
 from api.http.direct import Direct
-from api.routes import batches, training, weft
+from api.routes.computing import batches, training
+from api.routes.server import weft
 from api.server.app import DIRECT
 from tests.api.conftest import PROTOBUF, World
 from tests.api.data import batch

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import zstandard
 from pydantic import BaseModel, ValidationError
-from weft.wire.codec import encode_train_request
+from weft.wire.binary.codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote
 from api.http.bodies import unpack_zstd

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.wire.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
+from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
 from api.operations import streaming
 from api.operations.streaming import TOLD_AT_ONCE, drawn, rest_of

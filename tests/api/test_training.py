@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from weft.wire.codec import decode_train_request
+from weft.wire.binary.codec import decode_train_request
 
 from scheduler.journal.rows import plan_of
 from scheduler.order.plans import Create, ForwardBackward, Slice
@@ -115,7 +115,7 @@ class TestBatches:
         assert "seq_id" in world.train(batch(world.run(), 0), status=400)["detail"]
 
     def test_sparse_claims_are_bounded_before_they_are_unfolded(self, world: World) -> None:
-        from weft.wire import weft_wire_pb2 as pb
+        from weft.wire.binary import weft_wire_pb2 as pb
 
         run = world.run()
         message = pb.ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy")

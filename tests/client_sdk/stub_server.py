@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from weft.wire.codec import (
+from weft.wire.binary.codec import (
     SequenceResult,
     decode_train_request,
     encode_sample_response,

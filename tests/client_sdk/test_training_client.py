@@ -11,7 +11,7 @@ import torch
 import weft
 from starlette.responses import JSONResponse
 from weft import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
-from weft.wire.codec import decode_train_request
+from weft.wire.binary.codec import decode_train_request
 
 from tests.client_sdk.conftest import FAST
 from tests.client_sdk.stub_server import SESSION, Stub, not_yet, status

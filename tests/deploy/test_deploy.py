@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 from packaging.requirements import Requirement
 
 from api.cli import weftd
-from api.routes import probes as probe_routes
+from api.routes.server import probes as probe_routes
 from store.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

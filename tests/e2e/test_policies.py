@@ -11,7 +11,7 @@ import pytest
 import weft
 from weft import AdamParams, ServiceClient
 from weft.types import Datum, ModelInput, SamplingParams
-from weft.wire.sample_codec import SampleResult, decode_sample_response
+from weft.wire.binary.sample_codec import SampleResult, decode_sample_response
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 

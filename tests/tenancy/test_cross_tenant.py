@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from weft.wire.codec import encode_train_request
+from weft.wire.binary.codec import encode_train_request
 
 from api.server.app import front
 from store import people, tables

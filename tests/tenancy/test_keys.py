@@ -200,7 +200,7 @@ def test_a_key_of_before_has_all_scopes(any_world: World) -> None:
 def test_a_member_has_a_number_of_keys_and_leaves_the_others_theirs(
     any_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.routes.keys.MAX_KEYS_OF_A_MEMBER", 3)
+    monkeypatch.setattr("api.routes.people.keys.MAX_KEYS_OF_A_MEMBER", 3)
     one, other = (member(any_world, "member", f"{name}@acme.example")[1] for name in ("one", "other"))
     mine = [make(any_world, one, scopes=["train"]) for _ in range(2)]
     refused = make(any_world, one, scopes=["train"], status=400)

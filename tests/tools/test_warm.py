@@ -20,10 +20,14 @@ FILES = {
 @pytest.mark.parametrize(
     ("module", "some", "others"),
     [
-        ("store.keys", {"store.people", "api.who.lookup", "api.routes.keys"}, {"store.tables", "workers.model.lora"}),
+        (
+            "store.keys",
+            {"store.people", "api.who.lookup", "api.routes.people.keys"},
+            {"store.tables", "workers.model.lora"},
+        ),
         ("store.tables.work", {"store.tables", "store.keys", "billing.wallets"}, {"store.caller", "store.roles"}),
         ("billing.charges", {"scheduler.journal.ending.settlement"}, {"billing.wallets", "store.keys"}),
-        ("api.who.may_change", {"api.routes.training"}, {"api.who.lookup", "scheduler.order.fair"}),
+        ("api.who.may_change", {"api.routes.computing.training"}, {"api.who.lookup", "scheduler.order.fair"}),
     ],
 )
 def test_who_imports_it_by_way_of_others_too(module: str, some: set[str], others: set[str]) -> None:

@@ -16,7 +16,13 @@ from typing import Any
 
 import numpy as np
 from weft.loss_handle import trace
-from weft.wire.codec import ArrayDatum, TrainBatch, decode_sample_response, decode_train_output, encode_train_request
+from weft.wire.binary.codec import (
+    ArrayDatum,
+    TrainBatch,
+    decode_sample_response,
+    decode_train_output,
+    encode_train_request,
+)
 from weft.wire.losses import CreateCustomLossRequest
 
 from tests.truth.programs import (

@@ -18,8 +18,8 @@ from scheduler.journal.training import Training
 from scheduler.links.messages import OpKind
 from scheduler.order.lanes import RunLane, units_of
 from workers.trainer.progress import Progress
-from workers.trainer.residency import Residency
-from workers.trainer.state import RunState
+from workers.trainer.runs.residency import Residency
+from workers.trainer.runs.state import RunState
 from workers.trainer.trainer import Trainer
 
 

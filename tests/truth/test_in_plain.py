@@ -11,7 +11,7 @@ from tests.truth.drawing import draw
 from tests.truth.in_plain import compare_in_plain
 from tests.truth.search import Bench
 from tests.truth.world import Ground
-from workers.trainer.losses import LOSS_FUNCTIONS, cross_entropy
+from workers.trainer.losses.named import LOSS_FUNCTIONS, cross_entropy
 
 #: Programs of a quick run. No random number decides which.
 NUMBERS = range(16)

@@ -54,7 +54,7 @@ from workers.generator.worker import DISK_AGAIN_S, Generator
 from workers.model.card import ModelCard
 from workers.model.isolation import probe
 from workers.trainer.process import StopFlag, serve
-from workers.trainer.state import kind_of
+from workers.trainer.runs.state import kind_of
 from workers.trainer.trainer import Trainer
 
 MODEL = "weft/random-moe"

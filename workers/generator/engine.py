@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from weft.wire.sample_codec import PolicySpan, SequenceResult, StopReason, TopkLogprobs
+from weft.wire.binary.sample_codec import PolicySpan, SequenceResult, StopReason, TopkLogprobs
 
 from store.blobs.contract import Weights
 

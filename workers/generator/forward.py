@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.generator.decode_attend import DecodeAttend
-from workers.generator.kv_cache import KVCache, pages_of
-from workers.generator.prefill_attend import Piece, PrefillAttend
-from workers.generator.prefix_cache import BLOCK_TOKENS
-from workers.generator.progress import RequestProgress, Row, SequenceProgress
-from workers.generator.recur import DecodeRecur, PrefillRecur
-from workers.generator.sampling import SamplingRows
-from workers.generator.states import States
+from workers.generator.attention.decode_attend import DecodeAttend
+from workers.generator.attention.prefill_attend import Piece, PrefillAttend
+from workers.generator.attention.recur import DecodeRecur, PrefillRecur
+from workers.generator.cache.kv_cache import KVCache, pages_of
+from workers.generator.cache.prefix_cache import BLOCK_TOKENS
+from workers.generator.cache.states import States
+from workers.generator.requests.progress import RequestProgress, Row, SequenceProgress
+from workers.generator.tokens.sampling import SamplingRows
 from workers.model.attend import Attend
 from workers.model.decoder import Decoder, OnRoute
 from workers.model.device import sent

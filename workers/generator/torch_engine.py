@@ -26,20 +26,20 @@ from torch import Tensor
 from store.blobs.contract import Weights
 from workers.generator import forward
 from workers.generator.adapters import AdapterCache
-from workers.generator.decode_attend import native_kernel
-from workers.generator.drafts import Drafts, drop
+from workers.generator.attention.decode_attend import native_kernel
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.cache.page_groups import page_groups
+from workers.generator.cache.prefix_cache import PrefixCache
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
-from workers.generator.open_requests import OpenRequests
-from workers.generator.page_groups import page_groups
-from workers.generator.prefill_queue import PrefillQueue
-from workers.generator.prefix_cache import PrefixCache
-from workers.generator.progress import RequestProgress, Row, SequenceProgress
-from workers.generator.prompt_scores import PromptScores, land
-from workers.generator.refusals import NotFinite, failed, refused, request_fault
-from workers.generator.sampling import Draw, SamplingRows, sample
-from workers.generator.seating import Seating
-from workers.generator.stop import DecodeText, StopRule
+from workers.generator.requests.open_requests import OpenRequests
+from workers.generator.requests.prefill_queue import PrefillQueue
+from workers.generator.requests.progress import RequestProgress, Row, SequenceProgress
+from workers.generator.requests.refusals import NotFinite, failed, refused, request_fault
+from workers.generator.requests.seating import Seating
+from workers.generator.tokens.drafts import Drafts, drop
+from workers.generator.tokens.prompt_scores import PromptScores, land
+from workers.generator.tokens.sampling import Draw, SamplingRows, sample
+from workers.generator.tokens.stop import DecodeText, StopRule
 from workers.model.adapters.adapter import Adapter, load_adapter, version_of
 from workers.model.decoder import Decoder
 

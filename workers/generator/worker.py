@@ -19,7 +19,7 @@ from store import logs, tracing
 from store.blobs.ahead import Ahead
 from store.blobs.contract import Blobs, is_lasting
 from workers.generator.engine import Engine, Finished
-from workers.generator.requests import (
+from workers.generator.requests.bodies import (
     PendingSample,
     answer,
     failure,
@@ -28,7 +28,7 @@ from workers.generator.requests import (
     read_sample,
     record_stability,
 )
-from workers.generator.streaming import Streams
+from workers.generator.requests.streaming import Streams
 
 log = logging.getLogger(__name__)
 

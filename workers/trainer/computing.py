@@ -14,7 +14,7 @@ from workers.trainer.microbatch import run_microbatch
 from workers.trainer.out_of_memory import is_out_of_memory
 from workers.trainer.packing import cut, pack
 from workers.trainer.progress import Part, Progress
-from workers.trainer.state import RunState
+from workers.trainer.runs.state import RunState
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import logging
 
 from scheduler.links.messages import Failure
 from store.blobs.contract import BadRef, Damaged
-from workers.trainer.optimizer import OptimizerError
 from workers.trainer.progress import BadOperation, Part
-from workers.trainer.state import DamagedState, StateError
+from workers.trainer.runs.state import DamagedState, StateError
+from workers.trainer.steps.adamw import OptimizerError
 
 log = logging.getLogger(__name__)
 

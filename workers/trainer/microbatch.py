@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from weft.wire.binary.codec import ArrayDatum
 from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import LOSSES, ROUTES, TEMPERATURE, THRESHOLDS, clip_of
-from weft.wire.codec import ArrayDatum
 
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
-from workers.trainer.custom_losses import custom_loss
-from workers.trainer.losses import LOSS_FUNCTIONS
+from workers.trainer.losses.custom import custom_loss
+from workers.trainer.losses.named import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure, RouteCounter
 from workers.trainer.out_of_memory import is_out_of_memory
 from workers.trainer.progress import Part

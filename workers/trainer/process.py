@@ -35,8 +35,8 @@ from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.trainer.held import Send
-from workers.trainer.residency import Residency
+from workers.trainer.runs.held import Send
+from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from weft.wire.account.limits import ModelLimits
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM, loss_id_of
-from weft.wire.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
-from weft.wire.limits import ModelLimits
 
 from scheduler.links.messages import Failure, OpKind, TrainOp
 from workers.model.adapters.adapter import Adapter
 from workers.model.config import DecoderConfig
-from workers.trainer.custom_losses import UploadedLoss
+from workers.trainer.losses.custom import UploadedLoss
 from workers.trainer.metrics import Measure, balance_metrics, merge_measures, metric_values
-from workers.trainer.state import PartDone, RunState
+from workers.trainer.runs.state import PartDone, RunState
 
 InLoss = Callable[["Part"], AbstractContextManager[None]]
 

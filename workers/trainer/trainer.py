@@ -45,13 +45,13 @@ from store.blobs.ahead import Ahead
 from store.blobs.contract import Blobs, StoreAway, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing, Others
-from workers.trainer.custom_losses import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.failures import NotResident, failure_of
-from workers.trainer.held import HeldRuns, Send
-from workers.trainer.pages import PageError
+from workers.trainer.losses.custom import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.progress import Part, Progress, begin
-from workers.trainer.residency import Residency
-from workers.trainer.state import (
+from workers.trainer.runs.held import HeldRuns, Send
+from workers.trainer.runs.pages import PageError
+from workers.trainer.runs.residency import Residency
+from workers.trainer.runs.state import (
     RunState,
     StateError,
     create_run,
@@ -60,7 +60,7 @@ from workers.trainer.state import (
     save_external,
     save_run,
 )
-from workers.trainer.stepping import step_runs
+from workers.trainer.steps.stepping import step_runs
 from workers.trainer.watchdog import no_limit
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from api.console.security import ViewerDep, need_fresh
 from api.console.spending import bill, billed
 from api.console.titles import run_titles
 from api.http.access import declare
-from api.routes.payments import begin_topup
+from api.routes.paying.payments import begin_topup
 from api.state.service import Service, ServiceDep
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from weft.wire.money import SetBudgetRequest
+from weft.wire.account.money import SetBudgetRequest
 
 from api.console.alerts import alerts_of
 from api.console.lists import names
@@ -19,7 +19,7 @@ from api.console.render import ConsoleRoute, page, say
 from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
 from api.http.access import declare
-from api.routes.money import change_budget, delete_budget
+from api.routes.paying.money import change_budget, delete_budget
 from api.state.service import ServiceDep
 from billing.budgets import BudgetState, states
 from billing.quotas import standings

@@ -16,7 +16,7 @@ from api.console.security import ViewerDep
 from api.console.titles import called, run_titles, with_owner
 from api.http.access import declare
 from api.paths import parse_path
-from api.routes.checkpoints import delete_checkpoint, expire
+from api.routes.stored.checkpoints import delete_checkpoint, expire
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, visible
 from api.who.principal import Principal

@@ -20,7 +20,7 @@ from api.console.render import ConsoleRoute, page
 from api.console.security import ViewerDep
 from api.errors import Invalid
 from api.http.access import declare
-from api.routes.metrics import run_metrics
+from api.routes.runs.metrics import run_metrics
 from api.state.rates import count_request
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id, visible

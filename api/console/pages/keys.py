@@ -9,14 +9,14 @@ from fastapi import APIRouter, Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from weft.wire.organisation import ApiKeyRow
+from weft.wire.account.organisation import ApiKeyRow
 
 from api.console.forms import as_json
 from api.console.lists import names
 from api.console.render import ConsoleRoute, page, say
 from api.console.security import Viewer, ViewerDep, need_fresh
 from api.http.access import declare
-from api.routes.keys import create_key, list_keys, revoke_key, rotate_key
+from api.routes.people.keys import create_key, list_keys, revoke_key, rotate_key
 from api.state.service import Service, ServiceDep
 from api.who.projects import visible_projects
 from store.people import members

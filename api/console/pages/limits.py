@@ -7,14 +7,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Form, Request, Response
 from sqlalchemy.orm import Session
-from weft.wire.organisation import RateLimitsRow
+from weft.wire.account.organisation import RateLimitsRow
 
 from api.console.forms import as_json
 from api.console.lists import names
 from api.console.render import ConsoleRoute, say
 from api.console.security import Viewer, ViewerDep
 from api.http.access import declare
-from api.routes.limits import rate_limits, set_rate_limits
+from api.routes.people.limits import rate_limits, set_rate_limits
 from api.state.service import Service, ServiceDep
 
 router = APIRouter(route_class=ConsoleRoute)

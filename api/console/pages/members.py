@@ -14,9 +14,9 @@ from api.console.render import ConsoleRoute, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
-from api.routes.invitations import create_invitation, list_invitations, revoke_invitation
-from api.routes.members import add_member, change_role, list_members, remove_member
-from api.routes.projects import change_project, create_project, list_projects
+from api.routes.people.invitations import create_invitation, list_invitations, revoke_invitation
+from api.routes.people.members import add_member, change_role, list_members, remove_member
+from api.routes.people.projects import change_project, create_project, list_projects
 from api.state.service import ServiceDep
 from api.who.credentials import changed_member
 from api.who.reach import Reach, permit

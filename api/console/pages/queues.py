@@ -15,7 +15,7 @@ from api.console.security import ViewerDep
 from api.console.titles import title_of
 from api.errors import NotFound
 from api.http.access import declare
-from api.routes.health import run_health
+from api.routes.runs.health import run_health
 from api.state.service import ServiceDep
 from api.who.lookup import visible
 from scheduler.reports import occupancy

@@ -22,9 +22,9 @@ from api.console.titles import checkpoint_title, run_titles, title_of
 from api.errors import Forbidden, Invalid, NotFound
 from api.http.access import declare
 from api.paths import parse_path
-from api.routes.metrics import run_metrics
-from api.routes.notes import change_notes
-from api.routes.weights import CONTINUED_FROM
+from api.routes.runs.metrics import run_metrics
+from api.routes.runs.notes import change_notes
+from api.routes.stored.weights import CONTINUED_FROM
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id
 from api.who.may_change import own_run

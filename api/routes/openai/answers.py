@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from orjson import Fragment, dumps
-from weft.wire.sample_codec import SampleResult, SequenceResult
+from weft.wire.binary.sample_codec import SampleResult, SequenceResult
 
 from api.routes.openai.detokenizing import whole_text
 from api.routes.openai.text import ModelText

@@ -22,17 +22,17 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from weft.wire import ModelInput, SampleRequest, SamplingParams
-from weft.wire.sample_codec import SampleResult
+from weft.wire.binary.sample_codec import SampleResult
 from weft.wire.turns import Turn
 
 from api.errors import Invalid
 from api.operations.streaming import drawn, sampled
 from api.operations.submit import accept
+from api.routes.computing.sampling import checked_sample
 from api.routes.openai.errors import Refused
 from api.routes.openai.models import Target
 from api.routes.openai.text import in_turn
 from api.routes.openai.turns import make_room, record
-from api.routes.sampling import checked_sample
 from api.state.coming_turns import ComingTurn
 from api.state.service import Service
 from api.who.principal import Principal

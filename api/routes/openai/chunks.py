@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import orjson
-from weft.wire.sample_codec import SampleResult
+from weft.wire.binary.sample_codec import SampleResult
 
 from api.errors import ApiError
 from api.http.events import event

@@ -19,9 +19,9 @@ from weft.wire import CreateSamplingSessionRequest
 from api.errors import Invalid, NotFound, quote
 from api.operations.submit import Submitter
 from api.paths import parse_path
+from api.routes.computing.sampling import new_sampler
 from api.routes.openai.errors import NoModel
 from api.routes.openai.text import ModelText, text_of
-from api.routes.sampling import new_sampler
 from api.state.service import Service
 from api.who.lookup import checkpoint_at, readable_checkpoint, run_by_id
 from api.who.principal import Principal

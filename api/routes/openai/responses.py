@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from weft.wire.sample_codec import SampleResult
+from weft.wire.binary.sample_codec import SampleResult
 
 from api.checks.priority import PriorityDep
 from api.errors import ApiError, quote

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.money import usd as usd
+from weft.wire.account.limits import BalanceResponse, PricesResponse
+from weft.wire.account.money import BudgetsResponse, LedgerResponse
+from weft.wire.account.usage import UsageResponse, UsageRow
 from weft.wire.health import RunHealthResponse
-from weft.wire.limits import BalanceResponse, PricesResponse
-from weft.wire.money import BudgetsResponse, LedgerResponse
 from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
 from weft.wire.service import GetServerCapabilitiesResponse
-from weft.wire.usage import UsageResponse, UsageRow
 
 
 def console(width: int | None = None) -> Console:

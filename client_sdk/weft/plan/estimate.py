@@ -16,9 +16,9 @@ from weft.money import amount_nusd, usd
 from weft.plan.plan import Plan, PlannedSample, PlannedTrain, datum_of, prompt_length
 from weft.runs.chunks import split
 from weft.runs.custom_loss import forward_datum
-from weft.wire.limits import LimitsResponse, PricesResponse
+from weft.wire.account.limits import LimitsResponse, PricesResponse
+from weft.wire.account.usage import UsageKind
 from weft.wire.sampling import SamplingParams
-from weft.wire.usage import UsageKind
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from weft.plan.plan import AnyDatum, Plan, PlannedSample, PlannedSave, PlannedSt
 from weft.plan.validate import validate
 from weft.rest_client import part
 from weft.transport.http import Transport
+from weft.wire.account.limits import LimitsResponse, PricesResponse
 from weft.wire.checks.problem import Problem
-from weft.wire.limits import LimitsResponse, PricesResponse
 from weft.wire.rest import CheckpointsListResponse
 from weft.wire.training import GetInfoResponse
 

@@ -17,6 +17,9 @@ from weft.loss_handle import LossHandle
 from weft.plan.plan import Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, datum_of
 from weft.runs.chunks import split
 from weft.runs.custom_loss import forward_datum
+from weft.wire.account.limits import LimitsResponse, ModelLimits
+from weft.wire.binary.request_codec import as_decoded, estimate_bytes
+from weft.wire.binary.train_codec import TrainBatch
 from weft.wire.checks.batches import BatchRules, batch_problems, size_problems
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM
 from weft.wire.checks.problem import Problem, build
@@ -33,10 +36,7 @@ from weft.wire.checks.runs import (
 from weft.wire.checks.samples import count_problems, params_problems, prompt_problems, top_problems
 from weft.wire.error import WireError
 from weft.wire.inputs import AnyPrompt, Datum, ModelInput
-from weft.wire.limits import LimitsResponse, ModelLimits
-from weft.wire.request_codec import as_decoded, estimate_bytes
 from weft.wire.sampling import SamplingParams
-from weft.wire.train_codec import TrainBatch
 from weft.wire.training import AdamParams, DimuonParams
 
 #: A step this long takes any adapter apart, whatever the optimizer.

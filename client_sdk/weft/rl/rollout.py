@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.wire.arrays import Array
+from weft.wire.binary.arrays import Array
+from weft.wire.binary.sample_codec import PolicySpan
 from weft.wire.checks.losses import ROUTES, TEMPERATURE
 from weft.wire.inputs import Datum, ModelInput, PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
-from weft.wire.sample_codec import PolicySpan
 
 
 def off_policy(temperature: float, top_p: float, top_k: int) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.errors import APIResponseValidationError
+from weft.wire.binary.request_codec import estimate_bytes
 from weft.wire.inputs import Datum
-from weft.wire.request_codec import estimate_bytes
 from weft.wire.training import ForwardBackwardOutput
 
 

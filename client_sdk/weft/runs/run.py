@@ -17,8 +17,8 @@ from weft.runs.session import Session
 from weft.transport.http import PROTOBUF, Call, encode, parse
 from weft.transport.poll import fetch_result
 from weft.wire.base import Request
+from weft.wire.binary.request_codec import decode_forward_backward_output, encode_forward_backward
 from weft.wire.inputs import Datum
-from weft.wire.request_codec import decode_forward_backward_output, encode_forward_backward
 from weft.wire.service import UntypedAPIFuture
 from weft.wire.training import (
     CreateModelRequest,

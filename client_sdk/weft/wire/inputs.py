@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError, field_validator
 
-from weft.wire.arrays import Array
 from weft.wire.base import Count, Request
+from weft.wire.binary.arrays import Array
 from weft.wire.error import WireError
 from weft.wire.shown import shown
 from weft.wire.tensor import TensorData, TensorDtype

@@ -11,8 +11,15 @@ import numpy.typing as npt
 from pydantic import Field
 
 from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq
+from weft.wire.binary.sample_codec import (
+    PolicySpan,
+    SampleResult,
+    SampleUsage,
+    SequenceResult,
+    StopReason,
+    TopkLogprobs,
+)
 from weft.wire.inputs import ModelInput, Token
-from weft.wire.sample_codec import PolicySpan, SampleResult, SampleUsage, SequenceResult, StopReason, TopkLogprobs
 from weft.wire.shown import shown
 from weft.wire.tensor import TensorData
 

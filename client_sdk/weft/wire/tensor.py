@@ -10,9 +10,9 @@ import numpy.typing as npt
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from weft.wire import weft_wire_pb2 as pb
-from weft.wire.arrays import FLOAT32, INT64, Array, check_shape, expand_csr, read_csr, read_tensor, stored_dtype
 from weft.wire.base import MAX_INT
+from weft.wire.binary import weft_wire_pb2 as pb
+from weft.wire.binary.arrays import FLOAT32, INT64, Array, check_shape, expand_csr, read_csr, read_tensor, stored_dtype
 from weft.wire.error import WireError
 from weft.wire.shown import shown
 

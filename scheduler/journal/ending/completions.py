@@ -1,9 +1,9 @@
 """What has completed of each sampler's requests, for clients that wait for all of them with one poll.
 
 A feed is of one sampler and one client of it. Only feeds that a client has asked for are kept; what they missed
-before comes from the journal's rows (`api.routes.completions`). An event has a cursor, which only grows: microseconds
-of the clock, so that a cursor from before a restart still says where its client stands. Asking for what is after a
-cursor forgets what is not. Lives in one event loop.
+before comes from the journal's rows (`api.routes.computing.completions`). An event has a cursor, which only grows:
+microseconds of the clock, so that a cursor from before a restart still says where its client stands. Asking for what is
+after a cursor forgets what is not. Lives in one event loop.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from weft.wire.sample_codec import SampleUsage, SequenceResult, encode_sample_response
+from weft.wire.binary.sample_codec import SampleUsage, SequenceResult, encode_sample_response
 
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.contract import LIVES, Item

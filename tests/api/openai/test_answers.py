@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import orjson
 import pytest
-from weft.wire.sample_codec import SampleResult, SequenceResult, TopkLogprobs
+from weft.wire.binary.sample_codec import SampleResult, SequenceResult, TopkLogprobs
 
 from api.routes.openai.answers import Form, base85, routed_of, whole
 from api.routes.openai.text import ModelText

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from weft.rl.chat.chat import Policy
 from weft.rl.chat.render import TemplateRenderer
-from weft.wire.sample_codec import PolicySpan
+from weft.wire.binary.sample_codec import PolicySpan
 
 from workers.model.tiny import TINY_PATH
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from weft.rl import losses
 from weft.rl.rollout import Rollout, Turn, data_of, join
+from weft.wire.binary.sample_codec import PolicySpan
 from weft.wire.inputs import PromptProvenanceSpan, SampledProvenanceSpan
-from weft.wire.sample_codec import PolicySpan
 
 
 def turn(prompt: list[int], tokens: list[int], agent: str = "", version: int = 0) -> Turn:

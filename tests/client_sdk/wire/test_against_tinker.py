@@ -9,8 +9,8 @@ from tinker import types as tinker_types
 from tinker.proto import tinker_public_pb2 as tinker_pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-from weft.wire import weft_wire_pb2 as pb
-from weft.wire.codec import (
+from weft.wire.binary import weft_wire_pb2 as pb
+from weft.wire.binary.codec import (
     ArrayDatum,
     SequenceResult,
     TopkLogprobs,
@@ -21,7 +21,7 @@ from weft.wire.codec import (
     encode_train_output,
     encode_train_request,
 )
-from weft.wire.sample_codec import PolicySpan
+from weft.wire.binary.sample_codec import PolicySpan
 
 MESSAGES = [
     "ForwardBackwardRequest",

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from weft.wire.account.limits import ModelLimits
+from weft.wire.binary.codec import ArrayDatum, TrainBatch
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
 from weft.wire.checks.losses import WITH_CUSTOM
-from weft.wire.codec import ArrayDatum, TrainBatch
-from weft.wire.limits import ModelLimits
 
 RULES = BatchRules(WITH_CUSTOM, ModelLimits(vocab_size=100, context_length=64, num_experts=0), "tiny")
 

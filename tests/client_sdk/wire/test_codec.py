@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.wire import TensorData
-from weft.wire import weft_wire_pb2 as pb
-from weft.wire.codec import (
+from weft.wire.binary import weft_wire_pb2 as pb
+from weft.wire.binary.codec import (
     ArrayDatum,
     SequenceResult,
     TopkLogprobs,

@@ -14,7 +14,7 @@ import weft
 from pydantic import ValidationError
 from tinker import types as tinker_types
 from weft import types
-from weft.wire.request_codec import encode_forward_backward
+from weft.wire.binary.request_codec import encode_forward_backward
 
 
 def test_importing_weft_is_light() -> None:

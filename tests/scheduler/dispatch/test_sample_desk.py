@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
-from weft.wire.sample_codec import decode_sample_response
+from weft.wire.binary.sample_codec import decode_sample_response
 
 from scheduler.dispatch.handing_out import Offer, announce, hand_out
 from scheduler.journal.samples.samplers import SamplerFacts

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select
-from weft.wire.sample_codec import decode_sample_response
+from weft.wire.binary.sample_codec import decode_sample_response
 
 from billing.prices import load_prices
 from migrations.upgrade import migrate

@@ -20,7 +20,7 @@ from scheduler.order.operations import Operation
 from scheduler.order.plans import BODY_ONLY, ForwardBackward, Slice
 from workers.model.card import read_card
 from workers.model.tiny import TINY_NAME, TINY_PATH
-from workers.trainer.state import kind_of
+from workers.trainer.runs.state import kind_of
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results" / "light_work.json"
 BUDGET = 4096

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.generator import decode_attend
-from workers.generator.decode_attend import DecodeAttend
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, PagePool, pages_of
-from workers.generator.page_groups import Held
-from workers.generator.prefill_attend import Piece, PrefillAttend
+from workers.generator.attention import decode_attend
+from workers.generator.attention.decode_attend import DecodeAttend
+from workers.generator.attention.prefill_attend import Piece, PrefillAttend
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, PagePool, pages_of
+from workers.generator.cache.page_groups import Held
 from workers.model.attend import ALL, Reach
 
 KV_HEADS, HEADS, HEAD_DIM, CONTEXT = 2, 6, 16, 200

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.workers.model import models
-from workers.generator import decode_attend, forward
-from workers.generator.drafts import shared
+from workers.generator import forward
+from workers.generator.attention import decode_attend
+from workers.generator.cache.kv_cache import PAGE_TOKENS
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
-from workers.generator.kv_cache import PAGE_TOKENS
-from workers.generator.lookup import Lookup, runs_of
+from workers.generator.tokens.drafts import shared
+from workers.generator.tokens.lookup import Lookup, runs_of
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.decoder import Decoder

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.generator.cache.prefix_cache import BLOCK_TOKENS, BlockIndex, Chain
 from workers.generator.engine import Engine, Finished, GenerateRequest, SamplingParams
-from workers.generator.prefix_cache import BLOCK_TOKENS, BlockIndex, Chain
 
 from .conftest import VOCAB, run
 from .test_engine_contract import prompt, same

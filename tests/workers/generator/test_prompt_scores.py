@@ -8,9 +8,9 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from workers.generator import forward
+from workers.generator.cache.prefix_cache import BLOCK_TOKENS
 from workers.generator.engine import GenerateRequest, SamplingParams, TargetTokens
-from workers.generator.prefix_cache import BLOCK_TOKENS
-from workers.generator.prompt_scores import PromptScores
+from workers.generator.tokens.prompt_scores import PromptScores
 from workers.model.decoder import Decoder
 
 from .conftest import VOCAB, run

@@ -14,7 +14,7 @@ from scheduler.links.messages import SampleOp
 from store.blobs.ahead import Ahead
 from store.blobs.folder import FolderBlobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
-from workers.generator.requests import PendingSample, answer, read_sample, read_sampling, record_stability
+from workers.generator.requests.bodies import PendingSample, answer, read_sample, read_sampling, record_stability
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from weft.wire.sample_codec import SequenceResult
+from weft.wire.binary.sample_codec import SequenceResult
 
 from tests.workers.generator.conftest import EOS, EngineFactory, run
 from workers.generator.engine import GenerateRequest, SamplingParams

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workers.generator.engine import SamplingParams
-from workers.generator.sampling import Draw, SamplingRows, draw, sample, sequence_rng, truncate
+from workers.generator.tokens.sampling import Draw, SamplingRows, draw, sample, sequence_rng, truncate
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]  # most probable first: tokens 1, 3, 4, 0, 2
 LOGITS = torch.tensor(PROBS).log()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.generator import decode_attend
+from workers.generator.attention import decode_attend
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.decoder import Decoder

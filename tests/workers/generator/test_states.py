@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.workers.model import naive_fla
 from tests.workers.model.models import ours, random_adapter, reference
+from workers.generator.cache.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
-from workers.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter, save_adapter
 from workers.model.decoder import Decoder, LoraRows

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from workers.generator.engine import SamplingParams
-from workers.generator.stop import StopRule
+from workers.generator.tokens.stop import StopRule
 
 EOS = (0, 9)
 

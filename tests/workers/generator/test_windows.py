@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.workers.model.models import ours, random_adapter, reference
-from workers.generator import decode_attend, torch_engine
+from workers.generator import torch_engine
+from workers.generator.attention import decode_attend
+from workers.generator.cache.kv_cache import PAGE_TOKENS
+from workers.generator.cache.page_groups import PageGroup, page_groups
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
-from workers.generator.kv_cache import PAGE_TOKENS
-from workers.generator.page_groups import PageGroup, page_groups
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 from weft.wire import AdamParams, OptimStepRequest
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 from weft.wire.checks.losses import CUSTOM, LOSSES
-from weft.wire.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, PassOver, RunSpec, Snapshot, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.decoder import Decoder
-from workers.trainer.state import RunState
+from workers.trainer.runs.state import RunState
 from workers.trainer.trainer import Trainer
 
 MODEL = "tiny"

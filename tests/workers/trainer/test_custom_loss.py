@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
+from weft.wire.binary.codec import ArrayDatum, TrainBatch
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
 from weft.wire.checks.custom_cost import check_upload
 from weft.wire.checks.custom_format import (
@@ -24,11 +25,10 @@ from weft.wire.checks.custom_format import (
 )
 from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM
-from weft.wire.codec import ArrayDatum, TrainBatch
 
 from scheduler.links.messages import OpKind, loss_ref
 from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
-from workers.trainer.custom_graph import run_custom_loss
+from workers.trainer.losses.custom_graph import run_custom_loss
 
 
 def clipped(logprobs, advantages, q):

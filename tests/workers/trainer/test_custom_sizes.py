@@ -11,7 +11,7 @@ from weft.wire.checks.custom_format import parse_custom_loss
 from weft.wire.checks.custom_names import FUNCTIONS, METHODS, Form
 from weft.wire.checks.custom_shapes import CustomLossError
 
-from workers.trainer.custom_graph import run_custom_loss
+from workers.trainer.losses.custom_graph import run_custom_loss
 
 INPUTS: dict[str, torch.Tensor] = {
     "logprobs": -torch.rand(3, 4),

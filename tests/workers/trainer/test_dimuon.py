@@ -12,8 +12,8 @@ from scheduler.links.messages import OpKind
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder
-from workers.trainer.dimuon import Dimuon, DimuonStep, matrices, orthogonal, step_dimuon
-from workers.trainer.optimizer import OptimizerError
+from workers.trainer.steps.adamw import OptimizerError
+from workers.trainer.steps.dimuon import Dimuon, DimuonStep, matrices, orthogonal, step_dimuon
 
 
 def direction(x_NIJ: Tensor) -> Tensor:

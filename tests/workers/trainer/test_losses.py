@@ -8,7 +8,7 @@ import pytest
 import torch
 from weft.wire.checks.losses import LOSSES, clip_of
 
-from workers.trainer.losses import LOSS_FUNCTIONS, cispo, cross_entropy, dro, gspo, ppo, stable_reinforce
+from workers.trainer.losses.named import LOSS_FUNCTIONS, cispo, cross_entropy, dro, gspo, ppo, stable_reinforce
 from workers.trainer.metrics import Measure, merge_measures, metric_values
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tinker_losses.json").read_text())

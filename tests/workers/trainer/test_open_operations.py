@@ -14,7 +14,7 @@ import torch
 
 from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, run_spec, sliced
-from workers.trainer import held
+from workers.trainer.runs import held
 
 MakeBench = Callable[..., Bench]
 FIRST, SECOND = ce_data([9, 7, 8], 1), ce_data([6, 5, 7], 2)

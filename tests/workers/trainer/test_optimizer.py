@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.trainer.optimizer import Adam, OptimizerError, Step, step_many
+from workers.trainer.steps.adamw import Adam, OptimizerError, Step, step_many
 
 SETTINGS = [
     Adam(learning_rate=1e-2),

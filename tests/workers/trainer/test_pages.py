@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.trainer.pages import PageError, PageStore
+from workers.trainer.runs.pages import PageError, PageStore
 
 
 def page(value: float, *sizes: int) -> list[torch.Tensor]:

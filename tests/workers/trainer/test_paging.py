@@ -19,9 +19,9 @@ from scheduler.links.messages import OpKind, Pass, TrainOp
 from tests.search import examples
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, run_spec, sliced
 from workers.model.decoder import Decoder
-from workers.trainer.arena import Arena, Arenas
-from workers.trainer.residency import waves
-from workers.trainer.state import kind_of
+from workers.trainer.runs.arena import Arena, Arenas
+from workers.trainer.runs.residency import waves
+from workers.trainer.runs.state import kind_of
 
 MakeBench = Callable[..., Bench]
 

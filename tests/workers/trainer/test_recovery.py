@@ -203,7 +203,7 @@ def test_a_run_that_cannot_be_saved_is_not_handed_over(bench: Bench, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "no space left on device")
 
-    monkeypatch.setattr("workers.trainer.held.save_snapshot", full)
+    monkeypatch.setattr("workers.trainer.runs.held.save_snapshot", full)
     bench.go(hand_over=["a", "none"])
     assert [m for m in bench.sent if isinstance(m, HandedOver)] == [HandedOver("a", kept=True), HandedOver("none")]
     bench.ok(*step(bench, "a", 2))

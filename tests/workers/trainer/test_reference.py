@@ -15,7 +15,7 @@ from tests.workers.model.models import ours, reference
 from tests.workers.model.test_lora import merged
 from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
 from workers.model.adapters.adapter import Adapter
-from workers.trainer.losses import LOSS_FUNCTIONS
+from workers.trainer.losses.named import LOSS_FUNCTIONS
 
 STEPS = 5
 ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from weft.wire.binary.codec import ArrayDatum
 from weft.wire.checks.losses import ROUTES
-from weft.wire.codec import ArrayDatum
 
 from tests.workers.trainer.kit import Bench, ce_data, output
 from workers.model import decoder as decoder_module

@@ -16,8 +16,8 @@ from weft.rl import losses
 from weft.rl.losses import Loss
 from weft.wire.checks.custom_format import decode_custom_loss, encode_custom_loss
 
-from workers.trainer.custom_graph import run_custom_loss
-from workers.trainer.losses import LOSS_FUNCTIONS
+from workers.trainer.losses.custom_graph import run_custom_loss
+from workers.trainer.losses.named import LOSS_FUNCTIONS
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "client_sdk/rl/data/golden.json").read_text())
 LP, Q, OLD, REF, MASK = (GOLDEN["inputs"][name] for name in ("cur", "infer", "old", "ref", "mask"))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from workers.generator.forward import DecodePlan
-from workers.generator.progress import Row, SequenceProgress
-from workers.generator.sampling import Draw, chosen, drawn
-from workers.generator.seating import Seating
+from workers.generator.requests.progress import Row, SequenceProgress
+from workers.generator.requests.seating import Seating
+from workers.generator.tokens.sampling import Draw, chosen, drawn
 
 log = logging.getLogger(__name__)
 

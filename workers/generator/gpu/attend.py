@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.gpu import kernels
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache
 from workers.model.attend import ALL, Reach
 
 #: The most parts that a row is cut into, and the fewest pages of a part. With few rows, parts keep a device busy; more

@@ -16,7 +16,7 @@ _WORD = 4
 
 
 def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """See `workers.generator.kv_cache.copy_pages`. Tensors are contiguous; pages of whole multiples of 4 bytes."""
+    """See `copy_pages` of the cache. Tensors are contiguous; pages of whole multiples of 4 bytes."""
     found = [(a.data_ptr(), b.data_ptr(), a[0].nbytes) for a, b in zip(sources, targets, strict=True) if a.numel()]
     if not found or not pairs:
         return

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.generator.attention.prefill_attend import Piece
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.gpu import prefill_kernels as kernels
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache
-from workers.generator.prefill_attend import Piece
 from workers.model.attend import ALL, Reach
 from workers.model.device import sent
 from workers.model.recur import Recur, Recurrence

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.generator.cache.kv_cache import KVCache
 from workers.generator.gpu.attend import PagedAttend
-from workers.generator.kv_cache import KVCache
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.base_mm import replayed

@@ -14,10 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from workers.generator.cache.kv_cache import KVCache, pages_of
 from workers.generator.forward import DecodePlan
 from workers.generator.gpu.capture import Capture, CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache, pages_of
 from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms

@@ -23,8 +23,8 @@ from workers.generator.engine import (
     GenerateRequest,
     SoFar,
 )
-from workers.generator.refusals import refused, request_fault
-from workers.generator.stop import DecodeText, NoTokenizer, StopRule
+from workers.generator.requests.refusals import refused, request_fault
+from workers.generator.tokens.stop import DecodeText, NoTokenizer, StopRule
 from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scheduler.links.configs import VllmConfig
-from workers.generator.stop import text_decoder
+from workers.generator.tokens.stop import text_decoder
 from workers.generator.vllm.adapters import LoraLimits, other_rotation, targets
 from workers.model.card import ModelCard
 from workers.model.config import DecoderConfig, read_json

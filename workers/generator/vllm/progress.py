@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workers.generator.engine import Facts, Finished, GenerateRequest, SequenceResult
-from workers.generator.stop import StopRule
+from workers.generator.tokens.stop import StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.policies import Pushed, spans
 

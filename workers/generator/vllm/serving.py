@@ -17,8 +17,8 @@ from typing import Any
 from store.blobs.contract import Weights
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, RequestError
-from workers.generator.refusals import refused
-from workers.generator.stop import StopRule
+from workers.generator.requests.refusals import refused
+from workers.generator.tokens.stop import StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.adapters import NotServable
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused

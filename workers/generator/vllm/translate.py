@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from weft.wire.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
+from weft.wire.binary.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
 
 from workers.generator.engine import GenerateRequest, Logprobs, SequenceResult, TopkLogprobs
 

@@ -2,7 +2,7 @@
 
 In most models all layers are one group. Where some have a window, layers with and without are groups apart, all of as
 many layers, so that what they keep of a token is equally large and comes from one pool; and what a group with a window
-has no use for any more goes back to it (`workers/generator/page_groups.py`).
+has no use for any more goes back to it (`workers/generator/cache/page_groups.py`).
 """
 
 from __future__ import annotations

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.wire.codec import TrainBatch
+from weft.wire.binary.codec import TrainBatch
 
 from scheduler.links.messages import Failure, RunSpec, TrainOp
 from workers.model.adapters.adapter import Adapter
-from workers.trainer.arena import Arena, ArenaKind
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part, Progress
 from workers.trainer.ranks.group import Group, Want
 from workers.trainer.ranks.spread import Move, Piece, spread
-from workers.trainer.state import RunState
+from workers.trainer.runs.arena import Arena, ArenaKind
+from workers.trainer.runs.state import RunState
 
 #: The chunk of workers.model.logprobs.
 HEAD_ROWS = 1024

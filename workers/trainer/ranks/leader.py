@@ -20,10 +20,10 @@ from scheduler.links.messages import HandedOver, Pass, PassOver
 from workers.model.base.sharded import Sharded
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Others
-from workers.trainer.held import Send
 from workers.trainer.ranks.group import Group, Want
 from workers.trainer.ranks.guests import Ranks
-from workers.trainer.residency import Residency
+from workers.trainer.runs.held import Send
+from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
 
 

@@ -20,7 +20,7 @@ from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
 from weft.runs.drawing import SampleFuture
 from weft.sampling_client import SamplingClient
-from weft.wire.arrays import Array
+from weft.wire.binary.arrays import Array
 from weft.wire.inputs import ModelInput
 from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
 

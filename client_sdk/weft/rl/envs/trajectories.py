@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.future import APIFuture
 from weft.rl.rollout import Rollout, Turn
 from weft.service_client import ServiceClient
-from weft.wire.sample_codec import PolicySpan
+from weft.wire.binary.sample_codec import PolicySpan
 from weft.wire.turns import Turn as WireTurn
 
 

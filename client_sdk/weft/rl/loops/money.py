@@ -11,8 +11,8 @@ from weft.rl.envs.environment import Environment
 from weft.rl.loops.rollouts import Groups
 from weft.run_weights import base_model_of
 from weft.training_client import TrainingClient
-from weft.wire.limits import PricesResponse
-from weft.wire.usage import UsageKind
+from weft.wire.account.limits import PricesResponse
+from weft.wire.account.usage import UsageKind
 
 NUSD = 10**9
 

@@ -34,7 +34,7 @@ from weft.rl.signal.filters import GroupFilter, RolloutFilter
 from weft.rl.tasks.sources import Ratios, Shuffled, Source
 from weft.run_weights import base_model_of
 from weft.training_client import TrainingClient
-from weft.wire.limits import ModelLimits
+from weft.wire.account.limits import ModelLimits
 from weft.wire.sampling import SamplingParams
 from weft.wire.weights import SamplingClientKind
 

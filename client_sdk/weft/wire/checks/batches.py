@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from weft.wire.arrays import Array
+from weft.wire.account.limits import LimitsResponse, LossLimits, ModelLimits
+from weft.wire.binary.arrays import Array
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch
 from weft.wire.checks.losses import CUSTOM, OF_THE_FORWARD, RATIO_MASK, ROUTES, TEMPERATURE, THRESHOLDS, loss_id_of
 from weft.wire.checks.problem import Problem
 from weft.wire.checks.provenance import span_problems
-from weft.wire.limits import LimitsResponse, LossLimits, ModelLimits
-from weft.wire.train_codec import ArrayDatum, TrainBatch
 
 #: The index of the datum that `where` is a part of; None where it is a part of the whole operation.
 Found = tuple[int | None, Problem]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.wire.binary.codec import ArrayDatum
 from weft.wire.checks.custom_format import CustomLoss, Node
 from weft.wire.checks.custom_index import indexed
 from weft.wire.checks.custom_names import DTYPES, FUNCTIONS, METHODS, Form, Parameter
@@ -29,7 +30,6 @@ from weft.wire.checks.custom_shapes import (
     leaves,
     number,
 )
-from weft.wire.codec import ArrayDatum
 
 #: Elements that a datum's nodes may make and read together: per position of the datum, and in addition.
 ELEMENTS_PER_POSITION = 1024

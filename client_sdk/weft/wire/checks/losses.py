@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.wire.limits import LossLimits
+from weft.wire.account.limits import LossLimits
 
 #: Bounds on the probability ratio exp(lp - q): absolute values, not epsilons. Also legal as per-token inputs.
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")

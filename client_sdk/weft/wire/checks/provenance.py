@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from weft.wire.account.limits import LossLimits
+from weft.wire.binary.train_codec import ArrayDatum
 from weft.wire.checks.problem import Problem
 from weft.wire.inputs import SampledProvenanceSpan
-from weft.wire.limits import LossLimits
-from weft.wire.train_codec import ArrayDatum
 
 
 def span_problems(datum: ArrayDatum, loss: LossLimits, loss_fn: str) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from weft.wire.account.limits import LimitsResponse, ModelLimits
 from weft.wire.checks.problem import Problem
 from weft.wire.inputs import EncodedTextChunk, ModelInput
-from weft.wire.limits import LimitsResponse, ModelLimits
 from weft.wire.sampling import SampleRequest, SamplingParams
 from weft.wire.tensor import TensorData
 

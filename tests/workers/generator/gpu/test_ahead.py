@@ -22,7 +22,7 @@ from tests.workers.generator.test_policies import steps, swap
 from workers.generator import forward
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.gpu.ahead import Ahead, Flight
-from workers.generator.sampling import Draw
+from workers.generator.tokens.sampling import Draw
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter, save_adapter
 from workers.model.base.weights import load_decoder

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import DEVICE
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES, PagedAttend
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.attend import ALL, Reach
 
 LONG = (MAX_SPLITS * MIN_PAGES + 5) * PAGE_TOKENS

@@ -25,7 +25,7 @@ from workers.generator.gpu import kernels, prefill_kernels
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES
 from workers.generator.gpu.pages import BLOCK
 from workers.generator.gpu.prefill import Shape
-from workers.generator.kv_cache import PAGE_TOKENS
+from workers.generator.cache.kv_cache import PAGE_TOKENS
 
 def compiled(name, capability, groups, dim, precision, dtype, window=0, sinks=False):
     if name == "copy_pages":

@@ -7,11 +7,11 @@ import torch
 
 from tests.workers.generator.gpu.launches import counted
 from tests.workers.model.gpu_kit import DEVICE
-from workers.generator import kv_cache
+from workers.generator.cache import kv_cache
+from workers.generator.cache.kv_cache import KVCache
+from workers.generator.cache.page_groups import Held
+from workers.generator.cache.prefix_cache import PrefixCache
 from workers.generator.gpu import pages
-from workers.generator.kv_cache import KVCache
-from workers.generator.page_groups import Held
-from workers.generator.prefix_cache import PrefixCache
 
 PAIRS = [(3, 0), (5, 7), (3, 9)]
 

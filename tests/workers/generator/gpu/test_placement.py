@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE
 from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
+from workers.generator.cache.kv_cache import KVCache
 from workers.generator.engine import SamplingParams
 from workers.generator.gpu import kernels
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache
-from workers.generator.sampling import SamplingRows, chosen
+from workers.generator.tokens.sampling import SamplingRows, chosen
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig

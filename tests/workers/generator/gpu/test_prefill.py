@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.workers.generator.gpu.test_attend import LOOSER, TOLERANCES, filled_cache
 from tests.workers.model.gpu_kit import DEVICE
+from workers.generator.attention.prefill_attend import Piece
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
+from workers.generator.cache.page_groups import Held
 from workers.generator.gpu.prefill import PagedPrefill
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache, pages_of
-from workers.generator.page_groups import Held
-from workers.generator.prefill_attend import Piece
 from workers.model.attend import ALL, Reach
 
 P = PAGE_TOKENS

@@ -20,17 +20,18 @@ from tests.workers.generator.gpu.launches import Launched, counted
 from tests.workers.generator.gpu.test_steps import random_decoder, saved
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, SINKS
 from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
-from workers.generator import forward, kv_cache
+from workers.generator import forward
 from workers.generator.adapters import HeldAdapter
+from workers.generator.cache import kv_cache
+from workers.generator.cache.kv_cache import KVCache, pages_of
+from workers.generator.cache.page_groups import Held, page_groups
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.gpu import prefill_kernels
 from workers.generator.gpu.step import Step
-from workers.generator.kv_cache import KVCache, pages_of
-from workers.generator.page_groups import Held, page_groups
-from workers.generator.progress import RequestProgress
-from workers.generator.prompt_scores import PromptScores
-from workers.generator.sampling import SamplingRows, chosen
-from workers.generator.stop import StopRule
+from workers.generator.requests.progress import RequestProgress
+from workers.generator.tokens.prompt_scores import PromptScores
+from workers.generator.tokens.sampling import SamplingRows, chosen
+from workers.generator.tokens.stop import StopRule
 from workers.generator.torch_engine import TorchEngine
 from workers.model import base_mm, lora_products
 from workers.model.adapters.adapter import Adapter

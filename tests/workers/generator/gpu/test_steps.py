@@ -21,6 +21,7 @@ from tests.workers.generator.gpu.tape import Tape
 from tests.workers.model import gpu_kit
 from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS
 from workers.generator import forward
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.gpu import step as module
 from workers.generator.gpu import steps
@@ -28,7 +29,6 @@ from workers.generator.gpu.ahead import Ahead
 from workers.generator.gpu.capture import Capture
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
-from workers.generator.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.torch_engine import TorchEngine
 from workers.model import base_mm, lora_products
 from workers.model.adapters.adapter import save_adapter

@@ -22,7 +22,7 @@ from workers.model.card import ModelCard, config_card
 from workers.model.native.gemm import packed
 from workers.model.planning.check import check_model
 from workers.model.planning.plan import Device, DoesNotFit, Plan, Wanted, plan
-from workers.trainer.arena import Arena, ArenaKind
+from workers.trainer.runs.arena import Arena, ArenaKind
 
 GIB = 1 << 30
 QWEN3: dict[str, Any] = {

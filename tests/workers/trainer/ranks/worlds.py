@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from weft.wire.binary.codec import decode_train_output
 from weft.wire.checks.custom_format import encode_custom_loss
-from weft.wire.codec import decode_train_output
 
 from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, OpKind, loss_ref

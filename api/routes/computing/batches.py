@@ -1,0 +1,140 @@
+"""forward and forward_backward: one endpoint, protobuf in, with `forward_only` to tell them apart; and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+from weft.wire import UntypedAPIFuture
+from weft.wire.binary import weft_wire_pb2 as pb
+from weft.wire.binary.arrays import write_tensor
+from weft.wire.binary.codec import WireError, decode_train_request
+
+from api.checks.batches import check_batch, costs
+from api.checks.custom_losses import uploaded_loss
+from api.checks.provenance import named_sequences, with_recorded_logprobs
+from api.errors import Invalid, Unreadable, quote
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.http.bodies import parse, parse_protobuf, read_body
+from api.http.body_sizes import ROOM_KEY
+from api.http.json_forms import PROTOBUF, train_body
+from api.operations.submit import Address, Check, Checked, submit
+from api.state.service import Service, ServiceDep
+from api.who.lookup import served_model
+from api.who.principal import Principal
+from scheduler.links.messages import OpKind
+from scheduler.order.plans import ForwardBackward, slices
+from store import tables
+
+router = APIRouter(prefix="/api/v1")
+
+#: Values that the inputs of one operation may unfold to. Sparse tensors can claim far more than they carry.
+MAX_VALUES = 2**26
+
+
+@router.post(
+    "/forward_backward",
+    response_model_exclude_none=True,
+    **declare(scope="train", limit="work", meters="train", body="data"),
+)
+async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
+    """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
+    chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
+    form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if form == "application/json":
+        return await _submit_json(request, service, who, forward_only=False)
+    if form != PROTOBUF:
+        raise Unreadable(f"forward_backward takes {PROTOBUF} or application/json, not {quote(form)}")
+    body = await read_body(request)
+    message = await run_in_threadpool(_parse, body)
+    address = Address(model_id=message.model_id, seq_id=message.seq_id)
+    kind = OpKind.FORWARD if message.forward_only else OpKind.FORWARD_BACKWARD
+
+    def check(run: tables.Run) -> Checked:
+        return _check(service, message, body, run)
+
+    return await _submit(request, service, who, address, kind, body, check)
+
+
+@router.post(
+    "/forward",
+    response_model_exclude_none=True,
+    **declare(scope="train", limit="work", meters="prefill", body="data"),
+)
+async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
+    """The JSON form of a forward_backward that is `forward_only`, which has an address of its own."""
+    return await _submit_json(request, service, who, forward_only=True)
+
+
+async def _submit_json(request: Request, service: Service, who: Principal, forward_only: bool) -> UntypedAPIFuture:
+    """The operation of a JSON body, which is kept and executed in its protobuf form."""
+    raw = await read_body(request)
+
+    def check(run: tables.Run) -> Checked:
+        body = train_body(raw, forward_only)
+        checked = _check(service, _parse(body), body, run)
+        return checked if checked.body is not None else replace(checked, body=body)
+
+    address = await parse(raw, Address)
+    kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
+    return await _submit(request, service, who, address, kind, raw, check)
+
+
+async def _submit(
+    request: Request, service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
+) -> UntypedAPIFuture:
+    """`submit`, whose refusal the future tells alone: the room of the body is told here."""
+    future, refused = await submit(service, who, address, kind, body, check)
+    request.scope[ROOM_KEY].refused = refused is not None
+    return future
+
+
+def _parse(body: bytes) -> pb.ForwardBackwardRequest:
+    return parse_protobuf(body, pb.ForwardBackwardRequest)
+
+
+def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run) -> Checked:
+    served_model(service.cards, run.base_model)
+    limits = service.settings.limits
+    if len(message.data) > limits.max_data:
+        raise Invalid(f"data: {len(message.data)} data, the limit is {limits.max_data} per operation: send several")
+    _check_claims(message)
+    try:
+        batch = decode_train_request(body)
+    except WireError as error:
+        raise Invalid(str(error)) from None
+    custom = uploaded_loss(batch, run.session_id, service.blobs)
+    recorded: dict[int, Any] = {}
+    if batch.loss_fn == "stable_reinforce":
+        batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
+    lengths = check_batch(batch, service.limits, run.base_model, custom)
+    cuts = slices(costs(batch, lengths, custom), service.settings.trainer.slice_tokens)
+    plan = ForwardBackward(tuple(cuts), {} if message.forward_only else named_sequences(batch))
+    return Checked(plan, sum(lengths), _completed(body, recorded) if recorded else None)
+
+
+def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:
+    """The body with the logprobs that were recorded for it, as if the client had sent them."""
+    message = _parse(body)
+    for index, values in logprobs.items():
+        write_tensor(message.data[index].loss_fn_inputs["logprobs"], values, f"data[{index}].logprobs")
+    return message.SerializeToString()
+
+
+def _check_claims(message: pb.ForwardBackwardRequest) -> None:
+    """Before anything is unfolded: how large it would be."""
+    values = 0
+    for index, datum in enumerate(message.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.WhichOneof("encoding") == "sparse_csr":
+                values += max(0, math.prod(tensor.shape))
+            if values > MAX_VALUES:
+                raise Invalid(
+                    f"datum {index}: {name} has shape {list(tensor.shape)}; all sparse inputs of one operation may "
+                    f"unfold to {MAX_VALUES} values at most: send fewer data in one operation"
+                )

@@ -1,0 +1,84 @@
+"""Rate limits of the organisation, its projects and its keys. The organisation's own are the operator's to set
+(`weftd org limits`); admins divide them among projects and keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from weft.wire.account.organisation import RateLimitsResponse, RateLimitsRow
+
+from api.http.access import declare
+from api.http.auth import PresentPrincipalDep, PrincipalDep
+from api.http.bodies import read_json
+from api.state.service import Service, ServiceDep
+from api.who.credentials import changed_key
+from api.who.principal import RateLimit
+from api.who.projects import visible_projects
+from store import people, tables
+
+router = APIRouter(prefix="/api/v1/weft/rate_limits")
+
+PerMinute = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class NewLimits(BaseModel):
+    """Null is no limit of its own; those of the organisation hold in any case."""
+
+    model_config = ConfigDict(extra="forbid")
+    requests_per_minute: PerMinute | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    max_in_flight: PerMinute | None = None
+
+
+@router.get("", **declare(scope="any", limit="call"))
+async def rate_limits(service: ServiceDep, who: PrincipalDep) -> RateLimitsResponse:
+    """The limits that are set on what the key sees, and what is in flight against them now."""
+
+    def read(session: Session) -> list[tuple[str, RateLimit]]:
+        org = session.get_one(tables.Organisation, who.org_id)
+        projects = session.scalars(select(tables.Project).where(visible_projects(who)).order_by(tables.Project.id))
+        of_org = select(tables.ApiKey).filter_by(org_id=who.org_id).order_by(tables.ApiKey.id)
+        keys = session.scalars(of_org if who.project_id is None else of_org.filter_by(project_id=who.project_id))
+        rows: list[tables.Organisation | tables.Project | tables.ApiKey] = [org, *projects, *keys]
+        return [(str(row.id), RateLimit.of(row)) for row in rows if row is org or _limited(row)]
+
+    return RateLimitsResponse(limits=[_row(service, id, limit) for id, limit in await service.read(read)])
+
+
+@router.put("/{scope}/{id}", **declare(scope="admin", limit="call"))
+async def set_rate_limits(
+    scope: Literal["project", "key"], id: str, request: Request, service: ServiceDep, who: PresentPrincipalDep
+) -> RateLimitsRow:
+    """Set all limits of a project or a key; they hold within seconds."""
+    body = await read_json(request, NewLimits)
+
+    def write(session: Session) -> tuple[str, RateLimit]:
+        row: tables.Project | tables.ApiKey
+        if scope == "project":
+            row = people.project_by_id(session, who.org_id, id)
+        else:
+            row = changed_key(session, who, id, "limit")
+        people.set_limits(session, row, body.model_dump(), who.key_id)
+        return str(row.id), RateLimit.of(row)
+
+    return _row(service, *await service.database.write(write))
+
+
+def _limited(row: tables.Organisation | tables.Project | tables.ApiKey) -> bool:
+    return any(getattr(row, name) is not None for name in people.LIMITS)
+
+
+def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:
+    """`id` is that of the database; in flight is counted by the limit's own."""
+    return RateLimitsRow(
+        scope=limit.scope,
+        id=id,
+        requests_per_minute=limit.requests_per_minute,
+        tokens_per_minute=limit.tokens_per_minute,
+        max_in_flight=limit.max_in_flight,
+        in_flight=service.journal.in_flight.count(limit.scope, limit.id),
+    )

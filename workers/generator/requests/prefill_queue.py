@@ -1,0 +1,112 @@
+"""Requests whose prompts are not computed yet, and which of them the next prefill takes.
+
+A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next token; a
+longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in order of
+arrival, with two exceptions: a request whose adapter is still being read lets others go first, and one whose next block
+of prompt is being computed for another request waits to take it from the prefix cache.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterator
+
+from workers.generator.cache.prefix_cache import BLOCK_TOKENS, PrefixCache
+from workers.generator.requests.progress import RequestProgress, SequenceProgress
+
+
+class PrefillQueue:
+    def __init__(self, prefix: PrefixCache, budget: int) -> None:
+        """`budget`: the most prompt tokens in a prefill; at least one block."""
+        self._prefix = prefix
+        self._budget = max(budget, BLOCK_TOKENS)
+        self._waiting: list[RequestProgress] = []  # in the order they start
+        self._begun: list[RequestProgress] = []  # seated, with a part of their prompt computed
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._begun)
+
+    @property
+    def ready(self) -> bool:
+        """Whether any of them can be computed, its adapter having been read."""
+        return any(not progress.awaits for progress in self)
+
+    def __iter__(self) -> Iterator[RequestProgress]:
+        yield from self._begun
+        yield from self._waiting
+
+    def add(self, progress: RequestProgress) -> None:
+        insort(self._waiting, progress, key=lambda waiting: -waiting.request.priority)
+
+    def discard(self, progress: RequestProgress) -> None:
+        """Take a request out: its prompt is computed, or never will be."""
+        if progress in self._begun:
+            self._begun.remove(progress)
+        elif progress in self._waiting:
+            self._waiting.remove(progress)
+
+    def choose(self, seat: Callable[[SequenceProgress], bool]) -> list[RequestProgress]:
+        """The requests of the next prefill, each with `goal` set to the position it will reach. Those that start are
+        seated by `seat` (False: no memory is free) and get the blocks that the prefix cache has."""
+        chosen: list[RequestProgress] = []
+        computing: set[Hashable] = set()
+        left = self._budget
+        for progress in [progress for progress in self if not progress.awaits]:
+            starting = progress.started == 0
+            if starting:
+                self._look_up(progress)
+                if not computing.isdisjoint(self._wanted(progress)):
+                    continue
+            goal = progress.reach(left)
+            if goal == progress.computed:
+                break
+            if starting and not self._start(progress, seat):
+                break
+            progress.goal = goal
+            progress.marks = self._marks(progress, goal) | {goal}
+            left -= goal - progress.computed
+            computing |= self._coming(progress)
+            chosen.append(progress)
+        return chosen
+
+    def _wanted(self, progress: RequestProgress) -> set[Hashable]:
+        """What another request may be computing that this one would rather take from the prefix cache."""
+        if self._prefix.keeps_states:
+            return self._heads(progress, self._marks(progress, progress.hit_limit))
+        return {progress.chain.next_key(progress.request.prompt)} if progress.may_hit_more else set()
+
+    def _coming(self, progress: RequestProgress) -> set[Hashable]:
+        """What the prefix cache will have once this request's prefill is done."""
+        if self._prefix.keeps_states:
+            return self._heads(progress, self._marks(progress, progress.goal))
+        key = progress.chain.next_key(progress.request.prompt)
+        return {key} if key is not None and self._prefix.capacity else set()
+
+    def _marks(self, progress: RequestProgress, stop: int) -> set[int]:
+        return self._prefix.marks(len(progress.request.prompt), progress.computed, stop)
+
+    def _heads(self, progress: RequestProgress, marks: set[int]) -> set[Hashable]:
+        """The beginnings of its prompt at whose ends states are kept."""
+        return {(progress.cache_root, tuple(progress.request.prompt[:mark])) for mark in marks}
+
+    def save(self, progress: RequestProgress) -> None:
+        """Put the blocks that a prefill has computed of this prompt into the prefix cache."""
+        prompt, pages = progress.request.prompt, progress.sequences[0].pages
+        self._prefix.save(progress.chain, prompt, pages, progress.goal, progress.states)
+        progress.states = {at: states for at, states in progress.states.items() if at == progress.goal}
+
+    def _look_up(self, progress: RequestProgress) -> None:
+        progress.chain, progress.places = self._prefix.match(
+            progress.cache_root, progress.request.prompt, progress.hit_limit
+        )
+        progress.computed = progress.cache_hit = len(progress.places) * BLOCK_TOKENS
+
+    def _start(self, progress: RequestProgress, seat: Callable[[SequenceProgress], bool]) -> bool:
+        sequence = progress.sequences[0]
+        if not seat(sequence):
+            return False
+        progress.states = {progress.computed: self._prefix.load(progress.chain, progress.places, sequence.pages)}
+        progress.started = 1
+        self._waiting.remove(progress)
+        self._begun.append(progress)
+        return True

@@ -1,0 +1,122 @@
+"""Dimuon on the flat arenas: momentum whose update is orthogonalised, matrix by matrix.
+
+For every LoRA matrix W (each expert's, and each of the stacked A factors, on its own) with gradient G:
+
+    M <- beta1 M + (1 - beta1) G
+    W <- W - learning_rate * U V^T        where M = U S V^T
+
+so a step moves W by a direction whose singular values are all 1: its Frobenius norm is sqrt(rank) whatever the scale of
+the gradient, and no bias correction is needed. U V^T comes from Newton-Schulz iterations, as in Muon (Keller Jordan,
+"Muon: An optimizer for hidden layers in neural networks"). The learning rate multiplies the direction as it is, as
+Tinker's reference says of its Dimuon; the 0.2 sqrt(max(rows, columns)) of arXiv 2502.16982 is not applied. Tinker
+publishes no more than that, so the formula is ours (docs/losses.md).
+
+Invariant: a run's result is bitwise the same whichever runs share the call. Matrices of one shape are batched within a
+run and never across runs, because a batched product may round differently in a larger batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.model.adapters.shape import AdapterShape
+from workers.trainer.steps.adamw import OptimizerError, clip_gradients, step_metrics
+
+#: Muon's quintic takes every singular value above about 1/500 of the Frobenius norm to 0.7 .. 1.2 in five steps; the
+#: cubic then converges quadratically to 1. Five and four leave an error of about 1e-6.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+QUINTIC_STEPS = 5
+CUBIC_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Dimuon:
+    """Hyperparameters of one step. `grad_clip_norm` bounds the global L2 norm of the gradient that enters the momentum;
+    not positive = no clipping."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise OptimizerError(f"optimizer_params.learning_rate must be finite and >= 0, got {self.learning_rate}")
+        if not 0 <= self.beta1 < 1:
+            raise OptimizerError(f"optimizer_params.beta1 must be in [0, 1), got {self.beta1}")
+        if not math.isfinite(self.grad_clip_norm):
+            raise OptimizerError(f"optimizer_params.grad_clip_norm must be finite, got {self.grad_clip_norm}")
+
+
+@dataclass
+class DimuonStep:
+    """One due update. The arenas have the layout of `shape` and are changed in place, `grad` too (by clipping).
+    `step` is the number of updates made before this one."""
+
+    params: Dimuon
+    shape: AdapterShape
+    weights: Tensor
+    m: Tensor
+    grad: Tensor
+    step: int
+
+
+def step_dimuon(steps: Sequence[DimuonStep]) -> list[dict[str, float]]:
+    """Update every run and return its metrics."""
+    if not steps:
+        return []
+    norms = clip_gradients([s.grad for s in steps], [max(0.0, s.params.grad_clip_norm) for s in steps])
+    torch._foreach_mul_([s.m for s in steps], [s.params.beta1 for s in steps])
+    torch._foreach_add_([s.m for s in steps], torch._foreach_mul([s.grad for s in steps], _rest(steps)))
+    for step in steps:
+        _move(step)
+    return [step_metrics(norm, s.params.learning_rate, s.step) for s, norm in zip(steps, norms, strict=True)]
+
+
+def _rest(steps: Sequence[DimuonStep]) -> list[float]:
+    return [1 - step.params.beta1 for step in steps]
+
+
+def _move(step: DimuonStep) -> None:
+    by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for weights, momentum in zip(matrices(step.shape, step.weights), matrices(step.shape, step.m), strict=True):
+        by_shape[weights.shape[1], weights.shape[2]].append((weights, momentum))
+    for pairs in by_shape.values():
+        directions = orthogonal(torch.cat([momentum for _, momentum in pairs]))
+        for (weights, _), part in zip(pairs, torch.split(directions, [len(w) for w, _ in pairs]), strict=True):
+            weights.sub_(part, alpha=step.params.learning_rate)
+
+
+def matrices(shape: AdapterShape, flat: Tensor) -> list[Tensor]:
+    """Views [N, rows, columns] of an arena, a matrix each for the optimizer. An A factor that feeds several
+    products (qkv, gate and up) is that many matrices of `rank` rows; expert tensors are one matrix per expert. A B
+    factor is taken as it lies in memory, [r, out]: the direction of a transpose is the transposed direction."""
+    views = []
+    for slot in shape.slots.values():
+        view = flat[slot.offset : slot.offset + slot.numel]
+        views.append(view.view(-1, shape.rank, slot.stored_shape[-1]))
+    return views
+
+
+def orthogonal(x_NIJ: Tensor) -> Tensor:
+    """U V^T of every matrix x = U S V^T, a matrix of zeros for one that is zero. Singular values below some thousandth
+    of the matrix's Frobenius norm come out smaller than 1."""
+    if x_NIJ.shape[1] > x_NIJ.shape[2]:
+        return orthogonal(x_NIJ.mT).mT
+    # Scaled by the largest entry first: squares of small gradients would underflow in the norm.
+    largest = x_NIJ.abs().amax(dim=(1, 2), keepdim=True)
+    x_NIJ = x_NIJ / torch.where(largest > 0, largest, torch.ones_like(largest))
+    norm = torch.linalg.vector_norm(x_NIJ, dim=(1, 2), keepdim=True)
+    x_NIJ = x_NIJ / torch.where(norm > 0, norm, torch.ones_like(norm))
+    a, b, c = QUINTIC
+    for _ in range(QUINTIC_STEPS):
+        gram = torch.bmm(x_NIJ, x_NIJ.mT)
+        x_NIJ = a * x_NIJ + torch.bmm(b * gram + c * torch.bmm(gram, gram), x_NIJ)
+    for _ in range(CUBIC_STEPS):
+        x_NIJ = 1.5 * x_NIJ - 0.5 * torch.bmm(torch.bmm(x_NIJ, x_NIJ.mT), x_NIJ)
+    return x_NIJ
