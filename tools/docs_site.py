@@ -32,7 +32,7 @@ TYPES = {
     "training": "AdamParams DimuonParams LoraConfig ForwardBackwardOutput OptimStepResponse GetInfoResponse",
     "sampling": "SamplingParams SampleResponse SampledSequence",
     "weights": "SaveWeightsResponse SaveWeightsForSamplerResponse",
-    "usage": "UsageResponse",
+    "account.usage": "UsageResponse",
 }
 #: What is shown of `weft.rl`, by title: what it has of these rooms, and whole modules.
 ROOMS = {

@@ -25,7 +25,7 @@ from workers.model.gpu import experts, kernels, launch
 from workers.model.gpu.segments import DENSE_ROWS, EXPERT_ROWS
 
 POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
-    ("addresses", "ranks", "block_run", "first_block", "run_start", "owner_start", "owner_groups"), "*i64"
+    ("addresses", "ranks", "block_segment", "first_block", "segment_start", "owner_start", "owner_groups"), "*i64"
 )
 
 def base(capability, precision, dtype):

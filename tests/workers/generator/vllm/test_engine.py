@@ -4,6 +4,7 @@ and what it declines."""
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,9 +181,12 @@ def test_more_adapters_than_there_is_room_for(engine: VllmEngine, torch_engine: 
 
 
 def processes(engine: VllmEngine) -> list[psutil.Process]:
-    guards = [p for p in psutil.Process().children() if "guard.py" in " ".join(p.cmdline())]
-    mine = next(p for p in guards if engine.url.removeprefix("unix:") in " ".join(p.cmdline()))
-    return [mine, *mine.children(recursive=True)]
+    path = engine.url.removeprefix("unix:")
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            if "guard.py" in (command := " ".join(child.cmdline())) and path in command:
+                return [child, *child.children(recursive=True)]
+    raise LookupError(path)
 
 
 @pytest.mark.timeout(600)
