@@ -64,7 +64,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 #: Elements of lists in one body, so of a prompt's tokens: what is built from a body here is many times its size.
-MOST_VALUES = 524_288
+MOST_VALUES = 262_144
 #: What of `stop` is looked at; the server's own limit is told where it is checked.
 _STOPS = Field(fail_fast=True, max_length=4096)
 Stops = Annotated[str, Field(max_length=4096)] | Annotated[list[str], _STOPS]
