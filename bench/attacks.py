@@ -89,7 +89,7 @@ def packed_telemetry(target: Target) -> list[int]:
 def wrong_numbers(target: Target) -> list[int]:
     """Nothing packed: as many numbers as a body may have, each of them wrong."""
     data = b'{"model_input":{"chunks":[{"type":"encoded_text","tokens":[%s]}]},"loss_fn_inputs":{}}'
-    return [target.post("forward", forward_json(data % (b"-1," * 260_000 + b"-1"), 6 * MIB), JSON)]
+    return [target.post("forward", forward_json(data % (b"-1," * 190_000 + b"-1"), 6 * MIB), JSON)]
 
 
 def many_objects(target: Target) -> list[int]:
@@ -136,19 +136,19 @@ def long_chat(target: Target) -> list[int]:
 
 def wrong_messages(target: Target) -> list[int]:
     """As many messages as a body may have, each of them wrong."""
-    body = b'{"model": "%s", "messages": [%s1]}' % (BASE_MODEL.encode(), b"1," * 260_000)
+    body = b'{"model": "%s", "messages": [%s1]}' % (BASE_MODEL.encode(), b"1," * 190_000)
     return [target.post("/v1/chat/completions", body, JSON)]
 
 
 def many_stops(target: Target) -> list[int]:
     """As many stop strings as a body may have."""
-    body = b'{"model": "%s", "prompt": "a", "stop": [%s"b"]}' % (BASE_MODEL.encode(), b'"a",' * 260_000)
+    body = b'{"model": "%s", "prompt": "a", "stop": [%s"b"]}' % (BASE_MODEL.encode(), b'"a",' * 190_000)
     return [target.post("/v1/completions", body, JSON)]
 
 
 def many_tokens(target: Target) -> list[int]:
     """As long a prompt as a body may have, as tokens."""
-    body = b'{"model": "%s", "prompt": [%s1]}' % (BASE_MODEL.encode(), b"20," * 260_000)
+    body = b'{"model": "%s", "prompt": [%s1]}' % (BASE_MODEL.encode(), b"20," * 190_000)
     return [target.post("/v1/completions", body, JSON)]
 
 

@@ -359,6 +359,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "console": console,
     "scale": lambda: claims("scale", "ranks"),
     "simulated": simulated,
+    "simulated-trainers": lambda: claims("simulated_trainers"),
     "mismatch": mismatch,
     "async-rl": lambda: claims("async_rl"),
     "recovery-idle": pauses,

@@ -13,6 +13,7 @@ from weft.wire.inputs import Token
 from api.errors import quote
 from api.http.bodies import read_json
 from api.routes.openai.errors import Refused
+from api.state.service import service_of
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -63,12 +64,12 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-#: Elements of lists in one body, so of a prompt's tokens: what is built from a body here is many times its size.
-MOST_VALUES = 262_144
-#: What of `stop` is looked at; the server's own limit is told where it is checked.
-_STOPS = Field(fail_fast=True, max_length=4096)
-Stops = Annotated[str, Field(max_length=4096)] | Annotated[list[str], _STOPS]
-StopTokens = Annotated[list[Token], _STOPS]
+#: Elements of lists in a body beside its prompt.
+MOST_OTHERS = 65_536
+#: What of `stop` is looked at; the server's own limit is told where it is checked. Of both forms at once: each form
+#: that a value is not of would keep a copy of it.
+Stops = Annotated[str | Strings, Field(max_length=4096)]
+StopTokens = Annotated[Tokens, Field(max_length=4096)]
 
 
 class Door(BaseModel):
@@ -246,5 +247,7 @@ class DetokenizeBody(BaseModel):
 
 
 async def body_of(request: Request, model: type[B]) -> B:
-    """The body as a `model`. Raises TooLarge, or Malformed with the fields that are wrong."""
-    return await read_json(request, model, most_values=MOST_VALUES)
+    """The body as a `model`. Raises Malformed, with the fields that are wrong, and TooLarge, where its lists hold more
+    than the longest prompt and MOST_OTHERS: what is built of them takes many times their bytes."""
+    longest = service_of(request).settings.limits.max_seq_len
+    return await read_json(request, model, most_values=longest + MOST_OTHERS)
