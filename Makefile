@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml setup.py client_sdk/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable client_sdk
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat \
 	  --editable '.[dev]'
-	$(BIN)/python -m workers.model.native.build workers/*/*.c workers/*/native/*.c || true
+	$(BIN)/python -m workers.model.native.build workers/*/*/*.c || true
 	@touch $@
 
 # vLLM for the CPU, in an environment of its own: it pins too much to share one. Its wheels are for Python 3.11 alone.

@@ -133,6 +133,13 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     assert (ran.returncode, ran.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile"])
+def test_every_kernel_is_compiled_ahead(file: str) -> None:
+    [patterns] = re.findall(r"python -m workers.model.native.build ([^|\n]+)", (ROOT / file).read_text())
+    named = [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
+    assert sorted(named) == sorted((ROOT / "workers").rglob("*.c"))
+
+
 def test_proxies_are_trusted_where_they_come_from() -> None:
     """Compose: the gateway of its own network; Kubernetes: what the servers' environment names."""
     settings = load_settings(DEPLOY / "weft.toml")
