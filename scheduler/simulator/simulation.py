@@ -194,6 +194,7 @@ class Simulation:
         version = tenant.version
         for unit in tenant.came_back(job, self.now_s):
             self._train_queue.push(tenant.lane.path, unit, unit.tokens, weight=tenant.workload.weight)
+        self._trainers.asked([tenant.lane.run_id])
         if tenant.version > version:
             self._go_on(tenant)
 
