@@ -20,21 +20,22 @@ from scheduler.simulator.slots import MODEL
 
 @dataclass
 class Work:
-    """What trainers did: passes that had tokens, and stages of them; slices, light work (steps and saves) and
-    tokens; and the time that all of it took them together."""
+    """What trainers did: passes that had tokens, and stages of them; slices, light work (steps and saves), tokens, and
+    pairs of tokens of one sequence; and the time that all of it took them together."""
 
     passes: int = 0
     stages: int = 0
     slices: int = 0
     light: int = 0
     tokens: int = 0
+    pairs: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def of_stage(cls, units: Sequence[Unit]) -> Work:
+    def of_stage(cls, units: Sequence[Unit], pairs_of: Callable[[Unit], int]) -> Work:
         """Of one stage, without its time."""
         light, tokens = sum(unit.light for unit in units), sum(unit.tokens for unit in units)
-        return cls(0, int(light < len(units)), len(units) - light, light, tokens)
+        return cls(0, int(light < len(units)), len(units) - light, light, tokens, sum(map(pairs_of, units)))
 
     def add(self, more: Work) -> None:
         self.passes += more.passes
@@ -42,6 +43,7 @@ class Work:
         self.slices += more.slices
         self.light += more.light
         self.tokens += more.tokens
+        self.pairs += more.pairs
         self.seconds += more.seconds
 
 
@@ -76,12 +78,17 @@ class _Trainer:
 
 class Trainers:
     def __init__(
-        self, cluster: Cluster, queue: FairTree[Unit], paths: Mapping[str, Path], done: Callable[[Unit, float], None]
+        self,
+        cluster: Cluster,
+        queue: FairTree[Unit],
+        paths: Mapping[str, Path],
+        pairs_of: Callable[[Unit], int],
+        done: Callable[[Unit, float], None],
     ) -> None:
         """`paths` are the places of runs in the queue; of runs without one any trainer takes what is next."""
         self._cluster = cluster
         self._queue = queue
-        self._ended = done
+        self._pairs_of, self._ended = pairs_of, done
         self._trainers = [_Trainer(f"{number}") for number in range(cluster.trainers)]
         self._homes = Homes(cluster.pass_tokens, lambda: self._at_s)
         for trainer in self._trainers:
@@ -105,7 +112,7 @@ class Trainers:
             self.done.seconds += span * bool(trainer.stages)
             while trainer.next_s <= now_s:
                 _, units = trainer.stages.popleft()
-                self.done.add(Work.of_stage(units))
+                self.done.add(Work.of_stage(units, self._pairs_of))
                 self.asked(dict.fromkeys(unit.send.run_id for unit in units))
                 for unit in units:
                     self._ended(unit, now_s)
@@ -135,8 +142,8 @@ class Trainers:
             over_s = now_s
             units = compose(self._queue, [MODEL], self._cluster.pass_tokens, self._only(trainer.name))
             for stage in stages_of(units):
-                work = Work.of_stage(stage)
-                over_s += self._cluster.pass_takes_s(work.tokens, work.stages, work.slices, work.light)
+                work = Work.of_stage(stage, self._pairs_of)
+                over_s += self._cluster.pass_takes_s(work.tokens, work.stages, work.slices, work.light, work.pairs)
                 trainer.stages.append((over_s, stage))
             if units:
                 self.done.passes += any(not unit.light for unit in units)
