@@ -50,8 +50,9 @@ class TrainerSettings(_Section):
     #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
     nodes: Positive = 1
     rendezvous: str = ""
-    #: The base is kept in parts over all ranks, or whole on each node.
-    shard: Literal["all", "node"] = "all"
+    #: The base is kept in parts over all ranks, or whole on each node; or each rank has its share of the experts, and
+    #: all of the rest.
+    shard: Literal["all", "node", "experts"] = "all"
     #: Of each rank.
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"

@@ -69,14 +69,15 @@ class Inner(Protocol):
     def backward(
         self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """From dout in the weights' dtype and the gradient of v before the router weight: dx_PD in that dtype (`with_x`),
-        du_P and dweights_P. The gradients of the inner factors are added."""
+        """From dout in the weights' dtype and the gradient of v before the router weight: dx_PD in that dtype, if
+        `with_x`, du_P and dweights_P. The gradients of the inner factors are added."""
 
 
 class Away(Protocol):
-    """A layer's experts that are spread over the processes of a group (base/owned.py)."""
+    """A layer's experts that are spread over the processes of a group (owned/)."""
 
-    num_experts: int
+    @property
+    def num_experts(self) -> int: ...
 
     def inner(self, routing: Routing, rows: LoraRows | None) -> Inner: ...
 
