@@ -20,7 +20,7 @@ import weft
 import zstandard
 from weft import types
 
-from bench.serving import BASE_MODEL
+from bench.parts.serving import BASE_MODEL
 
 MIB = 1 << 20
 #: Optimizer steps in one attack.
