@@ -264,7 +264,7 @@ ATTACKS: dict[str, Attack] = {
         long_trailer,
     )
 }
-#: What is accepted, and is to be weighed: these take the machines' time, not the front's. The last leaves the most behind.
+#: What is accepted, and is to be weighed: these take the machines' time, not the front's. The last leaves most behind.
 WORK: dict[str, Attack] = {attack.__name__: attack for attack in (slow_losses, many_steps)}
 
 
