@@ -92,7 +92,7 @@ def _move(step: DimuonStep) -> None:
     for (rows, columns), pairs in by_shape.items():
         momenta = torch.cat([momentum for _, momentum in pairs])
         at_once = max(1, CACHED // (rows * columns)) if momenta.device.type == "cpu" else len(momenta)
-        directions = torch.cat([orthogonal(part) for part in momenta.split(at_once)])
+        directions = torch.cat([orthogonal(part) for part in torch.split(momenta, at_once)])
         for (weights, _), part in zip(pairs, torch.split(directions, [len(w) for w, _ in pairs]), strict=True):
             weights.sub_(part, alpha=step.params.learning_rate)
 
