@@ -49,7 +49,8 @@ class Owner:
         y_QD, v, kept = inner.forward(x_QD, u)
         v_Q = u_Q.new_zeros(len(u_Q), width)
         if v is not None:
-            v_Q[:, : v.shape[1]] = v.index_select(0, routing.inverse)
+            columns = min(v.shape[1], width)  # a group uses the first ones
+            v_Q[:, :columns] = v[:, :columns].index_select(0, routing.inverse)
         return Served(counts, adapters, inner, kept), [y_QD.index_select(0, routing.inverse), v_Q]
 
     def backward(
