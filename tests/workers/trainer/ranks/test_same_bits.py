@@ -27,9 +27,9 @@ PART, OWNED = "all", "experts"
         (4, PART, "moe", 5, ["plain"]),
         (2, PART, "qwen3.5-moe", 2, ["plain"]),
         (2, PART, "deepseek", 2, ["plain"]),
-        (2, OWNED, "moe", 5, ["plain", "recomputed", "short of memory", "paged", "short at an owner"]),
-        (4, OWNED, "moe", 5, ["plain", "short at an owner, back"]),
-        (2, OWNED, "gpt-oss", 2, ["recomputed"]),
+        (2, OWNED, "moe", 5, ["plain", "recomputed", "short of memory", "paged", "owner short"]),
+        (4, OWNED, "moe", 5, ["plain", "owner short, back"]),
+        (2, OWNED, "gpt-oss", 2, ["recomputed", "owner fails"]),
     ],
     ids=[
         "two ranks",
@@ -55,7 +55,7 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
         for size in (*world["held"], *world["read"]):
             assert size <= (1.0 if layout == OWNED else 1.1) * share
         assert world["scenario"] != "paged" or world["pages"] > 0
-        assert (world["short"] > 0) is world["scenario"].startswith("short at an owner")
+        assert (world["failures"] > 0) is world["scenario"].startswith("owner")
 
 
 def together(ranks: int, args: list[str]) -> list[str]:
