@@ -357,7 +357,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "leader": leader,
     "neighbour": neighbour,
     "console": console,
-    "scale": lambda: claims("scale", "ranks"),
+    "scale": lambda: claims("scale", "ranks", "layouts"),
     "simulated": simulated,
     "simulated-trainers": lambda: claims("simulated_trainers"),
     "mismatch": mismatch,

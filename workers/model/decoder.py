@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         #: Bytes that a forward may keep for its backward; None: a share of the free memory (memory.py).
         self.activation_budget_bytes: int | None = None
         #: Where experts are spread over processes (owned/): has all begin a step, and says whether any recomputes.
-        self.begin: Callable[[LoraRows | None, bool], bool] | None = None
+        self.begin_step: Callable[[LoraRows | None, bool], bool] | None = None
         with torch.device(device):
             self.embed = frozen(dtype, config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         saving = Saving.KEEP
         if torch.is_grad_enabled() and lora is not None and any(grad is not None for grad in lora.grads):
             saving = choose_saving(self.config, len(tokens_T), self.device, self.activation_budget_bytes)
-        if self.begin is not None and self.begin(lora, saving is not Saving.KEEP) and saving is Saving.KEEP:
+        if self.begin_step is not None and self.begin_step(lora, saving is not Saving.KEEP) and saving is Saving.KEEP:
             saving = Saving.RECOMPUTE
         with save_on_cpu(pin_memory=True) if saving is Saving.OFFLOAD else nullcontext():
             for number, layer in enumerate(self.layers):

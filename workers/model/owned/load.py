@@ -62,7 +62,7 @@ def load_owned(
     exchange = Exchange(config, owners, control)
     for layer, mixture in mixtures.items():
         mixture.away = OfLayer(exchange, layer, config.num_experts, len(mixture.names.inner_b))
-    decoder.begin = exchange.begin
+    decoder.begin_step = exchange.begin
     return Owned(decoder, exchange)
 
 
