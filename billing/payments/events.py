@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from stripe import StripeClient
 
 from billing import ledger
 from billing.alerts import raise_alert
 from billing.payments import invoices
 from billing.payments.client import NUSD_PER_CENT
 from store.tables import LedgerEntry, Organisation
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 log = logging.getLogger(__name__)
 

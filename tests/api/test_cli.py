@@ -5,6 +5,7 @@ The app behind it is a stand-in with stub workers, so that this is about the com
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -231,6 +232,37 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: Sequence[str], config:
     line = refused("serve", "--data-dir", str(tmp_path), "--config", str(file), "--port", "0", *arguments)
     assert re.search(message, line)
     assert re.fullmatch(r"weftd: [^\n]+\n", line)
+
+
+#: Of the real app, without workers: what the process has loaded when it listens.
+LISTENS = """
+import json, sys
+import api.server.machines, api.server.serve
+from api.server.listener import Server
+api.server.serve.worker_programs = lambda settings, cards: []
+api.server.machines.embedded_workers = lambda settings, models: []
+startup = Server.startup
+async def listens(self, sockets=None):
+    await startup(self, sockets)
+    if self.started:
+        print(json.dumps(sorted(sys.modules)), flush=True)
+        self.should_exit = True
+Server.startup = listens
+from api.cli import main
+main()
+"""
+#: What a server that starts again can do without for now, most of which takes longer to load than all of ours.
+LATER = {"alembic", "authlib", "celery", "httpx", "obstore", "psycopg", "redis", "requests", "rich", "stripe", "torch"}
+LATER |= {"matplotlib", "peft", "prometheus_client", "transformers", "triton", "vllm"}
+
+
+def test_a_server_that_starts_again_loads_nothing_that_can_wait(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LISTENS, "serve", "--data-dir", str(tmp_path), "--port", "0"]
+    for _ in range(2):  # the first makes the tables
+        out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=True).stdout
+    loaded = {name.partition(".")[0] for name in json.loads(out.splitlines()[0])}
+    assert {"api", "fastapi", "sqlalchemy"} <= loaded
+    assert not loaded & LATER
 
 
 def test_its_version_is_its_client_s() -> None:
