@@ -77,6 +77,7 @@ def _serve(
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
     from api.server.app import create_app
     from api.server.listener import Server
+    from billing.charges import check_prices
     from billing.wallets import set_default
     from store.blobs.opening import blobs_of
 
@@ -86,6 +87,8 @@ def _serve(
     database = open_database(settings)
     try:
         database.write_now(lambda session: set_default(session, settings.billing))
+        with database.read() as session:
+            check_prices(session, prices)
         claim_store(settings, database)
         blobs = blobs_of(settings)
         if not settings.redis_url:

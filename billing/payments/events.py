@@ -84,6 +84,11 @@ def _owner(session: Session, payment: Any) -> str | None:
     return found.id
 
 
+def _credited(session: Session, payment: Any) -> str | None:
+    """The organisation that was credited a payment whose reversal is to be taken: no other currency ever was."""
+    return _owner(session, payment) if payment is not None and payment.currency == "usd" else None
+
+
 def _topup(client: StripeClient, payment_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(payment_id)
 
@@ -128,7 +133,7 @@ def _refund(client: StripeClient, refund_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(str(refund.payment_intent)) if refund.payment_intent else None
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _owner(session, payment) if payment is not None else None
+        org_id = _credited(session, payment)
         if org_id is None:
             return _by_hand(session, "refund", refund.id, payment, now)
         nusd = refund.amount * NUSD_PER_CENT
@@ -146,7 +151,7 @@ def _dispute(client: StripeClient, dispute_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(str(dispute.payment_intent)) if dispute.payment_intent else None
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _owner(session, payment) if payment is not None else None
+        org_id = _credited(session, payment)
         if org_id is None:
             return _by_hand(session, "dispute", dispute.id, payment, now)
         message = f"a payment of {dispute.amount / 100:.2f} USD is disputed ({dispute.reason})"

@@ -16,14 +16,16 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from weft.version import __version__
 
 from api.cli import weftd as command
-from store import keys
+from store import keys, tables
 from store.db import Database
 from tests.servers import free_port
 
@@ -232,6 +234,44 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: Sequence[str], config:
     line = refused("serve", "--data-dir", str(tmp_path), "--config", str(file), "--port", "0", *arguments)
     assert re.search(message, line)
     assert re.fullmatch(r"weftd: [^\n]+\n", line)
+
+
+@pytest.mark.parametrize("unbilled", ["storage", "operation", ""])
+def test_a_price_list_that_begins_after_what_is_not_billed_yet_is_refused(tmp_path: Path, unbilled: str) -> None:
+    """As when the built-in list is replaced by one that begins today: nothing before could ever be billed."""
+    with serving(tmp_path):
+        pass
+    database, day = Database(f"sqlite:///{tmp_path / 'weft.db'}"), datetime(2026, 3, 1, tzinfo=UTC)
+    row: dict[str, Any] = {"id": "x", "org_id": "o", "session_id": "s", "base_model": "m"}
+    if unbilled == "operation":
+        row |= {
+            "lane": "l",
+            "seq": 1,
+            "kind": "forward",
+            "state": "queued",
+            "tokens": 1,
+            "body_ref": "",
+            "body_sha256": "",
+        }
+        add: Any = tables.Operation(**row, plan={}, accepted_at=day)
+    else:
+        row |= {"checkpoint_id": "c", "run_id": "r", "size_bytes": 1}
+        add = tables.StorageSpan(**row, started_at=day, metered_until=day)
+    if unbilled:
+        database.write_now(lambda session: session.add(tables.Organisation(id="o", name="acme", created_at=day)))
+        database.write_now(lambda session: session.add(add))
+    database.close()
+    file = tmp_path / "weft.toml"
+    rates = "train = 1\nprefill = 1\ncached_prefill = 1\nsample = 1"
+    file.write_text(f"[[prices]]\nversion = 'x'\neffective_from = 2026-03-02T00:00:00Z\n[prices.models.'*']\n{rates}\n")
+    if unbilled:
+        line = refused("serve", "--data-dir", str(tmp_path), "--config", str(file), "--port", "0")
+        assert re.fullmatch(
+            r"weftd: prices: what is not billed yet goes back to 2026-03-01T[^\n]+ 2026-03-02T[^\n]+\n", line
+        )
+    file.write_text(file.read_text().replace("2026-03-02", "2026-03-01"))
+    with serving(tmp_path, "--config", str(file)):
+        pass
 
 
 #: Of the real app, without workers: what the process has loaded when it listens.
