@@ -78,6 +78,11 @@ def wanted(environment: Mapping[str, str]) -> bool:
     return True
 
 
+def on() -> bool:
+    """Whether this process sends traces."""
+    return _Parts.tracer is not None
+
+
 def stop() -> None:
     """Send what waits to be sent: before this process ends."""
     if _Parts.provider is not None:
