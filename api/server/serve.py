@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 #: Connections that wait to be taken, as during a start.
 BACKLOG = 4096
+#: New objects between two looks for circles among them. By Python's own 700, requests that are under way are looked
+#: through again and again: a fourteenth of what an operation takes.
+GC_OBJECTS = 10_000
 
 
 class CannotServe(RuntimeError):
@@ -83,6 +86,7 @@ def _serve(
 
     gc.freeze()
     gc.enable()
+    gc.set_threshold(GC_OBJECTS, 20)
     ahead.update(start_ahead(programs[1:]))
     database = open_database(settings)
     try:
