@@ -24,20 +24,24 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DataError, IntegrityError, InternalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from store import audit
-from store.bulk import sent_together
+from store.bulk import make_few_trips, tell
 from store.caller import enter, lift
 from store.commit_mark import CommitMark
-from store.wal import BUSY_TIMEOUT_MS, use_wal
+from store.wal import prepare_sqlite
 
 T = TypeVar("T")
 
 #: Works in one transaction at most: it bounds how long the first of a group waits for the last.
 GROUP_SIZE = 256
+
+#: What a database says of a statement that is wrong; nothing of its transaction is so.
+WRONG = (IntegrityError, DataError, ProgrammingError, InternalError)
 
 
 class _Waiting(Protocol):
@@ -115,10 +119,13 @@ class Database:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
         self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
-        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
+        begins = {} if sqlite else {"autocommit": True}  # the writer sends BEGIN itself, with what comes first
+        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True, connect_args=begins)
         if sqlite:
-            _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
-            _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
+            prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
+            prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
+        else:
+            make_few_trips(self._write_engine)
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[_Work] | None] = queue.SimpleQueue()
         self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works of the present turn of each
@@ -242,10 +249,12 @@ class Database:
 
     def _commit_parts(self, group: list[_Work], parts: list[list[_Work]], *, savepoints: bool) -> BaseException | None:
         """Without `savepoints`, raises _BatchFailed and has done nothing if one of several fails."""
+        locks = sorted({work.lock for work in group if work.lock})
+        batches = all(works[0].batch is not None for works in parts)
         try:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
-                with sent_together(connection):  # with BEGIN
-                    take_locks(connection, {work.lock for work in group if work.lock})
+                if locks and connection.dialect.name == "postgresql":
+                    tell(connection, _LOCK_FOR_BATCHES if batches else _LOCK, locks)
                 for works in parts:
                     if works[0].batch is not None:
                         _run_batch(works[0].batch, works, connection, savepoint=savepoints, only=len(group) == 1)
@@ -266,6 +275,8 @@ class Database:
         except _BatchFailed:
             raise
         except BaseException as error:  # nobody may be left waiting for an answer
+            if isinstance(error, WRONG) and len(group) > 1 and not savepoints:
+                raise _BatchFailed from error  # what batches have written goes out with COMMIT
             return _cause(error)
         return None
 
@@ -297,12 +308,19 @@ def take_locks(connection: Connection | Session, names: Collection[str]) -> None
     order, so that two who want several never wait for each other. SQLite has one writer at a time anyway."""
     dialect = connection.get_bind().dialect if isinstance(connection, Session) else connection.dialect
     if names and dialect.name == "postgresql":
-        connection.execute(_LOCK, {"names": sorted(names)})
+        connection.execute(text(_LOCK.replace("%s", ":names")), {"names": sorted(names)})
 
 
-_LOCK = text(
+_LOCK = (
     "SELECT pg_advisory_xact_lock(key) FROM (SELECT DISTINCT hashtextextended(name, 6) AS key "
-    "FROM unnest(CAST(:names AS text[])) AS name ORDER BY key) AS keys"
+    "FROM unnest(CAST(%s AS text[])) AS name ORDER BY key) AS keys"
+)
+#: How PostgreSQL plans what batches ask: once, for to plan costs more than to do it; and by index, for they name their
+#: rows, and a plan of when a table was small is kept until statistics are taken.
+_LOCK_FOR_BATCHES = _LOCK.replace(
+    "SELECT pg",
+    "SELECT (SELECT set_config('plan_cache_mode', 'force_generic_plan', true)), "
+    "(SELECT set_config('enable_seqscan', 'off', true)), pg",
 )
 
 
@@ -384,20 +402,3 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
         work.error = _cause(error)
     if restricted and connection.in_transaction():
         lift(connection)
-
-
-def _prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: bool) -> None:
-    """Have SQLAlchemy, not the driver, begin transactions; and set what SQLite keeps for each connection."""
-
-    @event.listens_for(engine, "connect")
-    def connect(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None
-        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-        use_wal(connection)
-        connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        connection.execute("PRAGMA foreign_keys=ON")
-        connection.execute(f"PRAGMA query_only={'ON' if query_only else 'OFF'}")
-
-    @event.listens_for(engine, "begin")
-    def start(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
