@@ -1,10 +1,10 @@
 """Many rows in few statements, and few round trips: for the paths of every operation
 (`scheduler.journal.accepting.acceptance`, `scheduler.journal.ending.settlement`, `billing.charges`).
 
-On PostgreSQL rows travel as one JSON document, what is written waits and goes out as one statement, and a transaction of
-the writer makes a trip only where somebody waits for an answer: `ask` sends what waits and the questions together, any
-other statement sends what waits before it, and COMMIT goes with the last of it. SQLite has no round trips: all is done at
-once, and `executemany` is as fast, without what SQLAlchemy does for each row.
+On PostgreSQL rows travel as one JSON document, what is written waits and goes out as one statement, and a transaction
+of the writer makes a trip only where somebody waits for an answer: `ask` sends what waits and the questions together,
+any other statement sends what waits before it, and COMMIT goes with the last of it. SQLite has no round trips: all is
+done at once, and `executemany` is as fast, without what SQLAlchemy does for each row.
 
 Also here: the other statements that the two need in different forms.
 """
@@ -12,15 +12,15 @@ Also here: the other statements that the two need in different forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import ColumnElement, Connection, Engine, Select, any_, bindparam, event
+from sqlalchemy import ColumnElement, Connection, Dialect, Engine, Select, any_, bindparam, event
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.dialects.postgresql.psycopg import dialect as psycopg_dialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -30,9 +30,7 @@ Rows = Sequence[dict[str, Any]]
 #: A SELECT by dialect.
 Question = dict[str, Select[Any]]
 _SQLITE = sqlite.dialect()
-_POSTGRES = psycopg_dialect()
 _OUTBOX = "outbox"
-
 
 
 def insert_rows(connection: Connection, table: type[Base], rows: Rows, add: tuple[str, ...] = ()) -> None:
@@ -40,7 +38,7 @@ def insert_rows(connection: Connection, table: type[Base], rows: Rows, add: tupl
     by the primary key."""
     names = tuple(rows[0])
     if connection.dialect.name == "postgresql":
-        _outbox(connection).put(_insert(table, names, add), orjson.dumps(rows).decode())
+        _outbox(connection).put(_insert(table, names, add), orjson.dumps(rows).decode(), table=table.__tablename__)
     else:
         connection.exec_driver_sql(_insert_one(table, names, add), _values(table, names, rows))
 
@@ -50,7 +48,8 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows, key: tupl
     names = tuple(name for name in rows[0] if name not in key)
     if connection.dialect.name == "postgresql":
         firsts = sorted({row[key[0]] for row in rows})
-        _outbox(connection).put(_update(table, names, key), orjson.dumps(rows).decode(), firsts)
+        statement = _update(table, names, key)
+        _outbox(connection).put(statement, orjson.dumps(rows).decode(), firsts, table=table.__tablename__)
     else:
         connection.exec_driver_sql(_update_one(table, names, key), _values(table, (*names, *key), rows))
 
@@ -58,14 +57,14 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows, key: tupl
 def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> list[list[Any]]:
     """The rows that each question finds with its parameters. None depends on the answer of another."""
     if connection.dialect.name == "postgresql":
-        texts = [(text, given | params) for forms, params in questions for text, given in [_compiled(forms["postgresql"])]]
-        return _outbox(connection).send(connection, texts)
+        compiled = [(_compiled(forms["postgresql"], connection.dialect), params) for forms, params in questions]
+        return _outbox(connection).send(connection, [(text, given | params) for (text, given), params in compiled])
     return [list(connection.execute(forms["sqlite"], params)) for forms, params in questions]
 
 
 def tell(connection: Connection, statement: str, *params: Any) -> None:
     """Have a statement of PostgreSQL's done before whatever comes next. It returns nothing that anybody reads."""
-    _outbox(connection).put(statement, *params, alone=True)
+    _outbox(connection).put(statement, *params)
 
 
 def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
@@ -86,18 +85,26 @@ def insert_into(session: Session, table: type[Base]) -> postgresql.Insert:
 # ---- round trips of PostgreSQL
 
 
+@dataclass(frozen=True)
+class _Statement:
+    """`table`: what it writes, if it may be part of one with others."""
+
+    text: str
+    params: tuple[Any, ...]
+    table: str | None
+
+
 class Outbox:
     """What one connection of the writer has to send before anything else, and at the latest with COMMIT."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, tuple[Any, ...], bool]] = []  # the last: it may be part of a larger statement
+        self._waiting: list[_Statement] = []
 
     def clear(self) -> None:
         self._waiting = []
 
-    def put(self, statement: str, *params: Any, alone: bool = False) -> None:
-        """Have a statement wait that returns no rows; `alone`: it is sent as it is, not as a part of one with others."""
-        self._waiting.append((statement, params, not alone))
+    def put(self, text: str, *params: Any, table: str | None = None) -> None:
+        self._waiting.append(_Statement(text, params, table))
 
     def send(
         self, connection: Connection, questions: Sequence[tuple[str, dict[str, Any]]] = (), *, commit: bool = False
@@ -106,14 +113,11 @@ class Outbox:
         statements, self._waiting = _together(self._waiting), []
         driver = connection.connection.driver_connection
         assert isinstance(driver, psycopg.Connection)
+        all_of_it = [*statements, *questions, *([("COMMIT", ())] if commit else [])]
         try:
-            with driver.pipeline():
-                for statement, params in statements:
-                    driver.execute(statement, params or None)  # type: ignore[arg-type]
-                asked = [driver.execute(text, params) for text, params in questions]  # type: ignore[arg-type]
-                if commit:
-                    driver.commit()
-            return [cursor.fetchall() for cursor in asked]
+            with driver.pipeline() if len(all_of_it) > 1 else nullcontext():
+                cursors = [driver.execute(text, params or None) for text, params in all_of_it]  # type: ignore[arg-type]
+            return [cursor.fetchall() for cursor in cursors[len(statements) :][: len(questions)]]
         except psycopg.Error as error:
             raise _as_sqlalchemy(connection, driver, error) from error
 
@@ -122,23 +126,25 @@ class Outbox:
             self.send(connection)
 
     def commit(self, connection: Connection) -> None:
-        if [statement for statement, _, _ in self._waiting] == ["BEGIN"]:
+        if [statement.text for statement in self._waiting] == ["BEGIN"]:
             self.clear()  # nothing was done
         elif self._waiting:
             self.send(connection, commit=True)
 
 
-def _together(waiting: list[tuple[str, tuple[Any, ...], bool]]) -> list[tuple[str, tuple[Any, ...]]]:
-    """What is written without a break becomes one statement."""
-    statements: list[tuple[str, tuple[Any, ...]]] = []
-    for joins, found in groupby(waiting, key=lambda one: one[2]):
-        parts = list(found)
-        if joins:
-            params = tuple(param for _, given, _ in parts for param in given)
-            statements.append((_joined(tuple(text for text, _, _ in parts)), params))
-        else:
-            statements += [(text, params) for text, params, _ in parts]
-    return statements
+def _together(waiting: list[_Statement]) -> list[tuple[str, tuple[Any, ...]]]:
+    """What is written without a break becomes one statement; its parts do not see each other's rows, so each table is
+    in it once."""
+    groups: list[list[_Statement]] = []
+    for statement in waiting:
+        tables = {other.table for other in groups[-1]} if groups else {None}
+        if statement.table is None or statement.table in tables or None in tables:
+            groups.append([])
+        groups[-1].append(statement)
+    return [
+        (_joined(tuple(part.text for part in parts)), tuple(param for part in parts for param in part.params))
+        for parts in groups
+    ]
 
 
 @cache
@@ -173,7 +179,7 @@ def make_few_trips(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        _outbox(connection).put("BEGIN", alone=True)
+        _outbox(connection).put("BEGIN")
 
     @event.listens_for(engine, "before_cursor_execute")
     def execute(connection: Connection, *_: Any) -> None:
@@ -194,9 +200,9 @@ def make_few_trips(engine: Engine) -> None:
 
 
 @cache
-def _compiled(question: Select[Any]) -> tuple[str, dict[str, Any]]:
+def _compiled(question: Select[Any], dialect: Dialect) -> tuple[str, dict[str, Any]]:
     """For psycopg: the text, and the parameters that have their value already."""
-    compiled = question.compile(dialect=_POSTGRES)
+    compiled = question.compile(dialect=dialect)
     return str(compiled), {name: value for name, value in compiled.params.items() if value is not None}
 
 

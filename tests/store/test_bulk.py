@@ -1,4 +1,4 @@
-"""Rows written as one document are the rows that were meant, and a mistake among statements sent together is told."""
+"""Rows written as one document are the rows that were meant, and a mistake in what waits to be sent is told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy import Connection, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from store.bulk import insert_rows, sent_together, update_rows
+from store.bulk import insert_rows, update_rows
 from store.db import Database
 from store.tables import Operation, Organisation
 
@@ -79,9 +79,9 @@ def test_rows_are_changed_by_their_id_and_no_others(database: Database) -> None:
     assert [op.plan for op in operations(database)] == [PLAN] * 3
 
 
-def test_a_mistake_among_statements_sent_together_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:
+def test_a_mistake_in_what_waits_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:
     def mistaken(connection: Connection) -> None:
-        with connection.begin_nested(), sent_together(connection):
+        with connection.begin_nested():
             connection.execute(update(Operation).values(state="done"))
             insert_rows(connection, Operation, [row("y", 1)])  # the lane's number is taken
             connection.execute(update(Operation).values(state="failed"))
