@@ -67,6 +67,12 @@ def tell(connection: Connection, statement: str, *params: Any) -> None:
     _outbox(connection).put(statement, *params)
 
 
+def send_now(connection: Connection) -> None:
+    """Have what waits done, and raise what is wrong with it, while its savepoint can still be undone."""
+    if connection.dialect.name == "postgresql":
+        _outbox(connection).send_before(connection)
+
+
 def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
     """By dialect: whether a column is one of the values of parameter `name`. On PostgreSQL that is one array, so that
     the statement is the same for any number of values, and prepared."""

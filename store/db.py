@@ -30,7 +30,7 @@ from sqlalchemy.exc import DataError, IntegrityError, InternalError, Programming
 from sqlalchemy.orm import Session
 
 from store import audit
-from store.bulk import make_few_trips, tell
+from store.bulk import make_few_trips, send_now, tell
 from store.caller import enter, lift
 from store.commit_mark import CommitMark
 from store.wal import prepare_sqlite
@@ -349,6 +349,8 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, save
     with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
         try:
             results = works[0].context.run(batch, session, [work.item for work in works])
+            if savepoint:
+                send_now(connection)
             session.commit()
         except BaseException as error:
             session.rollback()  # without a savepoint, of all
@@ -396,6 +398,7 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
         with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
             restricted = work.context.run(enter, session)
             work.result = work.context.run(work.run, session)
+            send_now(connection)
             session.commit()
             work.noted = audit.pending(session)
     except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -95,3 +96,35 @@ def test_a_mistake_in_what_waits_is_told_and_undoes_its_savepoint_alone(database
 
     database.write_now(write)
     assert [(op.id, op.state) for op in operations(database)] == [("x", "queued"), ("z", "queued")]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_of_works_that_were_committed_together_only_the_mistaken_one_fails(database: Database, beside: bool) -> None:
+    """Alone or `beside` a work of another kind: rows are written at the latest with COMMIT, and found wrong there."""
+
+    def insert(session: Session, rows: list[dict[str, Any]]) -> list[None]:
+        insert_rows(session.connection(), Operation, rows)
+        return [None for _ in rows]
+
+    async def story() -> list[Any]:
+        works: list[Any] = [
+            database.write_batched(insert, row(*one), lock="a") for one in (("x", 1), ("y", 1), ("z", 2))
+        ]
+        if beside:
+            works.append(database.write(lambda session: insert_rows(session.connection(), Operation, [row("w", 2)])))
+            works.append(database.write(lambda session: insert_rows(session.connection(), Operation, [row("v", 3)])))
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    errors = [type(error) for error in asyncio.run(story())]
+    fine, wrong = type(None), IntegrityError
+    assert errors == [fine, wrong, fine] + ([wrong, fine] if beside else [])
+    assert [op.id for op in operations(database)] == ["x", "z"] + (["v"] if beside else [])
+
+
+def test_rows_that_were_just_inserted_can_be_changed(database: Database) -> None:
+    def write(session: Session) -> None:
+        insert_rows(session.connection(), Operation, [row("x", 1)])
+        update_rows(session.connection(), Operation, [{"id": "x", "state": "done"}])
+
+    database.write_now(write)
+    assert [op.state for op in operations(database)] == ["done"]
