@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
 from store.bulk import insert_rows, update_rows
@@ -128,3 +128,30 @@ def test_rows_that_were_just_inserted_can_be_changed(database: Database) -> None
 
     database.write_now(write)
     assert [op.state for op in operations(database)] == ["done"]
+
+
+def test_a_connection_that_breaks_before_commit_fails_all_of_its_works_and_the_next_one_is_fine(
+    postgres_database: Database,
+) -> None:
+    database = postgres_database
+    database.write_now(lambda session: session.add(Organisation(id="a", name="a", created_at=AT)))
+    broken = []
+
+    def insert(session: Session, rows: list[dict[str, Any]]) -> list[None]:
+        connection = session.connection()
+        if not broken:
+            broken.append(connection.execute(text("SELECT pg_backend_pid()")).scalar_one())
+        insert_rows(connection, Operation, rows)
+        if len(broken) == 1:
+            with database.read() as other:
+                broken.append(other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": broken[0]}))
+        return [None for _ in rows]
+
+    async def story() -> list[Any]:
+        works = [database.write_batched(insert, row(*one), lock="a") for one in (("x", 1), ("y", 2))]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(story())] == [OperationalError] * 2
+    assert operations(database) == []
+    assert asyncio.run(story()) == [None] * 2
+    assert [op.id for op in operations(database)] == ["x", "y"]
