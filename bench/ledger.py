@@ -33,11 +33,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tinker
-from serving import BASE_MODEL, claim, machine, make_key, serve
 from sqlalchemy import insert, text, update
 from sqlalchemy.orm import Session
 from tinker import types
 
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 from billing import ledger
 from billing.budgets import set_budget
 from billing.prices import load_prices

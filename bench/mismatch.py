@@ -39,7 +39,6 @@ import numpy as np
 import torch
 import weft
 from safetensors.torch import load_file, save_file
-from serving import BASE_MODEL, claim, machine, make_key, serve
 from torch import Tensor
 from weft import rl
 from weft.rl.chat.render import TemplateRenderer
@@ -48,6 +47,7 @@ from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from api import cli
 from api.server import worker_programs
 from api.server.worker_process import WorkerProgram
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 from scheduler.links.configs import WorkerConfig
 from workers import __main__ as workers
 from workers.generator.engine import GenerateRequest

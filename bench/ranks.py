@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from peers import transformers_model
-from serving import claim, machine
-from trainer import CONFIG, SEQUENCE, toy
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.peers import transformers_model
+from bench.parts.serving import claim, machine
+from bench.trainer import CONFIG, SEQUENCE, toy
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
