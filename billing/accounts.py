@@ -1,7 +1,7 @@
 """The wallets and budgets that a batch of operations moves: read once, checked and moved in memory, written once.
 
-The caller has the lock of every organisation in the batch (`store.db.take_locks`) until the commit, so values read here
-stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted, `settle`
+The caller has the lock of every organisation in the batch (`store.bulk.take_locks`) until the commit, so values read
+here stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted, `settle`
 when they have ended, and `store` at the end of the batch. Nothing else writes wallets' holds, budgets' counts or the
 remains of grants.
 
@@ -163,7 +163,7 @@ class Accounts:
         now: datetime,
         found: Found | None = None,
     ) -> None:
-        self._session = session
+        self._session, self._connection = session, session.connection()
         self._now = now
         self._wallets: dict[str, WalletRow] = {}
         self._grants: defaultdict[str, list[GrantRow]] = defaultdict(list)
@@ -222,7 +222,7 @@ class Accounts:
 
     def store(self) -> None:
         """Write all changes."""
-        connection = self._session.connection()
+        connection = self._connection
         if wallets := [_of_wallet(wallet) for wallet in self._wallets.values() if wallet.changed]:
             update_rows(connection, Wallet, wallets, key=("org_id",))
         grants = [grant for group in self._grants.values() for grant in group if grant.changed]
@@ -238,7 +238,7 @@ class Accounts:
 
     def _read(self, wanted: dict[str, Any], found: Found | None) -> list[str]:
         """Read wallets and budgets. Returns the organisations with grants that are not used up; most have none."""
-        connection, org_ids = self._session.connection(), wanted["orgs"]
+        connection, org_ids = self._connection, wanted["orgs"]
         rows = found.rows if found is not None and found.wanted == wanted else ask(connection, (READ, wanted))[0]
         if len({row[0] for row in rows}) < len(org_ids):
             make_wallets(self._session, org_ids)
@@ -253,7 +253,7 @@ class Accounts:
 
     def _read_grants(self, org_ids: list[str]) -> None:
         query = _GRANTS.where(_G.org_id.in_(org_ids), _G.remaining_nusd > 0)
-        grants = [GrantRow(*row) for row in self._session.connection().execute(query)]
+        grants = [GrantRow(*row) for row in self._connection.execute(query)]
         for grant in sorted(grants, key=_burning_order):
             self._grants[grant.org_id].append(grant)
 
@@ -306,7 +306,7 @@ class Accounts:
             "memo": f"credit of {grant.created_at:%Y-%m-%d}",
             "at": self._now,
         }
-        self._session.connection().execute(insert(LedgerEntry), [values])
+        self._connection.execute(insert(LedgerEntry), [values])
 
     def _alert(self, budget: BudgetLimit, period: PeriodRow, before_nusd: int) -> None:
         reached = [

@@ -6,12 +6,12 @@ of the writer makes a trip only where somebody waits for an answer: `ask` sends 
 any other statement sends what waits before it, and COMMIT goes with the last of it. SQLite has no round trips: all is
 done at once, and `executemany` is as fast, without what SQLAlchemy does for each row.
 
-Also here: the other statements that the two need in different forms.
+Also here: locks of PostgreSQL, and the other statements that the two databases need in different forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import ColumnElement, Connection, Dialect, Engine, Select, any_, bindparam, event
+from sqlalchemy import ColumnElement, Connection, Dialect, Engine, Select, any_, bindparam, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -31,6 +31,18 @@ Rows = Sequence[dict[str, Any]]
 Question = dict[str, Select[Any]]
 _SQLITE = sqlite.dialect()
 _OUTBOX = "outbox"
+
+_LOCK_ONE = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 6))"
+_LOCK = (
+    "SELECT pg_advisory_xact_lock(key) FROM (SELECT DISTINCT hashtextextended(name, 6) AS key "
+    "FROM unnest(CAST(%s AS text[])) AS name ORDER BY key) AS keys"
+)
+#: How PostgreSQL plans what batches ask: once, for to plan costs more than to do it; and by index, for they name their
+#: rows, and a plan of when a table was small is kept until statistics are taken.
+_PLANS = (
+    "(SELECT set_config('plan_cache_mode', 'force_generic_plan', true)), "
+    "(SELECT set_config('enable_seqscan', 'off', true))"
+)
 
 
 def insert_rows(connection: Connection, table: type[Base], rows: Rows, add: tuple[str, ...] = ()) -> None:
@@ -62,9 +74,20 @@ def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> 
     return [list(connection.execute(forms["sqlite"], params)) for forms, params in questions]
 
 
-def tell(connection: Connection, statement: str, *params: Any) -> None:
-    """Have a statement of PostgreSQL's done before whatever comes next. It returns nothing that anybody reads."""
-    _outbox(connection).put(statement, *params)
+def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
+    """Wait until nobody else has any of these locks, in any process, and have them until the transaction ends. In one
+    order, so that two who want several never wait for each other. SQLite has one writer at a time anyway."""
+    dialect = connection.get_bind().dialect if isinstance(connection, Session) else connection.dialect
+    if names and dialect.name == "postgresql":
+        connection.execute(text(_LOCK.replace("%s", ":names")), {"names": sorted(names)})
+
+
+def lock_first(connection: Connection, names: list[str], *, batches: bool) -> None:
+    """`take_locks` before whatever comes next in this transaction of the writer; of `batches` alone, what comes is
+    planned as they need it."""
+    if connection.dialect.name == "postgresql":
+        lock, given = (_LOCK_ONE, names[0]) if len(names) == 1 else (_LOCK, names)
+        _outbox(connection).put(lock.replace("SELECT", f"SELECT {_PLANS},", 1) if batches else lock, given)
 
 
 def send_now(connection: Connection) -> None:

@@ -17,20 +17,20 @@ import queue
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DataError, IntegrityError, InternalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from store import audit
-from store.bulk import make_few_trips, send_now, tell
+from store.bulk import lock_first, make_few_trips, send_now
 from store.caller import enter, lift
 from store.commit_mark import CommitMark
 from store.wal import prepare_sqlite
@@ -149,8 +149,8 @@ class Database:
     async def write(self, work: Callable[[Session], T], *, lock: str = "") -> T:
         """Run `work` in the writer thread and return what it returned, once that is committed. Its exception is
         raised here, with nothing of it written. Objects that it returns are detached but loaded. `work` must be short
-        and do no I/O of its own: every other writer waits for it. On PostgreSQL nobody else has `lock` (`take_locks`)
-        meanwhile, in any process."""
+        and do no I/O of its own: every other writer waits for it. On PostgreSQL nobody else has `lock`
+        (`store.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._submit(_Work(work, _Awaiting(future, loop), lock=lock))
@@ -159,7 +159,7 @@ class Database:
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
         """Have `batch` do `item`, together with the other items that are waiting for the same `batch`, as the server
         and for nobody in particular; return its result once that is committed. When `batch` raises, each item is done
-        alone. On PostgreSQL nobody else has `lock` (`take_locks`) meanwhile, in any process."""
+        alone. On PostgreSQL nobody else has `lock` (`store.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._submit(_batched(batch, item, lock, _Awaiting(future, loop)))
@@ -253,8 +253,8 @@ class Database:
         batches = all(works[0].batch is not None for works in parts)
         try:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
-                if locks and connection.dialect.name == "postgresql":
-                    tell(connection, _LOCK_FOR_BATCHES if batches else _LOCK, locks)
+                if locks:
+                    lock_first(connection, locks, batches=batches)
                 for works in parts:
                     if works[0].batch is not None:
                         _run_batch(works[0].batch, works, connection, savepoint=savepoints, only=len(group) == 1)
@@ -301,27 +301,6 @@ def _answer(group: list[_Work], error: BaseException | None) -> None:
 def _answer_all(works: list[_Work], error: BaseException | None) -> None:
     for work in works:
         work.answer(error)
-
-
-def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
-    """Wait until nobody else has any of these locks, in any process, and have them until the transaction ends. In one
-    order, so that two who want several never wait for each other. SQLite has one writer at a time anyway."""
-    dialect = connection.get_bind().dialect if isinstance(connection, Session) else connection.dialect
-    if names and dialect.name == "postgresql":
-        connection.execute(text(_LOCK.replace("%s", ":names")), {"names": sorted(names)})
-
-
-_LOCK = (
-    "SELECT pg_advisory_xact_lock(key) FROM (SELECT DISTINCT hashtextextended(name, 6) AS key "
-    "FROM unnest(CAST(%s AS text[])) AS name ORDER BY key) AS keys"
-)
-#: How PostgreSQL plans what batches ask: once, for to plan costs more than to do it; and by index, for they name their
-#: rows, and a plan of when a table was small is kept until statistics are taken.
-_LOCK_FOR_BATCHES = _LOCK.replace(
-    "SELECT pg",
-    "SELECT (SELECT set_config('plan_cache_mode', 'force_generic_plan', true)), "
-    "(SELECT set_config('enable_seqscan', 'off', true)), pg",
-)
 
 
 def _batched(batch: Batch, item: Any, lock: str, waiting: _Waiting) -> _Work:
