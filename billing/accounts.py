@@ -1,9 +1,9 @@
 """The wallets and budgets that a batch of operations moves: read once, checked and moved in memory, written once.
 
 The caller has the lock of every organisation in the batch (`store.bulk.take_locks`) until the commit, so values read
-here stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted, `settle`
-when they have ended, and `store` at the end of the batch. Nothing else writes wallets' holds, budgets' counts or the
-remains of grants.
+here stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted,
+`settle` when they have ended, and `store` at the end of the batch. Nothing else writes wallets' holds, budgets' counts
+or the remains of grants.
 
 Every operation passes here, possibly in a batch of one: hence plain rows and not mapped objects, for speed.
 """
