@@ -15,16 +15,18 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import psycopg
 from sqlalchemy import ColumnElement, Connection, Dialect, Engine, Select, any_, bindparam, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from store.tables import Base
+
+if TYPE_CHECKING:
+    import psycopg
 
 Rows = Sequence[dict[str, Any]]
 #: A SELECT by dialect.
@@ -139,6 +141,8 @@ class Outbox:
         self, connection: Connection, questions: Sequence[tuple[str, dict[str, Any]]] = (), *, commit: bool = False
     ) -> list[list[Any]]:
         """Send what waits, the questions behind it, and COMMIT if asked, in one trip. Raises what SQLAlchemy would."""
+        import psycopg  # which SQLAlchemy has loaded by then
+
         statements, self._waiting = _together(self._waiting), []
         driver = connection.connection.driver_connection
         assert isinstance(driver, psycopg.Connection)
@@ -188,7 +192,7 @@ def _as_sqlalchemy(connection: Connection, driver: psycopg.Connection[Any], erro
     if lost and not connection.invalidated:
         connection.invalidate(error)
     found: Exception = DBAPIError.instance(
-        None, None, error, psycopg.Error, dialect=connection.dialect, connection_invalidated=lost
+        None, None, error, type(error), dialect=connection.dialect, connection_invalidated=lost
     )
     return found
 
