@@ -41,6 +41,7 @@ def test_every_method_has_a_twin_of_its_arguments(client: type, name: str) -> No
 Wrong = Callable[[weft.TrainingClient, weft.SamplingClient], object]
 WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.forward_backward(DATUM, "cross_entropy"), "data is a Datum; give a list of Datum"),
+    (lambda run, _: run.forward_backward(None, "cross_entropy"), "data is a NoneType; give a list of Datum"),  # type: ignore[arg-type]
     (lambda run, _: run.forward_backward([], "cross_entropy"), "data is empty"),
     (lambda run, _: run.forward_backward(MIXED, "ppo"), r"data\[1\] is a dict; give a Datum"),
     (lambda run, _: run.forward([DATUM], len), "loss_fn is a builtin_function_or_method; .* forward_backward_custom"),
@@ -49,7 +50,7 @@ WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.optim_step(adam_params={"learning_rate": 1}), "adam_params must be AdamParams"),
     (lambda run, _: run.save_state("../x"), r"^name: .*got '\.\./x'"),
     (lambda run, _: run.save_state("x", ttl_seconds=1), "^ttl_seconds: .*got 1$"),
-    (lambda run, _: run.save_weights_for_sampler("a b"), "^name: .*got 'a b'"),
+    (lambda run, _: run.save_weights_for_sampler("a b"), "^name: must be of A-Z, .*, got 'a b'"),
     (lambda run, _: run.load_state(7), "^path: .*got 7"),
     (lambda _, sampler: sampler.sample("hello", 1, types.SamplingParams()), "^prompt is text; give token ids"),
     (lambda _, sampler: sampler.sample(UNEVEN, 1, types.SamplingParams()), r"^prompt\[1\] is 2\.5; token ids"),
