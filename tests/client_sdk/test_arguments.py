@@ -6,13 +6,16 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import weft
 from weft import types
+from weft.errors import WeftError
 
+from examples.sft_docs import read_jsonl
 from tests.client_sdk.stub_server import SESSION, Stub, status
 
 CLIENTS = (weft.ServiceClient, weft.TrainingClient, weft.SamplingClient, weft.RestClient, weft.AdminClient)
@@ -36,6 +39,27 @@ def test_every_method_has_a_twin_of_its_arguments(client: type, name: str) -> No
         mine, twin = (inspect.signature(getattr(client, each)) for each in (name, f"{name}_async"))
         assert list(twin.parameters.values()) == list(mine.parameters.values())
         assert inspect.iscoroutinefunction(getattr(client, f"{name}_async"))
+
+
+@pytest.mark.parametrize("key", ["ключ", "tml-ab\n", "tml-\u201cab"])
+def test_a_key_that_no_header_can_hold_is_refused_by_name(key: str) -> None:
+    with pytest.raises(WeftError, match="WEFT_API_KEY or api_key as it was printed"):
+        weft.ServiceClient(base_url="http://127.0.0.1:9", api_key=key)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no conversation"),
+        ('{"messages": []}\n\n{"messages": [}', "line 3: not of"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_the_example_of_supervised_training_names_the_line_it_cannot_read(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_jsonl(file)
 
 
 Wrong = Callable[[weft.TrainingClient, weft.SamplingClient], object]
