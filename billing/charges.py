@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from billing.accounts import Accounts, Payer
-from billing.prices import PriceList
+from billing.prices import PriceError, PriceList
 from store.bulk import insert_rows, sent_together
-from store.tables import LedgerEntry, UsageEvent, UsageHour
+from store.tables import LedgerEntry, Operation, StorageSpan, UsageEvent, UsageHour
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,18 @@ class Posting:
             insert_rows(connection, LedgerEntry, self._entries)
         if self._accounts is not None:
             self._accounts.store()
+
+
+def check_prices(session: Session, prices: PriceList) -> None:
+    """Raises PriceError when something to be charged yet, an operation or storage, is older than all prices."""
+    accepted = session.scalar(select(func.min(Operation.accepted_at)).where(Operation.state == "queued"))
+    stored = session.scalar(select(func.min(StorageSpan.metered_until)))
+    oldest = min(filter(None, (accepted, stored)), default=prices.begins)
+    if oldest < prices.begins:
+        raise PriceError(
+            f"prices: what is not billed yet goes back to {oldest.isoformat()}, and the first version begins at "
+            f"{prices.begins.isoformat()}: keep the version that held then, or let the first begin by then"
+        )
 
 
 def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import orjson
-import psycopg
 from sqlalchemy import ColumnElement, Connection, TextClause, any_, bindparam, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
@@ -57,6 +56,8 @@ def sent_together(connection: Connection) -> Iterator[None]:
     if connection.dialect.name != "postgresql":
         yield
         return
+    import psycopg  # which SQLAlchemy has loaded by then
+
     driver = connection.connection.driver_connection
     assert isinstance(driver, psycopg.Connection)
     try:

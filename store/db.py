@@ -1,9 +1,9 @@
 """The database: many short reads from any thread, and one writer thread that groups commits.
 
 A transaction costs far more than the few rows in it, so the writer runs everything that is waiting in one
-transaction and commits once. There is no timer: an idle writer commits at once, and while it commits the next group
-gathers by itself. Each work of a group runs in its own savepoint, so one that raises fails alone, and every caller is
-answered after the COMMIT that holds its rows.
+transaction and commits once. There is no timer: an idle writer commits as soon as a turn of the event loop brings
+nothing more, and while it commits the next group gathers by itself. Each work of a group runs in its own savepoint, so
+one that raises fails alone, and every caller is answered after the COMMIT that holds its rows.
 
 Works of one kind may also run as one (`write_batched`): a statement for all of them instead of one for each.
 
@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 #: Works in one transaction at most: it bounds how long the first of a group waits for the last.
 GROUP_SIZE = 256
+#: With so many works, an event loop waits for no more before it hands them to the writer.
+ENOUGH = 32
 
 
 class _Waiting(Protocol):
@@ -121,7 +123,7 @@ class Database:
             _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[_Work] | None] = queue.SimpleQueue()
-        self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works of the present turn of each
+        self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works that each has not handed over
         self._closing = threading.Lock()
         self._closed = False
         self._writer = threading.Thread(target=self._write_groups, name="database-writer", daemon=True)
@@ -189,7 +191,7 @@ class Database:
         self._write_engine.dispose()
 
     def _submit(self, work: _Work) -> None:
-        """What comes in one turn of an event loop goes to the writer together: it is woken once, and commits once."""
+        """What comes in turns of an event loop that follow each other goes to the writer together."""
         with self._closing:
             if self._closed:
                 raise RuntimeError("the database is closed")
@@ -200,13 +202,16 @@ class Database:
             of_turn = self._turns.setdefault(loop, [])
             of_turn.append(work)
         if len(of_turn) == 1:
-            loop.call_soon(self._hand_over, loop)
+            loop.call_soon(self._hand_over, loop, 0)
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, before: int) -> None:
+        """Unless this turn has brought more than the `before` of the last: then the next may, too."""
         with self._closing:
-            works = self._turns.pop(loop, [])  # none: the database was closed meanwhile, and took them
-            if works:
-                self._works.put(works)
+            works = self._turns.get(loop, [])  # none: the database was closed meanwhile, and took them
+            if before < len(works) < ENOUGH:
+                loop.call_soon(self._hand_over, loop, len(works))
+            elif works:
+                self._works.put(self._turns.pop(loop))
 
     def _write_groups(self) -> None:
         over = False
