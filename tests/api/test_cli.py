@@ -335,10 +335,17 @@ def test_key_create_prints_a_key_and_nothing_else(tmp_path: Path) -> None:
     database.close()
 
 
+def test_a_key_for_a_folder_that_no_server_has_used_is_made_with_a_word(tmp_path: Path) -> None:
+    """The folder may be a slip of the pen."""
+    out, err = weftd("key", "create", "--data-dir", str(tmp_path / "slip"), "--org", "acme").communicate(timeout=60)
+    assert re.fullmatch(r"tml-\w{8}_.{43}\n", out)
+    assert err == f"weftd: {tmp_path / 'slip'} is new: the key is good for a server that is started on it\n"
+
+
 def test_key_list_and_revoke(tmp_path: Path) -> None:
     def key(*arguments: str) -> str:
         out, err = weftd("key", *arguments, "--data-dir", str(tmp_path)).communicate(timeout=60)
-        assert err == ""
+        assert err == "" or "is new" in err
         return out
 
     secret = key("create", "--org", "acme").strip()
