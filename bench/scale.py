@@ -38,8 +38,9 @@ from typing import Any
 import httpx
 import psutil
 import tinker
-from path import ADAM, batch
-from serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from bench.path import ADAM, batch
 
 TENANTS, SEQUENCES, LENGTH, RANK = 8, 8, 128, 8
 TOKENS = SEQUENCES * LENGTH

@@ -38,9 +38,9 @@ from typing import Any
 
 import psutil
 import tinker
-from path import ADAM, batch
-from serving import BASE_MODEL, claim, machine, make_key, serve
 
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.path import ADAM, batch
 from scheduler.order.homes import STAY_S
 from scheduler.simulator.calibration import calibrate_trainer
 from scheduler.simulator.cluster import Cluster
