@@ -16,13 +16,14 @@ from typing import Any
 
 import click
 from sqlalchemy import delete as delete_rows
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
 from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
 from api.http.archives import archive_ref
 from billing import storage
+from scheduler.journal.ending.outcomes import payload_of
 from scheduler.journal.ending.references import in_use
 from store import audit, tables
 from store.backup.files import digest_of, write_sums
@@ -61,8 +62,8 @@ def export(data_dir: Path | None, config: Path | None, name: str, target: Path) 
         rows = _export_rows(session, org.id, target / "tables")
         missing = sum(not _copy_folder(blobs, ref, target / place) for ref, place in _folders(session, org.id))
         missing += sum(not _copy_file(blobs, ref, target / place) for ref, place in _files(session, org.id))
-        for text, place in _texts(session, org.id):
-            _write(target / place, text.encode())
+        for data, place in _small(session, org.id):
+            _write(target / place, data)
     for file in settings.data_dir.glob(f"telemetry/*/{org.id}.jsonl"):
         _write(target / "telemetry" / f"{file.parent.name}.jsonl", file.read_bytes())
     (target / "README").write_text(_README.format(name=name, at=datetime.now(UTC).isoformat(timespec="seconds")))
@@ -101,12 +102,16 @@ def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
             yield op.result_ref, f"operations/{op.id}.result"
 
 
-def _texts(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
-    """(text, its place in the export) of what lies in the rows of operations instead."""
-    for column, kind in ((Operation.body, "body"), (Operation.result, "result")):
-        query = select(Operation.id, column).where(Operation.org_id == org_id, column.is_not(None))
-        for op_id, text in session.execute(query.execution_options(yield_per=1000)):
-            yield str(text), f"operations/{op_id}.{kind}"
+def _small(session: Session, org_id: str) -> Iterator[tuple[bytes, str]]:
+    """(data, its place in the export) of what lies in the rows of operations instead."""
+    columns = Operation.id, Operation.body, Operation.result, Operation.result_type
+    kept = or_(Operation.body.is_not(None), Operation.result.is_not(None))
+    query = select(*columns).where(Operation.org_id == org_id, kept)
+    for op_id, body, result, result_type in session.execute(query.execution_options(yield_per=1000)):
+        if body is not None:
+            yield body.encode(), f"operations/{op_id}.body"
+        if result is not None:
+            yield payload_of(result, result_type), f"operations/{op_id}.result"
 
 
 def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:

@@ -14,7 +14,7 @@ from scheduler.links.policies import MOST_MOVES, PolicyBoard
 from scheduler.order.operations import Operation
 
 #: Between two times that it is told what has moved: every generator hears everything, so it hears more at once.
-TOGETHER_S = 0.01
+TOGETHER_S = 0.05
 #: The leader looks this often whether Redis has lost something.
 LOOK_AGAIN_S = 2.0
 

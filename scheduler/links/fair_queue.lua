@@ -5,7 +5,8 @@
 --             while it is set aside, with for and till when it is left to one worker; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
---   done a stream, given_up a set of ids, bell a list that wakes idle workers, bell:<worker> one that wakes this one
+--   done a stream, given_up a set of ids, bell:<worker> a list that wakes this worker, b:<model> one that wakes one that
+--   serves this model; watch: who looks again soon for what is left to others, and until when
 
 local function clock(now)
   if now ~= "" then return now end
@@ -13,14 +14,18 @@ local function clock(now)
   return string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000))
 end
 
-local function ring()
-  redis.call("LPUSH", P .. "bell", "1")
-  redis.call("LTRIM", P .. "bell", 0, 63)
+local function strike(bell)
+  redis.call("LPUSH", bell, "1")
+  redis.call("LTRIM", bell, 0, 0)
+  redis.call("EXPIRE", bell, 60)
 end
 
-local function queue(id)
+-- Wakes one worker: it takes all that it has slots for, and wakes another one if there is more.
+local function ring(model) strike(key("b", model)) end
+
+local function queue(id, path)
   insert(id)
-  ring()
+  ring(split(path)[1])
 end
 
 -- An item that is in nobody's hands leaves the place where it waits.
@@ -56,7 +61,7 @@ local function lose(id)
   end
   local facts = redis.call("HMGET", item, "path", "cost")
   correct(facts[1], -number(facts[2]))
-  queue(id)
+  queue(id, facts[1])
   return true
 end
 
@@ -88,7 +93,7 @@ function calls.push(id, path, weights, cost, slots, adapter, body)
   if redis.call("EXISTS", item) == 1 then return 0 end
   redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "adapter", adapter,
     "body", body)
-  queue(id)
+  queue(id, path)
   return 1
 end
 
@@ -150,14 +155,12 @@ local function set_aside(id)
 end
 
 local function leave_to(worker, id, now, others)
-  local item, bell = key("i", id), key("bell", worker)
+  local item = key("i", id)
   set_aside(id)
   redis.call("HSET", item, "for", worker, "till", number(now) + LEFT_MS)
   local slots = math.max(1, number(redis.call("HGET", item, "slots")))
   others.room[worker] = redis.call("HINCRBY", P .. "room", worker, -slots)
-  redis.call("LPUSH", bell, "1")
-  redis.call("LTRIM", bell, 0, 0)
-  redis.call("EXPIRE", bell, 60)
+  strike(key("bell", worker))
 end
 
 local function take(worker, now, id)
@@ -169,48 +172,76 @@ local function take(worker, now, id)
   return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
 end
 
--- What is set aside goes first: it was next before anything that is still queued. Says also whether the item comes from
--- the tree; without an item, whether some are left to others for a moment.
-local function next_for(worker, models, now)
-  local served, left_to_others = {}, false
+-- What is set aside and this worker may take, in order; and whether some are left to others for a moment.
+local function set_aside_for(worker, models, now)
+  local found, left_to_others = {}, false
   for _, model in ipairs(models) do
     for _, id in ipairs(redis.call("LRANGE", key("a", model), 0, MAX_ASIDE - 1)) do
       local whose, till = unpack(redis.call("HMGET", key("i", id), "for", "till"))
       local free = not whose or whose == worker or number(till) < number(now)
-      if free and redis.call("HEXISTS", key("d", id), worker) == 0 then
-        withdraw(id)
-        return id, false
-      end
+      if free and redis.call("HEXISTS", key("d", id), worker) == 0 then found[#found + 1] = id end
       left_to_others = left_to_others or not free
     end
-    served[model] = redis.call("LLEN", key("a", model)) < MAX_ASIDE
   end
-  for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
-    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)), true end
-  end
-  return nil, left_to_others
+  return found, left_to_others
 end
 
+local function next_in_order(models)
+  local served = {}
+  for _, model in ipairs(models) do served[model] = redis.call("LLEN", key("a", model)) < MAX_ASIDE end
+  for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
+    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)) end
+  end
+end
+
+-- One worker at a time looks again soon for what is left to others: whether another one does.
+local function another_watches(worker, now)
+  local till, who = string.match(redis.call("GET", P .. "watch") or "0 ", "^(%d+) (.*)$")
+  return who ~= worker and number(till) > number(now)
+end
+
+local function watch(worker, till) redis.call("SET", P .. "watch", string.format("%d ", till) .. worker, "EX", 60) end
+
+-- What is set aside goes first: it was next before anything that is still queued. With the leases, 1 if this worker is
+-- to look again soon.
 function calls.lease(worker, now, ttl, slots, most, ...)
-  local models, leases, left, again, others = {...}, {}, number(slots), false, nil
-  now = clock(now)
+  local models, leases, left, others, more = {...}, {}, number(slots), nil, true
+  now, most = clock(now), number(most)
   sign(worker, now, ttl, models)
   comes(worker, left)
-  while left > 0 and #leases < number(most) do
-    local id, fresh = next_for(worker, models, now)
-    again = not id and fresh
-    if not id then break end
-    if fresh then others = others or others_than(worker) end
-    local other, size = fresh and better_for(id, worker, left, others), nil
+  local aside, left_to_others = set_aside_for(worker, models, now)
+  while more and left > 0 and #leases < most do
+    local id, fresh, other, size = table.remove(aside, 1), false, nil, nil
+    if id then
+      withdraw(id)
+    else
+      id, fresh = next_in_order(models), true
+    end
+    more = id
+    if more and fresh then
+      others = others or others_than(worker)
+      other = better_for(id, worker, left, others)
+    end
     if other then
       leave_to(other, id, now, others)
-    else
+      left_to_others = true
+    elseif more then
       leases[#leases + 1], size = take(worker, now, id)
       left = left - size
     end
   end
   redis.call("HSET", P .. "room", worker, math.max(0, left))
-  return {leases, again and 1 or 0}
+  if most == 0 then return {leases, 0} end
+  local watching = false
+  if left_to_others and not another_watches(worker, now) then
+    watching = #leases == 0
+    watch(worker, watching and number(now) + LEFT_MS or 0)
+    more = more or not watching -- who has work may be long in coming
+  end
+  for _, model in ipairs(more and models or {}) do
+    if redis.call("EXISTS", key("a", model), key("r", model)) > 0 then ring(model) end
+  end
+  return {leases, watching and 1 or 0}
 end
 
 function calls.renew(worker, now, ttl)
@@ -250,7 +281,7 @@ function calls.decline(id, epoch, why)
   redis.call("SREM", key("h", held[1]), id)
   redis.call("HDEL", item, "worker", "epoch")
   set_aside(id)
-  ring()
+  ring(model)
   return {}
 end
 

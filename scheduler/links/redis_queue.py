@@ -167,10 +167,10 @@ class RedisQueue:
                 pipe.exists(f"{self._prefix}i:{item_id}")
             return {item_id for item_id, there in zip(item_ids, pipe.execute(), strict=True) if there}
 
-    def wait(self, worker: str, timeout_s: float) -> None:
-        """Until there may be something to lease: queued, left to this worker, or no longer left to others. Only for a
-        process's one worker loop."""
-        bells = [f"{self._prefix}bell:{worker}", f"{self._prefix}bell"]
+    def wait(self, worker: str, models: Sequence[str], timeout_s: float) -> None:
+        """Until there may be something of these models to lease: queued, left to this worker, or no longer left to
+        others. Only for a process's one worker loop."""
+        bells = [f"{self._prefix}bell:{worker}", *(f"{self._prefix}b:{model}" for model in models)]
         wait_s, self._longest_wait_s = min(timeout_s, self._longest_wait_s), LONGEST_BLOCK_S
         with reaching():
             self._reader.blpop(bells, wait_s)

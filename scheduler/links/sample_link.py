@@ -127,7 +127,8 @@ class SampleLink:
                 left = deadline - time.monotonic()
                 if work is not None or left <= 0:
                     return work
-                self._queue.wait(self.name, max(0.05, min(left, BEAT_S)))
+                can_take = self._free > 0 and not self._draining
+                self._queue.wait(self.name, self._models if can_take else [], max(0.05, min(left, BEAT_S)))
                 self._looked = 0.0
             except QueueUnreachable as error:
                 left = deadline - time.monotonic()

@@ -128,7 +128,8 @@ class Checkpoint(Base):
 class Operation(Base):
     """The journal. (lane, seq) names an operation for its client: a lane is a run id (strictly ordered) or a sampler
     id (unordered). `state` is queued | done | failed. What a client sent and is answered lies in `body` and
-    `result` where it is small text (`scheduler.journal.rows`), else in the blobs `body_ref` and `result_ref`."""
+    `result` where it is small (`scheduler.journal.rows`; a `result` that is not JSON in base64), else in the blobs
+    `body_ref` and `result_ref`."""
 
     __tablename__ = "operations"
     __table_args__ = (

@@ -97,7 +97,7 @@ def test_a_poll_waits_for_the_event_and_no_longer_than_it_may(world: World) -> N
 def test_results_that_were_fetched_are_dropped(world: World) -> None:
     sampler_id = sampler(world, world.session())
     request_id = submit(world, sampler_id)
-    world.finish(request_id, b"1", sample=1)
+    world.finish(request_id, b"1" * 2000, sample=1)
     ref = world.operation(request_id).result_ref
     assert ref is not None
     poll(world, sampler_id, retrieved_request_ids=["unknown"])

@@ -111,7 +111,7 @@ def test_what_a_client_has_acknowledged_is_written_down_by_any_replica(world: Wo
     """The replica that is told may not be the one that knows the result: its memory has nothing of it."""
     sampler_id = sampler(world, world.session())
     request_id = submit(world, sampler_id)
-    world.finish(request_id, b"x", prefill=3, sample=4)
+    world.finish(request_id, b"x" * 2000, prefill=3, sample=4)
     world.service.journal.answers.clear()
     poll(world, sampler_id, retrieved_request_ids=["unknown", "\0", request_id])
     assert flush(world) == 1

@@ -65,7 +65,7 @@ def test_one_that_waits_is_408_with_its_state(world: World) -> None:
 
 
 def test_a_result_that_is_no_longer_kept_is_410(world: World) -> None:
-    request_id = finished(world, b"x")
+    request_id = finished(world, b"x" * 2000)
     world.service.journal.answers.clear()
     world.service.blobs.delete(world.operation(request_id).result_ref or "")
     reply = retrieve(world, request_id)

@@ -7,9 +7,10 @@ nor push out those of others. What does not fit is read again from the database 
 from __future__ import annotations
 
 import logging
+from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict
 
-from scheduler.journal.rows import small_text
+from scheduler.journal.rows import SMALL_BYTES, small_text
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
 from store.blobs.contract import Blobs, Damaged
@@ -33,8 +34,16 @@ def result_ref(op_id: str) -> str:
 
 
 def text_of(outcome: Outcome) -> str | None:
-    """A result that lies in its operation's row; None for one that is a blob, and of what has failed."""
-    return small_text(outcome.payload) if outcome.error is None and outcome.content_type == JSON else None
+    """A result as it lies in its operation's row, in base64 unless it is JSON; None for one that is a blob, and of what
+    has failed."""
+    if outcome.error is not None or len(outcome.payload) > SMALL_BYTES:
+        return None
+    return small_text(outcome.payload) if outcome.content_type == JSON else b64encode(outcome.payload).decode()
+
+
+def payload_of(text: str, content_type: str | None) -> bytes:
+    """A result that lies in its operation's row."""
+    return text.encode() if content_type in (JSON, None) else b64decode(text)
 
 
 class _Recent:
@@ -111,7 +120,7 @@ class Answers:
         if row.error is not None:
             return Outcome(error=row.error, category=row.error_category or "server")
         if row.result is not None:
-            return Outcome(row.result.encode(), row.result_type or JSON)
+            return Outcome(payload_of(row.result, row.result_type), row.result_type or JSON)
         if row.result_ref is None:
             return Gone()
         try:
@@ -129,7 +138,8 @@ class Answers:
         ended = [op for op in map(self._recent.get, request_ids) if op is not None and op.org_id == org_id]
         for op in ended:
             self._recent.discard(op)
-        return [result_ref(op.id) for op in ended if op.kind == SAMPLE]
+        large = (op for op in ended if op.kind == SAMPLE and op.outcome is not None and text_of(op.outcome) is None)
+        return [result_ref(op.id) for op in large]
 
     def clear(self) -> None:
         """Forget what is in memory; the store still has it."""

@@ -46,6 +46,9 @@ from tests import rows
 
 NOW = datetime.now(UTC)
 RUN = "s:train:0"
+#: Too large for a row: a file.
+RESULT = b"result" * 200
+ANSWERS = {"forward": RESULT, "forward_backward": RESULT, "optim_step": b"result"}
 
 
 class Service:
@@ -79,8 +82,7 @@ class Service:
         for op in pass_.ops:
             if op.final and not op.replay:
                 facts = {"tokens": 10, "size_bytes": 5}
-                payload = b"result" if op.kind in ("forward", "forward_backward", "optim_step") else b""
-                link.send(Done(op.op_id, payload, facts))
+                link.send(Done(op.op_id, ANSWERS.get(op.kind, b""), facts))
         link.send(PassOver(pass_.pass_id, 10, 1, seconds))
 
     def rows(self, table: type[tables.Base]) -> list[Any]:
@@ -320,7 +322,7 @@ def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
     async def after(ids: list[str]) -> None:
         service = Service(folder)
         recover(service.journal, service.database)
-        assert (await outcome(service, ids[0])).payload == b"result"
+        assert (await outcome(service, ids[0])).payload == RESULT
         assert await service.journal.accept(train(1)) == ids[0]
         assert await service.journal.accept(train(2)) == ids[1]
         assert await service.journal.accept(train(4)) == ids[2]  # parked: 3 is still missing

@@ -27,6 +27,7 @@ from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom, Room
 from store.db import Database
 from tests.scheduler.journal.test_journal import (
+    RESULT,
     RUN,
     Service,
     create,
@@ -84,7 +85,7 @@ def test_a_result_that_cannot_be_stored_is_stored_later(
             disk = Disk(monkeypatch, "results/", number)
             pass_ = await service.ask(link, PullPass(["m"]))
             for op in pass_.ops:
-                link.send(Done(op.op_id, b"result", {"tokens": 10}))
+                link.send(Done(op.op_id, RESULT, {"tokens": 10}))
             await until(lambda: disk.refused >= 6)
             waiting = await service.journal.outcome("org", one, 0.05)
             assert isinstance(waiting, Waiting)
@@ -93,7 +94,7 @@ def test_a_result_that_cannot_be_stored_is_stored_later(
                 await service.journal.accept(train(3))
             disk.full = False
             for request_id in (one, two):
-                assert (await outcome(service, request_id)).payload == b"result"
+                assert (await outcome(service, request_id)).payload == RESULT
             assert len(service.rows(tables.UsageEvent)) == 2
 
     go(scenario())
@@ -152,7 +153,7 @@ def test_what_is_left_behind_when_the_database_fails_is_taken_up_by_the_repeat(
                     await service.journal.accept(train(1))
             again = await service.journal.accept(train(1))
             await service.answer(link, await service.ask(link, PullPass(["m"])))
-            assert (await outcome(service, again)).payload == b"result"
+            assert (await outcome(service, again)).payload == RESULT
             assert len([row for row in service.rows(tables.Operation) if row.seq == 1]) == 1
 
     go(scenario())
@@ -173,7 +174,7 @@ def test_what_is_settled_out_of_order_is_replayed_in_order(
         one, two = [await service.journal.accept(train(seq)) for seq in (1, 2)]
         disk = Disk(monkeypatch, f"results/{one[:2]}/{one}")
         for op in (await service.ask(link, PullPass(["m"]))).ops:
-            link.send(Done(op.op_id, b"result", {"tokens": 10}))
+            link.send(Done(op.op_id, RESULT, {"tokens": 10}))
         await outcome(service, two)
         assert disk.refused
         serving.cancel()
@@ -197,7 +198,7 @@ def test_a_trainer_lost_while_one_of_two_is_settled(folder: Path, monkeypatch: p
             one, two, three = [await service.journal.accept(train(seq)) for seq in (1, 2, 3)]
             disk = Disk(monkeypatch, f"results/{one[:2]}/{one}")
             for op in (await service.ask(link, PullPass(["m"]))).ops[:2]:
-                link.send(Done(op.op_id, b"result", {"tokens": 10}))
+                link.send(Done(op.op_id, RESULT, {"tokens": 10}))
             await outcome(service, two)
             asyncio.get_running_loop().call_later(0.1, setattr, disk, "full", False)
         async with service.worker(service.trainer) as link:
@@ -208,7 +209,7 @@ def test_a_trainer_lost_while_one_of_two_is_settled(folder: Path, monkeypatch: p
             assert ops(last) == [(3, False)]
             await service.answer(link, last)
             for request_id in (one, two, three):
-                assert (await outcome(service, request_id)).payload == b"result"
+                assert (await outcome(service, request_id)).payload == RESULT
 
     go(scenario())
 
@@ -303,7 +304,7 @@ def test_a_disk_that_does_not_answer_holds_up_one_run_for_a_while(folder: Path) 
             one, two = [await service.journal.accept(train(seq)) for seq in (1, 2)]
             pass_ = await service.ask(link, PullPass(["m"]))
             assert ops(pass_) == [(1, False), (2, False)]
-            link.send(Done(one, b"result", {"tokens": 10}))
+            link.send(Done(one, RESULT, {"tokens": 10}))
             link.send(SetAside(RUN, "operation 2: OSError, Input/output error", kept=True))
             link.send(PassOver(pass_.pass_id, 10, 1, 0.01))
             again = await service.ask(link, PullPass(["m"]))
@@ -312,7 +313,7 @@ def test_a_disk_that_does_not_answer_holds_up_one_run_for_a_while(folder: Path) 
             again = await service.ask(link, PullPass(["m"]))
             assert ops(again) == [(0, True), (1, True), (2, False)]
             await service.answer(link, again)
-            assert (await outcome(service, two)).payload == b"result"
+            assert (await outcome(service, two)).payload == RESULT
 
     go(scenario())
 
@@ -328,7 +329,7 @@ def test_an_answer_on_its_way_is_not_computed_twice_on_a_run_that_is_held(
             one, _ = [await service.journal.accept(train(seq)) for seq in (1, 2)]
             disk = Disk(monkeypatch, "results/")
             await service.ask(link, PullPass(["m"]))
-            link.send(Done(one, b"result", {"tokens": 10}))
+            link.send(Done(one, RESULT, {"tokens": 10}))
             link.send(SetAside(RUN, "operation 2: OSError", kept=True))
             link.send(PullPass(["m"]))
             await asyncio.sleep(0.2)
@@ -369,8 +370,8 @@ def test_a_large_operation_is_not_given_up_while_it_gets_on(folder: Path) -> Non
                             (made / "x").write_bytes(b"x")
                         link.send(Snapshot(RUN, 0, f"runs/{RUN}/state-0.{life}", large, done))
                     if slices and slices[-1].final:
-                        link.send(Done(large, b"result", {"tokens": 100}))
-                        assert (await outcome(service, large)).payload == b"result"
+                        link.send(Done(large, RESULT, {"tokens": 100}))
+                        assert (await outcome(service, large)).payload == RESULT
                         return
                     if slices:
                         await next_pass(link)  # and dies over the next slice
@@ -424,7 +425,7 @@ def test_a_run_over_whose_replay_trainers_die_waits_and_others_go_on(folder: Pat
                 await service.answer(link, await next_pass(link))
                 if isinstance(await service.journal.outcome("org", pending, 0.2), Outcome):
                     break
-            assert (await outcome(service, pending)).payload == b"result"
+            assert (await outcome(service, pending)).payload == RESULT
 
     go(scenario())
 

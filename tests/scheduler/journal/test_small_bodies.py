@@ -14,11 +14,25 @@ from scheduler.links.messages import Done, PullPass, PullSamples, SampleWork
 from scheduler.order.operations import SequenceReused
 from scheduler.order.plans import Load, Plan, Save, Source
 from store import tables
-from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, ops, outcome, sample, train  # noqa: F401
+from tests.scheduler.journal.test_journal import (
+    RESULT,
+    Service,
+    first_pass,
+    folder,  # noqa: F401
+    go,
+    ops,
+    outcome,
+    sample,
+    train,
+)
+
+#: No text.
+TOKENS = b"\x0a\x00\xff"
 
 
 def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F811
-    """A step lies in its row alone, and is replayed and answered from there; a sample's prompt goes when it ends."""
+    """A step lies in its row alone, and is replayed and answered from there; so does a small sample, whose prompt goes
+    when it ends."""
     step = train(1, "optim_step", b'{"learning_rate":1}')
 
     async def before() -> tuple[str, str]:
@@ -35,11 +49,11 @@ def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F
             work: SampleWork = await service.ask(link, PullSamples(["m"], 4))
             assert [(op.body, op.body_ref) for op in work.ops] == [(b"{}", "")]
             assert [row.body for row in service.rows(tables.Operation) if row.id == sampled] == ["{}"]
-            link.send(Done(sampled, b"tokens", {"prefill": 1, "cached_prefill": 0, "sample": 1}))
+            link.send(Done(sampled, TOKENS, {"prefill": 1, "cached_prefill": 0, "sample": 1}))
             await outcome(service, sampled)
         assert {row.id: row.body for row in service.rows(tables.Operation)}[sampled] is None
         assert service.blobs.listed("ops/*/*") == {}
-        assert list(service.blobs.listed("results/*/*")) == [result_ref(sampled)]
+        assert service.blobs.listed("results/*/*") == {}
         service.database.close()
         return stepped, sampled
 
@@ -47,7 +61,7 @@ def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F
         service = Service(folder)
         recover(service.journal, service.database)
         assert (await outcome(service, stepped)).payload == b"result"
-        assert (await outcome(service, sampled)).payload == b"tokens"
+        assert (await outcome(service, sampled)).payload == TOKENS
         async with service.worker(service.trainer) as link:
             await service.journal.accept(train(2))
             pass_ = await service.ask(link, PullPass(["m"]))
@@ -58,6 +72,20 @@ def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F
         await after(*await before())
 
     go(both())
+
+
+def test_a_large_result_is_a_file(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            trained = await service.journal.accept(train(1))
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            assert (await outcome(service, trained)).payload == RESULT
+        assert list(service.blobs.listed("results/*/*")) == [result_ref(trained)]
+        service.database.close()
+
+    go(scenario())
 
 
 @pytest.mark.parametrize("kind", ["load_state", "save_state"])
