@@ -15,7 +15,7 @@ from store import tables
 #: Tinker counts a forward as prefill: it reads tokens and trains nothing.
 TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 
-#: A result, or a body of JSON, up to this size lies in its operation's row: a file of its own would cost more than the row.
+#: A result, or a body of JSON, up to this size lies in its operation's row: a file would cost more than the row.
 SMALL_BYTES = 1024
 
 _plan = tables.Operation.plan

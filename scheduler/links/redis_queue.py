@@ -167,13 +167,13 @@ class RedisQueue:
                 pipe.exists(f"{self._prefix}i:{item_id}")
             return {item_id for item_id, there in zip(item_ids, pipe.execute(), strict=True) if there}
 
-    def wait(self, worker: str, models: Sequence[str], timeout_s: float) -> None:
+    def wait(self, worker: str, models: Sequence[str], timeout_s: float) -> bool:
         """Until there may be something of these models to lease: queued, left to this worker, or no longer left to
-        others. Only for a process's one worker loop."""
+        others. Whether it was woken. Only for a process's one worker loop."""
         bells = [f"{self._prefix}bell:{worker}", *(f"{self._prefix}b:{model}" for model in models)]
         wait_s, self._longest_wait_s = min(timeout_s, self._longest_wait_s), LONGEST_BLOCK_S
         with reaching():
-            self._reader.blpop(bells, wait_s)
+            return bool(self._reader.blpop(bells, wait_s))
 
     def close(self) -> None:
         self._redis.close()

@@ -39,7 +39,7 @@ FAULTS = {
 
 #: Noticed where workers have room.
 WITH_ROOM = {
-    "a worker gets again what it declined": ('key("d", id), worker) == 0 then found', 'key("d", id), worker) >= 0 then found'),
+    "a worker gets again what it declined": ("worker) == 0 then found", "worker) >= 0 then found"),
     "left to others for ever": ("or number(till) < number(now)", ""),
     "left to others for no time": ("or number(till) < number(now)", "or true"),
     "left to a much fuller one": ("room > 0 and full < least and", "room > 0 and"),
