@@ -11,14 +11,17 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-ROOMS := api billing migrations scheduler store workers weft_server setup.py client_sdk/weft examples bench tools tests
+SERVED := api billing migrations scheduler store weft_server workers client_sdk/weft
+ROOMS := $(SERVED) setup.py examples bench tools tests
 
 .PHONY: help setup vllm demo test retest test-quick soak chaos compat loaders cookbook mutants gpu-bundle gpu-check docs lint format clean
 
 help:
 	@echo "make setup | vllm | demo | test | retest | test-quick | soak | chaos | compat | loaders | cookbook | mutants | gpu-bundle | gpu-check | docs | lint | format | clean"
 
+# Its bytecode, too: who serves from here may not write here, and would compile hundreds of files at each start.
 setup: $(STAMP)
+	@$(BIN)/python -m compileall -q $(SERVED)
 
 # Torch goes first and pinned, so that the rest cannot pull another one. On a GPU machine: make setup TORCH_INDEX=<url>.
 $(STAMP): pyproject.toml setup.py client_sdk/pyproject.toml constraints.txt

@@ -8,7 +8,8 @@ answer has a body: {"detail", "code", "request_id"}: the operation's that is mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import orjson
@@ -38,6 +39,8 @@ log = logging.getLogger("weft.api")
 POLLS = "weft.polls"
 #: Mistakes in one body that are looked at one by one.
 MAX_EXPLAINED = 1000
+#: A longer path is not compared with those that there are.
+LONGEST_PATH = 128
 
 
 class ApiError(Exception):
@@ -260,6 +263,26 @@ def count(request: Request, error: ApiError) -> None:
         service.journal.meters.rate_limited[reason] += 1
 
 
+def not_here(request: Request) -> Response:
+    """No such path: what may have been meant, in OpenAI's form too, whose clients show nothing else."""
+    path = request.scope["path"]
+    short = len(path) <= LONGEST_PATH
+    near = get_close_matches(path, [*_paths(request.app.routes, request.method)], 1, cutoff=0.7) if short else []
+    advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
+    error = NotHere(f"this server has no {request.method} {path}; {advice}")
+    form = {"message": error.detail, "type": "not_found_error", "param": None, "code": error.code}
+    return JSONResponse(body_of(error.detail, error.code) | {"error": form}, error.status)
+
+
+def _paths(routes: Iterable[Any], method: str, prefix: str = "") -> Iterator[str]:
+    """Of all routes that take this method, also those of routers within."""
+    for route in routes:
+        if hasattr(route, "original_router"):
+            yield from _paths(route.original_router.routes, method, prefix + route.include_context.prefix)
+        elif method in (getattr(route, "methods", None) or ()):
+            yield prefix + route.path
+
+
 def install(app: FastAPI) -> None:
     """Give every way to fail its JSON form."""
 
@@ -292,7 +315,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return NotHere(f"this server has no {request.method} {request.scope['path']}").response()
+            return not_here(request)
         if error.status_code == 405:
             why = f"{request.scope['path']} does not take {request.method}"
             return JSONResponse(body_of(why, "method_not_allowed"), 405, error.headers)

@@ -27,10 +27,11 @@ from statistics import fmean
 from typing import Any
 
 import weft
-from serving import BASE_MODEL, claim, machine, make_key, serve
 from weft import rl
 from weft.rl.envs.environment import Prompts
 from weft.rl.loops.train import Recipe
+
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 
 TARGET = 0.84
 SCHEDULES: dict[str, rl.Sync | rl.Async] = {"sync": rl.Sync(), "lag_1": rl.Async(1), "ppo_lag_3": rl.Async(3)}

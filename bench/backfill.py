@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx
 import weft
-from serving import BASE_MODEL, claim, machine, make_key, serve
 from weft import types
+
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 
 SLOTS = 32
 #: Tokens of a batch's groups, of eight sequences each but for the last, which keeps its tenant waiting.

@@ -32,11 +32,11 @@ import httpx
 import msgspec
 import psutil
 from playwright.sync_api import sync_playwright
-from serving import claim, machine
 from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 from api.console.sessions import new_link
+from bench.parts.serving import claim, machine
 from billing import ledger
 from billing.accounts import Payer
 from billing.charges import Charge, settle

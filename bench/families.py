@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generator import BATCH, RANK, running, step_times, write_adapters
-from peers import with_adapters
 from peft import LoraConfig, get_peft_model
-from serving import claim, machine
-from trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 
+from bench.generator import BATCH, RANK, running, step_times, write_adapters
+from bench.parts.peers import with_adapters
+from bench.parts.serving import claim, machine
+from bench.trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 from tests.workers.model.models import FAMILIES, ours, reference
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter
 from workers.model.adapters.imported import read_adapter

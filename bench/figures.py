@@ -90,8 +90,8 @@ def decoding() -> str:
 def decoding_peers() -> str:
     found = read("generator")["peft"]
     rows = [(name, number(seconds)) for name, seconds in found["cpu_s"].items()]
-    table = grid(("64 requests of 32 + 32 tokens", "CPU s"), rows)
-    return f"{claims('generator', only=is_of_peer)}\n\n{table}\n\nParameters of an adapter: {parameters(found)}."
+    shown = [claims("generator", only=is_of_peer), grid(("64 requests of 32 + 32 tokens", "CPU s"), rows)]
+    return "\n\n".join([*shown, f"Parameters of an adapter: {parameters(found)}."])
 
 
 def vllm() -> str:
@@ -135,12 +135,11 @@ def vllm_options() -> str:
 
 def memory() -> str:
     found = read("memory")
-    apart, restart = found["copies"]["a copy each"], found["restart"]
-    held = f"Where each holds its own base they take {number(apart)} copies."
+    restart = found["restart"]
+    held = f"Where each holds its own base they take {number(found['copies']['a copy each'])} copies."
     first, again = (restart[name]["read_bytes"] >> 20 for name in ("first", "again"))
     disk = f"Of {found['weights_mib']:,} MiB, a trainer that starts first reads {first:,} MiB from the disk"
-    said = f"{held} {disk}, one that starts beside a generator {again}."
-    return f"{claims('memory')}\n\n{said}"
+    return f"{claims('memory')}\n\n{held} {disk}, one that starts beside a generator {again}."
 
 
 def backfill() -> str:
@@ -220,10 +219,8 @@ def console() -> str:
         for name, each in found["pages"].items()
     ]
     goal = f"{found['claims'][0]['target']}"
-    table = grid(
-        ("page", "median, ms", "longest, ms", "processor, ms", "drawn, ms"), [*rows, ("goal", goal, "", "", goal)]
-    )
-    return taken(found) + "\n\n" + table
+    head = ("page", "median, ms", "longest, ms", "processor, ms", "drawn, ms")
+    return taken(found) + "\n\n" + grid(head, [*rows, ("goal", goal, "", "", goal)])
 
 
 def simulated() -> str:
@@ -278,27 +275,44 @@ def quarters(runs: list[list[float]]) -> tuple[float, float]:
     return fmean(v for run in runs for v in run[:count]), fmean(v for run in runs for v in run[-count:])
 
 
-def mismatch() -> str:
-    found = read("mismatch")
-    drifts = []
+def drifted(found: dict[str, Any]) -> str:
+    """Of bench/mismatch.py: each setting and loss."""
+    rows = []
     for setting, losses in found["drift"].items():
         asked = found["settings"][setting]
-        told = f"noise {asked['noise']:g}, steps on a batch: {asked['steps']}, {len(asked['seeds'])} seeds"
+        part = asked.get("followed", 1)
+        told = f"noise {asked['noise']:g}, {f'{part:g} of each update, ' if part < 1 else ''}"
+        told += f"steps on a batch: {asked['steps']}, {len(asked['seeds'])} seeds"
         for loss, curves in losses.items():
             first, last = quarters(curves["mismatch_kl"])
             kls = (first, last, quarters(curves["last_kl"])[1])
-            drifts.append((told, loss, *(f"{kl:.1e}" for kl in kls), number(quarters(curves["reward"])[1])))
-    settings = (
+            rows.append((told, loss, *(f"{kl:.1e}" for kl in kls), number(quarters(curves["reward"])[1])))
+    head = (
         *("of the sampler", "loss", "mismatch KL before the first step on a batch, first quarter", "last quarter"),
         *("at the last step, last quarter", "reward, last quarter"),
     )
-    rows = []
-    for kind, points in found["routing"].items():
-        rows += [
-            (f"{kind}, {each['noise']:g}", *(f"{each[name]:.1e}" for name in ("free", "replayed"))) for each in points
-        ]
+    return grid(head, rows)
+
+
+def mismatch() -> str:
+    found = read("mismatch")
+    rows = [
+        (f"{kind}, {each['noise']:g}", *(f"{each[name]:.1e}" for name in ("free", "replayed")))
+        for kind, points in found["routing"].items()
+        for each in points
+    ]
     head = ("mismatch KL by the noise of the routers", "the trainer's choice of experts", "the sampler's, replayed")
-    return "\n\n".join((claims("mismatch"), grid(settings, drifts), grid(head, rows)))
+    return "\n\n".join((claims("mismatch"), drifted(found), grid(head, rows)))
+
+
+def mismatch_followed() -> str:
+    found, rows = read("mismatch_followed"), []
+    for losses in found["drift"].values():
+        for loss, curves in losses.items():
+            grown = sorted(last / first for first, last in (quarters([run]) for run in curves["mismatch_kl"]))
+            rows.append((loss, ", ".join(number(each) for each in grown)))
+    by_seed = grid(("mismatch KL, last quarter / first", "of each seed"), rows)
+    return "\n\n".join((claims("mismatch_followed"), drifted(found), by_seed))
 
 
 def pauses() -> str:
@@ -357,10 +371,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "leader": leader,
     "neighbour": neighbour,
     "console": console,
-    "scale": lambda: claims("scale", "ranks"),
+    "scale": lambda: claims("scale", "ranks", "layouts"),
     "simulated": simulated,
     "simulated-trainers": lambda: claims("simulated_trainers"),
     "mismatch": mismatch,
+    "mismatch-followed": mismatch_followed,
     "async-rl": lambda: claims("async_rl"),
     "recovery-idle": pauses,
     "recovery-embedded": lambda: kills("embedded"),

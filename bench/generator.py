@@ -9,13 +9,13 @@ rounds, as in bench/trainer.py, whose model this is. No service and no network: 
 - distinct: B sequences, each with an adapter of its own (attention and experts, rank 8); one: all with the same; base:
   without. A figure is one decode step of the whole batch, at lengths of 66 to 114 tokens.
 - wide: the same with one layer of Qwen3-30B-A3B's shape (hidden 2048, 128 experts top-8 of width 768; 5 GB of memory).
-- peft: transformers' generate with peft in all its ways (bench/peers.py); prompts and tokens as in `ours`, from the
-  first prompt token to the last sampled one. Where requests come one after another four are timed, and the time is
+- peft: transformers' generate with peft in all its ways (bench/parts/peers.py); prompts and tokens as in `ours`, from
+  the first prompt token to the last sampled one. Where requests come one after another four are timed, and the time is
   scaled. In one batch the 64 rows share four adapters, which is in peft's favour: it multiplies for each adapter apart.
 - swap: every few steps one of 64 tenants gets new weights from disk, which are read beside the steps. Per round of 20
   steps, the longest over their median; the smallest of the rounds, and their median beside it.
 - vllm: 64 requests at once, 32 prompt and 32 sampled tokens: on TorchEngine and on vLLM's own `LLM` (`make vllm`,
-  bench/vllm_peer.py), compiled, each in a process, with 1 thread; by the clock, the most tokens per second of the
+  bench/parts/vllm_peer.py), compiled, each in a process, with 1 thread; by the clock, the most tokens per second of the
   rounds, in turn. base: LoRA is not enabled; then an adapter each, of attention alone, and of experts too. A vLLM for
   the CPU serves no adapters of a mixture of experts without our plugin's patch, which is made to be right, not fast.
 """
@@ -37,10 +37,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import PARTS, Parts, VllmPeer, adapter_parameters, generates, peft_model, shape_of, transformers_model
-from serving import claim, machine
-from trainer import CONFIG, toy
 
+from bench.parts.peers import (
+    PARTS,
+    Parts,
+    VllmPeer,
+    adapter_parameters,
+    generates,
+    peft_model,
+    shape_of,
+    transformers_model,
+)
+from bench.parts.serving import claim, machine
+from bench.trainer import CONFIG, toy
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter

@@ -1,7 +1,7 @@
 """What training many tenants at once, or decoding for them, costs on a GPU: speed, utilisation, memory, and where the
 time goes.
 
-    python bench/gpu.py --decode [--rows 1 8 64] [--length 1024] [--ranks 8 32]    see gpu_decode.py
+    python bench/gpu.py --decode [--rows 1 8 64] [--length 1024] [--ranks 8 32]    see parts/gpu_decode.py
     python bench/gpu.py [--shape qwen3-30b-a3b] [--tenants 1 8 64] [--ranks 8 32] [--tokens 8192] [--json] [--out FILE]
 
 A random-weight model of a published shape, in bfloat16; adapters on everything Tinker trains, in float32. A step is
@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_measure import distinct_adapters, seconds_of, top_kernels
-from serving import machine
 
+from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
+from bench.parts.serving import machine
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, RopeConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
@@ -213,7 +213,7 @@ def training(decoder: Decoder, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decoding(decoder: Decoder, args: argparse.Namespace) -> dict[str, Any]:
-    import gpu_decode  # Triton: only a GPU needs it
+    from bench.parts import gpu_decode  # Triton: only a GPU needs it
 
     results = [
         row

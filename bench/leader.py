@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import msgspec
 import psutil
 import uvloop
-from serving import claim, machine
 from sqlalchemy.orm import Session
 
 from api.server.shared_machines import SharedMachines
+from bench.parts.serving import claim, machine
 from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.journal.ending.completions import CLIENT_STRIDE

@@ -12,8 +12,8 @@
 
 Times are the best of many short rounds, the sample's too, because others use the machine meanwhile. PostgreSQL is a
 throw-away cluster as the tests start it, with its fsync off: what is measured is our work, not the disk's; statistics
-are taken after each round, as autovacuum does, or it would go on reading whole tables by plans that it made when they
-were almost empty. Milliseconds of processor time (`cpu_ms`, `added_cpu_ms`) are this process's alone.
+are taken after each round, as autovacuum does. Milliseconds of processor time (`cpu_ms`, `added_cpu_ms`) are this
+process's alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tinker
-from serving import BASE_MODEL, claim, machine, make_key, serve
 from sqlalchemy import insert, text, update
 from sqlalchemy.orm import Session
 from tinker import types
 
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 from billing import ledger
 from billing.budgets import set_budget
 from billing.prices import load_prices

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from serving import BASE_MODEL, machine
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.serving import BASE_MODEL, machine
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from serving import claim, machine
 from tokenizers import Tokenizer
-from trainer import CONFIG, toy
 
+from bench.parts.serving import claim, machine
+from bench.trainer import CONFIG, toy
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.base.weights import load_decoder

@@ -291,7 +291,7 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from serving import machine
+    from bench.parts.serving import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=400)

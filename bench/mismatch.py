@@ -39,8 +39,6 @@ import numpy as np
 import torch
 import weft
 from safetensors.torch import load_file, save_file
-from serving import BASE_MODEL, claim, machine, make_key, serve
-from torch import Tensor
 from weft import rl
 from weft.rl.chat.render import TemplateRenderer
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
@@ -48,17 +46,13 @@ from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from api import cli
 from api.server import worker_programs
 from api.server.worker_process import WorkerProgram
+from bench.parts.router_noise import mismatch_kl, routing
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 from scheduler.links.configs import WorkerConfig
 from workers import __main__ as workers
-from workers.generator.engine import GenerateRequest
-from workers.generator.engine import SamplingParams as EngineParams
 from workers.generator.torch_engine import TorchEngine
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter
-from workers.model.base.weights import load_decoder
-from workers.model.decoder import Decoder, PackedAttend
-from workers.model.logprobs import target_logprobs
-from workers.model.parts.router import Router
 from workers.model.tiny import TINY_PATH
 
 LOSSES = {
@@ -90,10 +84,7 @@ SETTINGS = {
     "without noise": Setting(0.0, STEPS, ("importance_sampling", "icepop"), SEEDS[:3]),
     "one step": Setting(NOISE, 1, ("importance_sampling", "icepop"), SEEDS[:3]),
 }
-PARTLY = {"noise, part of each update": Setting(NOISE, STEPS, tuple(LOSSES), SEEDS[:3], FOLLOWED)}
-#: Of the routers, in units of their logits and of their weights' standard deviation.
-ROUNDING = (1e-4, 1e-3, 1e-2, 1e-1)
-VOCABULARY = 1500
+PARTLY = {"noise, part of each update": Setting(NOISE, STEPS, tuple(LOSSES), SEEDS, FOLLOWED)}
 
 
 def disturbed(folder: Path, noise: float) -> None:
@@ -241,82 +232,6 @@ def drift(setting: Setting, batches: int) -> dict[str, dict[str, list[list[float
     }
 
 
-def routers(decoder: Decoder) -> list[Router]:
-    return [module for module in decoder.modules() if isinstance(module, Router)]
-
-
-def rounded(decoder: Decoder, size: float) -> None:
-    """Each router chooses by its logits and noise; what the chosen count is the router's own."""
-    generator = torch.Generator().manual_seed(0)
-
-    def choose(router: Router, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_TD, lora, _ = given
-        logits_TE = x_TD @ router.weight.T
-        noisy_TE = logits_TE + size * torch.randn(logits_TE.shape, generator=generator)
-        return x_TD, lora, torch.topk(noisy_TE, router.choices, dim=-1).indices
-
-    for router in routers(decoder):
-        router.register_forward_pre_hook(choose)
-
-
-def reweighted(decoder: Decoder, size: float) -> None:
-    """The weights of each router are off by `size` of their standard deviation."""
-    generator = torch.Generator().manual_seed(0)
-    for router in routers(decoder):
-        weight = router.weight
-        weight += size * weight.std() * torch.randn(weight.shape, generator=generator)
-
-
-KINDS: dict[str, Callable[[Decoder, float], None]] = {"rounding": rounded, "weights": reweighted}
-
-
-def routing(prompts: int, tokens: int) -> dict[str, list[dict[str, float]]]:
-    """Mismatch KL by the size of the noise, without and with replay."""
-    trainer, found = load_decoder(TINY_PATH), dict[str, list[dict[str, float]]]()
-    for kind, disturb in KINDS.items():
-        found[kind] = []
-        for size in ROUNDING:
-            sampler = load_decoder(TINY_PATH)
-            disturb(sampler, size)
-            engine = TorchEngine(sampler, (), slots=32, context=256, prefix_bytes=0)
-            point = {"noise": size} | mismatches(engine, trainer, prompts, tokens)
-            found[kind].append(point)
-    return found
-
-
-def mismatches(engine: TorchEngine, trainer: Decoder, prompts: int, tokens: int) -> dict[str, float]:
-    rng, ratios = np.random.default_rng(1), dict[str, list[np.ndarray]]({"free": [], "replayed": []})
-    asked = {f"r{each}": tuple(rng.integers(0, VOCABULARY, 24).tolist()) for each in range(prompts)}
-    for number, (name, prompt) in enumerate(asked.items()):
-        params = EngineParams(max_tokens=tokens, seed=number, stop_at_eos=False)
-        engine.add(GenerateRequest(name, prompt, params, return_routed_experts=True))
-    ended: list[Any] = []
-    while len(ended) < prompts:
-        ended += engine.step()
-    for finished in ended:
-        [sequence] = finished.sequences
-        routes = torch.from_numpy(sequence.routed_experts).transpose(0, 1).contiguous()
-        for name, forced in (("free", None), ("replayed", routes)):
-            own = scored(trainer, [*asked[finished.id], *sequence.tokens.tolist()], len(sequence.tokens), forced)
-            ratios[name].append(own.astype(np.float64) - sequence.logprobs)
-    return {name: mismatch_kl(np.concatenate(each)) for name, each in ratios.items()}
-
-
-@torch.no_grad()
-def scored(decoder: Decoder, ids: Sequence[int], count: int, routes: Tensor | None) -> np.ndarray:
-    """The trainer's logprobs of the last `count` of `ids`."""
-    length = len(ids) - 1
-    hidden = decoder(torch.tensor(ids[:-1]), torch.arange(length), PackedAttend([length]), None, None, routes)
-    rows = torch.arange(length - count, length)
-    logprobs: np.ndarray = target_logprobs(decoder, hidden, rows, torch.tensor(ids[-count:]), None).numpy()
-    return logprobs
-
-
-def mismatch_kl(log_ratio: np.ndarray) -> float:
-    """Mean of rho - 1 - log rho."""
-    return float((np.exp(log_ratio) - 1 - log_ratio).mean())
-
-
 def quarter(drifted: dict[str, Any], loss: str, what: str, *, first: bool = False) -> float:
     """Mean over all seeds and the last, or first, quarter of the batches."""
     runs = drifted[loss][what]
@@ -324,17 +239,40 @@ def quarter(drifted: dict[str, Any], loss: str, what: str, *, first: bool = Fals
     return fmean(value for run in runs for value in (run[:count] if first else run[-count:]))
 
 
+def growth(drifted: dict[str, Any], loss: str) -> float:
+    return quarter(drifted, loss, "mismatch_kl") / quarter(drifted, loss, "mismatch_kl", first=True)
+
+
+def drifts(drifted: dict[str, Any], loss: str, past: bool) -> dict[str, Any]:
+    """That the mismatch KL of this loss grows `past` twice what it was, or does not."""
+    grown, goal = growth(drifted, loss), "grows past" if past else "stays below"
+    return claim(f"mismatch KL of {loss}, last quarter / first, {goal}", grown, 2.0, (grown > 2.0) == past)
+
+
+def ends_higher(drifted: dict[str, Any], loss: str) -> dict[str, Any]:
+    ahead = quarter(drifted, loss, "reward") - quarter(drifted, "importance_sampling", "reward")
+    return claim(f"final reward of {loss} less that of importance_sampling", ahead, 0.0, ahead >= 0)
+
+
 def claims_of_drift(drifted: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for loss, grows in (("importance_sampling", True), ("icepop", False)):
-        grown = quarter(drifted, loss, "mismatch_kl") / quarter(drifted, loss, "mismatch_kl", first=True)
-        goal = "grows past" if grows else "stays below"
-        name = f"mismatch KL of {loss}, last quarter / first, {goal}"
-        found.append(claim(name, grown, 2.0, grown > 2.0 if grows else grown <= 2.0))
     apart = quarter(drifted, "importance_sampling", "mismatch_kl") / quarter(drifted, "icepop", "mismatch_kl")
-    found.append(claim("mismatch KL of importance_sampling / icepop, last quarter", apart, 2.0, apart >= 2.0))
-    ahead = quarter(drifted, "icepop", "reward") - quarter(drifted, "importance_sampling", "reward")
-    return [*found, claim("final reward of icepop less that of importance_sampling", ahead, 0.0, ahead >= 0)]
+    return [
+        drifts(drifted, "importance_sampling", True),
+        drifts(drifted, "icepop", False),
+        claim("mismatch KL of importance_sampling / icepop, last quarter", apart, 2.0, apart >= 2.0),
+        ends_higher(drifted, "icepop"),
+    ]
+
+
+def claims_of_following(drifted: dict[str, Any]) -> list[dict[str, Any]]:
+    apart = growth(drifted, "importance_sampling") / growth(drifted, "icepop")
+    return [
+        drifts(drifted, "importance_sampling", True),
+        claim("the same, / that of icepop", apart, 2.0, apart >= 2.0),
+        drifts(drifted, "ppo", False),
+        ends_higher(drifted, "icepop"),
+        ends_higher(drifted, "ppo"),
+    ]
 
 
 def claims_of_routing(routed: dict[str, Any]) -> list[dict[str, Any]]:
@@ -379,7 +317,8 @@ def main() -> None:
     if args.quick:
         batches, prompts = 2, 4
         settings = {name: replace(each, seeds=each.seeds[:1]) for name, each in settings.items()}
-    drifts = {name: drift(each, batches) for name, each in settings.items()}
+    drifted = {name: drift(each, batches) for name, each in settings.items()}
+    first = next(iter(drifted.values()))
     routed = {} if args.followed else routing(prompts, 16)
     result = {
         "bench": "mismatch",
@@ -387,9 +326,9 @@ def main() -> None:
         "machine": machine(),
         "batches": batches,
         "settings": {name: asdict(each) | {"seeds": list(each.seeds)} for name, each in settings.items()},
-        "drift": drifts,
+        "drift": drifted,
         "routing": routed,
-        "claims": claims_of_drift(next(iter(drifts.values()))) + (claims_of_routing(routed) if routed else []),
+        "claims": claims_of_following(first) if args.followed else claims_of_drift(first) + claims_of_routing(routed),
     }
     if args.plot:
         plot(result, args.plot)

@@ -3,8 +3,9 @@
     python -m bench.neighbour [--json] [--quick] [--only NAME]...
 
 Starts one real `weftd` with the built-in model. A small tenant, an unmodified `tinker` client in this process, samples
-8 tokens and sends a forward_backward of 16, again and again: alone, and then beside each attack of bench/attacks.py,
-which another process does ten times at once for as long as the small tenant measures. A third one asks for /healthz.
+8 tokens and sends a forward_backward of 16, again and again: alone, and then beside each attack of
+bench/parts/attacks.py, which another process does ten times at once for as long as the small tenant measures. A third
+one asks for /healthz.
 
 - p95 of both operations beside the attack, over their p95 alone. The claim: at most three times as long, or one pass of
   4,096 tokens longer, whichever is more.
@@ -32,9 +33,9 @@ import httpx
 import tinker
 from tinker import types
 
-from bench.attacks import ATTACKS, WORK, Target, new_run
-from bench.probe import forget_peak, peak, slowest_healthz
-from bench.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from bench.parts.attacks import ATTACKS, WORK, Target, new_run
+from bench.parts.probe import forget_peak, peak, slowest_healthz
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 
 EVERY = ATTACKS | WORK
 AT_ONCE = 10

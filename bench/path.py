@@ -7,7 +7,7 @@ client and server share the machine's cores; every figure includes both, but tho
 
 - Round trip of an empty optim_step (submit, execute, commit, long poll) and of get_info over plain HTTP.
 - Operations per second of 16 clients that each keep one empty optim_step in flight.
-- The same two of clients that cost next to nothing, in a process of their own (`bench/light_client.py`), with the
+- The same two of clients that cost next to nothing, in a process of their own (`bench/parts/light_client.py`), with the
   processor time that each of the server's processes takes for an operation.
 - Training and sampling tokens per second, 1 and 16 tenants, the same total work.
 - A small forward submitted behind a neighbour's four batches of 32 x 128 tokens: what it waits beyond its round trip
@@ -27,9 +27,10 @@ from typing import Any
 
 import httpx
 import tinker
-from light_client import Run, measure
-from serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 from tinker import types
+
+from bench.parts.light_client import Run, measure
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 

@@ -1,10 +1,14 @@
 """What a second rank brings a trainer: tokens per second of two ranks over those of one, on bench/trainer.py's model.
 
     python bench/ranks.py [--json] [--out FILE] [--ranks 2] [--rounds 7] [--tokens 4096]
+    python bench/ranks.py --layouts [--tokens 512 --tokens 4096]
 
 Both trainers are worker processes as the server starts them, with one thread for each rank, and take the same passes in
 turn: a forward_backward of each of eight tenants, 512 tokens each by default. The time is the trainer's own for the
 pass, decoding and answers included; the minimum of the rounds counts. The ranks share the model: each holds its part.
+
+`--layouts` compares what ranks may have of the base (`trainer.shard`): a part of everything, gathered layer by layer,
+or a share of the experts, to which tokens travel. Its model has four layers of 128 experts, 8 for each token.
 """
 
 from __future__ import annotations
@@ -18,29 +22,33 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from peers import transformers_model
-from serving import claim, machine
-from trainer import CONFIG, SEQUENCE, toy
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.peers import transformers_model
+from bench.parts.serving import claim, machine
+from bench.trainer import CONFIG, SEQUENCE, toy
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import places
+from workers.model.config import DecoderConfig
 
 TENANTS, ADAPTER_RANK = 8, 8
 TARGET = 1.8
+#: As sparse as Qwen3-30B-A3B: of 128 experts each token has 8.
+SPARSE = replace(CONFIG, num_experts=128, experts_per_token=8)
 
 
 class Trainer:
     """A trainer's process, and the server's end of its link."""
 
-    def __init__(self, folder: Path, model: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, model: Path, ranks: int, shard: str = "all") -> None:
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "workers", "trainer", "--link-fd", str(theirs.fileno())],
@@ -50,7 +58,8 @@ class Trainer:
         theirs.close()
         self.blobs = FolderBlobs(folder / "blobs")
         bounds = TrainerBounds(snapshot_every_tokens=1 << 40)
-        self._send(TrainerConfig(Basics(str(folder), {"toy": str(model)}, device="cpu"), bounds, ranks=ranks))
+        basics = Basics(str(folder), {"toy": str(model)}, device="cpu")
+        self._send(TrainerConfig(basics, bounds, ranks=ranks, shard=shard))
         self._until(PullPass)
         self.work([TrainOp(f"c{n}", f"run{n}", 0, OpKind.CREATE, spec=spec(f"run{n}")) for n in range(TENANTS)])
 
@@ -95,12 +104,12 @@ def body(tenant: int, tokens: int) -> bytes:
     return encode_train_request(TrainBatch(f"run{tenant}", 1, "cross_entropy", data=data))
 
 
-def save_toy(folder: Path) -> Path:
+def save_toy(folder: Path, config: DecoderConfig = CONFIG) -> Path:
     """The toy as a folder that a trainer loads."""
     from safetensors.torch import save_file
 
-    transformers_model(CONFIG).save_pretrained(folder)  # for its config.json
-    tensors = {name: place.target.clone() for name, place in places(toy())}
+    transformers_model(config).save_pretrained(folder)  # for its config.json
+    tensors = {name: place.target.clone() for name, place in places(toy(config))}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -108,30 +117,54 @@ def save_toy(folder: Path) -> Path:
 def compare(ranks: int, tokens: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as place:
         model = save_toy(Path(place) / "toy")
-        trainers = {count: Trainer(Path(place) / f"data{count}", model, count) for count in (1, ranks)}
-        seconds: dict[int, list[float]] = {count: [] for count in trainers}
-        for number in range(-1, rounds):  # the first warms up
-            for count, trainer in trainers.items():
-                ops = []
-                for tenant in range(TENANTS):
-                    ref = f"body{tenant}"
-                    if not trainer.blobs.exists(ref):
-                        trainer.blobs.put(ref, body(tenant, tokens // TENANTS))
-                    op_id, seq = f"f{number}-{tenant}", number + 2
-                    ops.append(TrainOp(op_id, f"run{tenant}", seq, OpKind.FORWARD_BACKWARD, ref))
-                took = trainer.work(ops)
-                if number >= 0:
-                    seconds[count].append(took)
-        for trainer in trainers.values():
-            trainer.close()
+        trainers = {str(count): Trainer(Path(place) / f"data{count}", model, count) for count in (1, ranks)}
+        seconds = timed(trainers, tokens, rounds)
     best = {count: min(found) for count, found in seconds.items()}
     return {
         "ranks": ranks,
         "pass_tokens": tokens,
-        "seconds": {str(count): found for count, found in seconds.items()},
-        "tokens_per_s": {str(count): round(tokens / found) for count, found in best.items()},
-        "speedup": round(best[1] / best[ranks], 3),
+        "seconds": seconds,
+        "tokens_per_s": {count: round(tokens / found) for count, found in best.items()},
+        "speedup": round(best["1"] / best[str(ranks)], 3),
     }
+
+
+def layouts(ranks: int, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Tokens per second of each layout, and of one rank, at each size of a pass."""
+    found: dict[str, Any] = {"ranks": ranks, "passes": [], "claims": []}
+    for tokens in sizes:
+        with tempfile.TemporaryDirectory(prefix="weft-ranks-") as place:
+            model = save_toy(Path(place) / "toy", SPARSE)
+            kinds = {"one rank": (1, "all"), "all": (ranks, "all"), "experts": (ranks, "experts")}
+            trainers = {
+                name: Trainer(Path(place) / name.replace(" ", "-"), model, *kind) for name, kind in kinds.items()
+            }
+            seconds = timed(trainers, tokens, rounds)
+        per_s = {name: round(tokens / min(each)) for name, each in seconds.items()}
+        found["passes"].append({"pass_tokens": tokens, "seconds": seconds, "tokens_per_s": per_s})
+        ratio, name = per_s["experts"] / per_s["all"], f'shard = "experts" / "all", tokens/s at {tokens}-token passes'
+        found["claims"].append(claim(name, ratio, 1.0, ratio >= 1.0))
+    return found
+
+
+def timed(trainers: dict[str, Trainer], tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each trainer's passes, taken in turns; the trainers are closed."""
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for number in range(-1, rounds):  # the first warms up
+        for name, trainer in trainers.items():
+            ops = []
+            for tenant in range(TENANTS):
+                ref = f"body{tenant}"
+                if not trainer.blobs.exists(ref):
+                    trainer.blobs.put(ref, body(tenant, tokens // TENANTS))
+                op_id, seq = f"f{number}-{tenant}", number + 2
+                ops.append(TrainOp(op_id, f"run{tenant}", seq, OpKind.FORWARD_BACKWARD, ref))
+            took = trainer.work(ops)
+            if number >= 0:
+                seconds[name].append(took)
+    for trainer in trainers.values():
+        trainer.close()
+    return seconds
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,10 +173,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="write the result there too")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a pass, over all tenants")
+    parser.add_argument(
+        "--tokens", type=int, action="append", help="of a pass, over all tenants (with --layouts: repeat)"
+    )
+    parser.add_argument("--layouts", action="store_true", help="compare trainer.shard = all and experts")
     args = parser.parse_args(argv)
-    found = compare(args.ranks, args.tokens, args.rounds)
-    name = f"{args.ranks} ranks / one rank, tokens/s at {args.tokens}-token passes"
+    if args.layouts:
+        return show_layouts(args.ranks, args.tokens or [512, 4096], args.rounds, args.out, args.json)
+    tokens = (args.tokens or [4096])[0]
+    found = compare(args.ranks, tokens, args.rounds)
+    name = f"{args.ranks} ranks / one rank, tokens/s at {tokens}-token passes"
     result = {
         "machine": machine(),
         **found,
@@ -153,6 +192,19 @@ def main(argv: Sequence[str]) -> int:
     if args.out is not None:
         args.out.write_text(text + "\n")
     print(text if args.json else f"{name}: {found['speedup']:.2f} ({found['tokens_per_s']})")
+    return 0
+
+
+def show_layouts(ranks: int, sizes: Sequence[int], rounds: int, out: Path | None, as_json: bool) -> int:
+    result = {"machine": machine(), **layouts(ranks, sizes, rounds)}
+    text = json.dumps(result, indent=2)
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        print(text)
+        return 0
+    for each, claimed in zip(result["passes"], result["claims"], strict=True):
+        print(f"{claimed['name']}: {claimed['value']:.2f} ({each['tokens_per_s']})")
     return 0
 
 

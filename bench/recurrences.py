@@ -25,10 +25,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from generator import BATCH, running
-from serving import claim, machine
-from trainer import toy
 
+from bench.generator import BATCH, running
+from bench.parts.serving import claim, machine
+from bench.trainer import toy
 from workers.generator.torch_engine import TorchEngine
 from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
 from workers.model.parts import gated_delta, mamba2, one_token

@@ -12,8 +12,9 @@
   run that waited longest, less what a run usually waits. States are saved every 2,048 tokens: a replay of two steps.
 - Then a trainer is told to leave (SIGTERM), its runs move to the other one, its successor joins, and runs move to it:
   the longest that any run waited for a result meanwhile, in passes of that time (the mean of `busy_s` / `passes`), less
-  what runs wait where one trainer has all of them anyway (the 95th percentile, on the service with one, just before):
-  meanwhile it has, and what that costs is the load's doing, not the move's.
+  what runs wait where one trainer has all of them anyway (the 95th percentile, on the service with one, just before, in
+  passes of that time): meanwhile it has, and what that costs is the load's doing, not the move's. Each is in passes of
+  its own time because a pass takes longer while two trainers share the cores than while one has them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from typing import Any
 import httpx
 import psutil
 import tinker
-from path import ADAM, batch
-from serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from bench.path import ADAM, batch
 
 TENANTS, SEQUENCES, LENGTH, RANK = 8, 8, 128, 8
 TOKENS = SEQUENCES * LENGTH
@@ -183,10 +185,15 @@ def waits_on_one(service: Service, calm_s: float) -> dict[str, float]:
     """What runs usually wait for a result while one trainer has them all, in seconds."""
     with service.at_work():
         service.all_after(time.monotonic())
-        began = time.monotonic()
+        began, before = time.monotonic(), service.stats()
         time.sleep(calm_s)
-        found = service.waits(began, time.monotonic())
-    return {"p50_s": percentile(found, 0.5), "p95_s": percentile(found, 0.95)}
+        found, after = service.waits(began, time.monotonic()), service.stats()
+    return {"p50_s": percentile(found, 0.5), "p95_s": percentile(found, 0.95), "pass_s": pass_s(before, after)}
+
+
+def pass_s(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """What a pass took between two `stats`, on average."""
+    return float((after["busy_s"] - before["busy_s"]) / (after["passes"] - before["passes"]))
 
 
 def disturbances(service: Service, calm_s: float) -> dict[str, float]:
@@ -208,8 +215,8 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
         service.shared(2)
         service.all_after(time.monotonic())
         pause_s, after = max(service.gaps(told, time.monotonic())), service.stats()
-    pass_s = (after["busy_s"] - before["busy_s"]) / (after["passes"] - before["passes"])
-    return {"usual_s": usual_s, "death_s": death_s, "moves": after["moves"], "pause_s": pause_s, "pass_s": pass_s}
+    figures = {"usual_s": usual_s, "death_s": death_s, "moves": after["moves"], "pause_s": pause_s}
+    return figures | {"pass_s": pass_s(before, after)}
 
 
 def main() -> None:
@@ -248,7 +255,7 @@ def main() -> None:
     best = {trainers: max(figures) for trainers, figures in through.items()}
     ratio, inside = best[2] / best[1], max(alone[2]) / max(alone[1])
     death_s = disturbed["death_s"] - disturbed["usual_s"]
-    passes = max(0.0, disturbed["pause_s"] - on_one["p95_s"]) / disturbed["pass_s"]
+    passes = max(0.0, disturbed["pause_s"] / disturbed["pass_s"] - on_one["p95_s"] / on_one["pass_s"])
     result = {
         "bench": "scale",
         "compares": "two trainers of one thread with one, through the API, in turns; a death, and moves",

@@ -3,18 +3,20 @@
     python bench/simulate.py [--json] [--rounds 2]           # eight minutes
 
 Two embedded services, one with one trainer and one with two, each trainer with one thread, on cores that clients and
-servers share. Two things are found with loads that are not predicted: what a pass takes (`calibrate_trainer`), from
-five that differ in stages, slices, steps and tokens, in processor time of the trainers, which other work on the machine
-makes little longer; and what a client takes between two steps, with one client alone. Then other loads are played on
-the virtual clock. All loads run on both services in turns, and rounds are summed, so that what disturbs one disturbs
-all. `weftd simulate --check` is the same of generators.
+servers share. Two things are found with loads that are not predicted: what a pass takes (`calibrate_trainer`), from six
+that differ in stages, slices, steps, tokens and lengths, in processor time of the trainers, which other work on the
+machine makes little longer; and what a client takes between two steps, with one client alone. Then other loads are
+played on the virtual clock. All loads run on both services in turns, and rounds are summed, so that what disturbs one
+disturbs all. `weftd simulate --check` is the same of generators.
 
 Of each load, as played and as measured:
 
 - tokens in a pass, and the trainers' processor time of a pass;
 - trained tokens in the time of a pass: that of the load `large`, played and on the wall in the same rounds, so that a
   machine that is slowed is no error;
-- what each tenant had of it: the part of all tokens that went to another tenant than was played.
+- what each tenant had of it: the part of all tokens that went to another tenant than was played. Which of several
+  tenants with the same load has less than the others, where they cannot be even, is chance: of each such group the one
+  that has most is beside the one that was played to have most, and so on.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from typing import Any
 
 import psutil
 import tinker
-from path import ADAM, batch
-from serving import BASE_MODEL, claim, machine, make_key, serve
 
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.path import ADAM, batch
 from scheduler.order.homes import STAY_S
 from scheduler.simulator.calibration import calibrate_trainer
 from scheduler.simulator.cluster import Cluster
@@ -56,7 +58,7 @@ pass_tokens = {PASS_TOKENS}
 threads = 1
 """
 #: Seconds that a load runs before it counts, and while it counts, in a round; and on the virtual clock. Where it counts
-#: what lives where, it takes longer: placing remembers what other runs were served (`scheduler.order.homes`).
+#: what lives where, it takes longer: placing remembers what other runs had outstanding (`scheduler.order.homes`).
 WARM_S, PLACED_S, COUNTED_S, PLAYED_S = 1.0, 2 * STAY_S, 4.0, 200.0
 
 
@@ -69,6 +71,19 @@ class Load:
     in_flight: int = 2
     backwards: int = 1
 
+    def tokens(self, tenant: int) -> int:
+        """Of a batch."""
+        return math.prod(self.batches[tenant])
+
+    def pairs(self, tenant: int) -> int:
+        sequences, length = self.batches[tenant]
+        return sequences * length**2
+
+    def parts(self, tokens: Sequence[float]) -> list[float]:
+        """Of all tokens, what each tenant had; tenants with the same batch in the order of that."""
+        ordered = sorted(zip(self.batches, tokens, strict=True))
+        return [part / sum(tokens) for _, part in ordered]
+
 
 CALIBRATING = {
     "alone": Load([(1, 32)], in_flight=1),
@@ -76,6 +91,7 @@ CALIBRATING = {
     "many": Load([(1, 64)] * 8),
     "gathering": Load([(1, 64)] * 8, backwards=4),
     "large": Load([(8, 128)] * 8),
+    "long": Load([(1, 1024)] * 4),
 }
 CASES = {
     "three alike": Load([(4, 128)] * 3),
@@ -118,9 +134,11 @@ class Counted:
     backwards: Counter[str] = field(default_factory=Counter)
 
     def add(self, window: Window, passes: Sequence[Pass]) -> None:
+        load = LOADS[window.load]
         inside = [one for one in passes if window.began_s <= one.ended_s < window.ended_s]
         for one in inside:
-            counts = one.backwards.total(), one.steps.total(), one.tokens
+            pairs = sum(of * load.pairs(_number(tenant)) for tenant, of in one.backwards.items())
+            counts = one.backwards.total(), one.steps.total(), one.tokens, pairs
             self.work.add(Work(int(one.tokens > 0), len(one.stages), *counts))
             self.passes_s += one.ended_s - one.began_s
             self.backwards += one.backwards
@@ -136,6 +154,10 @@ class Window:
     began_s: float
     ended_s: float
     cpu_s: float
+
+
+def _number(tenant: str) -> int:
+    return int(tenant.removeprefix("tenant-"))
 
 
 class Service:
@@ -244,7 +266,7 @@ class Figures:
     @classmethod
     def of(cls, work: Work, tokens_per_s: float, pass_s: float, parts: Sequence[float]) -> Figures:
         per_pass = work.tokens / work.passes, 1e3 * work.seconds / work.passes
-        return cls(*per_pass, tokens_per_s * pass_s, [part / sum(parts) for part in parts])
+        return cls(*per_pass, tokens_per_s * pass_s, list(parts))
 
     def off(self, other: Figures) -> dict[str, float]:
         """Relative errors of these figures, which were played; and the part of the tokens that others had."""
@@ -263,12 +285,12 @@ def played(cluster: Cluster, load: Load, pass_s: float) -> Figures:
     ]
     result = Simulation(cluster, loads).run(PLAYED_S, WARM_S)
     trained = [tenant.trained_tokens for tenant in result.tenants]
-    return Figures.of(result.trainers, result.trained_tokens / result.seconds, pass_s, trained)
+    return Figures.of(result.trainers, result.trained_tokens / result.seconds, pass_s, load.parts(trained))
 
 
 def measured(found: Counted, load: Load, pass_s: float) -> Figures:
-    tokens = [math.prod(size) * found.backwards[f"tenant-{i}"] for i, size in enumerate(load.batches)]
-    return Figures.of(found.work, found.work.tokens / found.wall_s, pass_s, tokens)
+    tokens = [load.tokens(i) * found.backwards[f"tenant-{i}"] for i in range(len(load.batches))]
+    return Figures.of(found.work, found.work.tokens / found.wall_s, pass_s, load.parts(tokens))
 
 
 @contextmanager
@@ -285,7 +307,7 @@ def beside(trainers: int, found: Mapping[str, Counted]) -> dict[str, Any]:
     cluster, large = calibrated(trainers, found), found["large"]
     counts = large.work
     played_s = cluster.pass_takes_s(
-        *(of / counts.passes for of in (counts.tokens, counts.stages, counts.slices, counts.light))
+        *(of / counts.passes for of in (counts.tokens, counts.stages, counts.slices, counts.light, counts.pairs))
     )
     measured_s = large.passes_s / counts.passes
     loads = {}
@@ -297,7 +319,7 @@ def beside(trainers: int, found: Mapping[str, Counted]) -> dict[str, Any]:
         loads[name] = {"played": asdict(mine), "measured": asdict(theirs), "off": mine.off(theirs)}
     rate = cluster.trained_tokens_per_s_per_gpu
     times = {"stage": cluster.pass_s, "slice": cluster.slice_s, "step": cluster.light_s, "token": 1 / rate}
-    times["turnaround"] = cluster.turnaround_s
+    times |= {"pair": cluster.pair_s, "turnaround": cluster.turnaround_s}
     return {"cpu_ms": {name: 1e3 * of for name, of in times.items()}, "loads": loads,
             "counted": {name: {**asdict(one.work), "wall_s": one.wall_s} for name, one in found.items()}}  # fmt: skip
 

@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     args = parser.parse_args()
-    from serving import claim, machine, make_key, serve
+    from bench.parts.serving import claim, machine, make_key, serve
 
     rates: dict[str, dict[str, list[float]]] = {"weft": {}, "skyrl": {}}
     with ExitStack() as stack:

@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 import tinker
 import torch
-from path import ADAM, batch
-from serving import BASE_MODEL, claim, machine, make_key, serve
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.path import ADAM, batch
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder

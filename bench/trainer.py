@@ -12,8 +12,8 @@ in a trained model (with embeddings of 0.02 all tokens of a random model crowd o
 - one: the same tokens as one group with one adapter;
 - base: frozen, gradients of the inputs alone: what no adapter can beat;
 - sequential: the N tenants one after another, through the same code; peft: the same through transformers and peft
-  (bench/peers.py), which trains one adapter at a time. Of these at most four tenants are timed and the time is scaled:
-  neither gets slower with N;
+  (bench/parts/peers.py), which trains one adapter at a time. Of these at most four tenants are timed and the time is
+  scaled: neither gets slower with N;
 - batched_attention, peft_attention: the same with adapters on attention alone, equal on both sides;
 - apart: every group's products alone, the fallback where rows depend on their neighbours; unpadded: packed, without
   the padding that keeps tenants apart.
@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import adapter_parameters, peft_model, shape_of
-from serving import claim, machine
 
+from bench.parts.peers import adapter_parameters, peft_model, shape_of
+from bench.parts.serving import claim, machine
 from workers.model import base_mm
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig

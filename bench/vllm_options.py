@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from serving import claim, machine
 
+from bench.parts.serving import claim, machine
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.adapters import LoraLimits, targets

@@ -1,9 +1,9 @@
 """The wallets and budgets that a batch of operations moves: read once, checked and moved in memory, written once.
 
-The caller has the lock of every organisation in the batch (`store.db.take_locks`) until the commit, so values read here
-stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted, `settle`
-when they have ended, and `store` at the end of the batch. Nothing else writes wallets' holds, budgets' counts or the
-remains of grants.
+The caller has the lock of every organisation in the batch (`store.bulk.take_locks`) until the commit, so values read
+here stay true, whatever other processes do; that makes limits hard. `hold` is called when operations are accepted,
+`settle` when they have ended, and `store` at the end of the batch. Nothing else writes wallets' holds, budgets' counts
+or the remains of grants.
 
 Every operation passes here, possibly in a batch of one: hence plain rows and not mapped objects, for speed.
 """
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Select, and_, bindparam, exists, insert, select, update
+from sqlalchemy import Select, and_, exists, insert, select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from billing.wallets import available_nusd, make_wallets
-from store.bulk import among, insert_into
+from store.bulk import Question, among, ask, insert_into, insert_rows, update_rows
 from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
 
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
@@ -30,7 +30,7 @@ _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
 
 def _read(dialect: str) -> Select[Any]:
     """Each wallet with each of its budgets and that budget's periods: one row with None for them if there are none."""
-    of_payer = and_(_B.org_id == _W.org_id, among(_B.scope_id, "scopes")[dialect])
+    of_payer = and_(_B.org_id == _W.org_id, among(_B.org_id, "orgs")[dialect], among(_B.scope_id, "scopes")[dialect])
     of_time = and_(_P.budget_id == _B.id, among(_P.start, "starts")[dialect])
     return (
         select(
@@ -43,20 +43,8 @@ def _read(dialect: str) -> Select[Any]:
     )
 
 
-_READ = {dialect: _read(dialect) for dialect in ("postgresql", "sqlite")}
+READ: Question = {dialect: _read(dialect) for dialect in ("postgresql", "sqlite")}
 _GRANTS = select(_G.id, _G.org_id, _G.kind, _G.remaining_nusd, _G.created_at, _G.expires_at)
-_SET_WALLET = (
-    update(Wallet)
-    .where(_W.org_id == bindparam("of"))
-    .values(balance_nusd=bindparam("balance"), held_nusd=bindparam("held"))
-)
-_SET_GRANT = update(CreditGrant).where(_G.id == bindparam("of")).values(remaining_nusd=bindparam("remaining"))
-_SET_PERIOD = (
-    update(BudgetPeriod)
-    .where(_P.budget_id == bindparam("of"), _P.start == bindparam("since"))
-    .values(spent_nusd=bindparam("spent"), held_nusd=bindparam("held"))
-)
-
 #: The start of the single period of a total budget.
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -147,18 +135,42 @@ def period_start(period: str, at: datetime) -> datetime:
     return datetime(at.year, at.month, 1, tzinfo=UTC)
 
 
-class Accounts:
-    """The accounts of some payers. `at` are the times at which their operations were accepted."""
+def wanted(payers: Collection[Payer], at: Collection[datetime]) -> dict[str, Any]:
+    """The parameters of READ for these payers and times."""
+    scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
+    months = {period_start("month", when) for when in at}
+    orgs = sorted({payer.org_id for payer in payers})
+    return {"orgs": orgs, "scopes": sorted(scope_ids), "starts": [EVER, *sorted(months)]}
 
-    def __init__(self, session: Session, payers: Collection[Payer], at: Collection[datetime], now: datetime) -> None:
-        self._session = session
+
+@dataclass(frozen=True)
+class Found:
+    """The rows that READ has found, and what they were asked for with."""
+
+    wanted: dict[str, Any]
+    rows: list[Any]
+
+
+class Accounts:
+    """The accounts of some payers. `at` are the times at which their operations were accepted; `found` is what is read
+    of them already, in this transaction."""
+
+    def __init__(
+        self,
+        session: Session,
+        payers: Collection[Payer],
+        at: Collection[datetime],
+        now: datetime,
+        found: Found | None = None,
+    ) -> None:
+        self._session, self._connection = session, session.connection()
         self._now = now
         self._wallets: dict[str, WalletRow] = {}
         self._grants: defaultdict[str, list[GrantRow]] = defaultdict(list)
         self._budgets: defaultdict[tuple[str, str, str], list[BudgetLimit]] = defaultdict(list)
         self._periods: dict[tuple[str, datetime], PeriodRow] = {}
         self._limits_of: dict[tuple[Payer, datetime], list[tuple[BudgetLimit, PeriodRow]]] = {}
-        granted = self._read(payers, at)
+        granted = self._read(wanted(payers, at), found)
         if granted:
             self._read_grants(granted)
 
@@ -210,37 +222,27 @@ class Accounts:
 
     def store(self) -> None:
         """Write all changes."""
-        connection = self._session.connection()
-        wallets = [wallet for wallet in self._wallets.values() if wallet.changed]
-        if wallets:
-            values = [{"of": w.org_id, "balance": w.balance_nusd, "held": w.held_nusd} for w in wallets]
-            connection.execute(_SET_WALLET, values)
+        connection = self._connection
+        if wallets := [_of_wallet(wallet) for wallet in self._wallets.values() if wallet.changed]:
+            update_rows(connection, Wallet, wallets, key=("org_id",))
         grants = [grant for group in self._grants.values() for grant in group if grant.changed]
         if grants:
-            connection.execute(_SET_GRANT, [{"of": grant.id, "remaining": grant.remaining_nusd} for grant in grants])
+            update_rows(connection, CreditGrant, [{"id": g.id, "remaining_nusd": g.remaining_nusd} for g in grants])
         moved = [period for period in self._periods.values() if period.changed]
-        made = [_values(period) for period in moved if period.new]
-        if made:
-            connection.execute(insert(BudgetPeriod), made)
-        kept = [period for period in moved if not period.new]
-        if kept:
-            rows = [{"of": p.budget_id, "since": p.start, "spent": p.spent_nusd, "held": p.held_nusd} for p in kept]
-            connection.execute(_SET_PERIOD, rows)
+        if made := [_of_period(period) for period in moved if period.new]:
+            insert_rows(connection, BudgetPeriod, made)
+        if kept := [_of_period(period) for period in moved if not period.new]:
+            update_rows(connection, BudgetPeriod, kept, key=("budget_id", "start"))
 
     # ---- reading
 
-    def _read(self, payers: Collection[Payer], at: Collection[datetime]) -> list[str]:
+    def _read(self, wanted: dict[str, Any], found: Found | None) -> list[str]:
         """Read wallets and budgets. Returns the organisations with grants that are not used up; most have none."""
-        org_ids = sorted({payer.org_id for payer in payers})
-        scope_ids = {scope_id for payer in payers for scope_id in payer.scope_ids().values()}
-        months = {period_start("month", when) for when in at}
-        wanted = {"orgs": org_ids, "scopes": sorted(scope_ids), "starts": [EVER, *sorted(months)]}
-        connection = self._session.connection()
-        read = _READ[connection.dialect.name]
-        rows = connection.execute(read, wanted).all()
+        connection, org_ids = self._connection, wanted["orgs"]
+        rows = found.rows if found is not None and found.wanted == wanted else ask(connection, (READ, wanted))[0]
         if len({row[0] for row in rows}) < len(org_ids):
             make_wallets(self._session, org_ids)
-            rows = connection.execute(read, wanted).all()
+            (rows,) = ask(connection, (READ, wanted))
         self._wallets = {row[0]: WalletRow(*row[:5]) for row in rows}
         budgets = {row[6]: BudgetLimit(*row[6:14]) for row in rows if row[6] is not None}
         for limit in budgets.values():
@@ -251,7 +253,7 @@ class Accounts:
 
     def _read_grants(self, org_ids: list[str]) -> None:
         query = _GRANTS.where(_G.org_id.in_(org_ids), _G.remaining_nusd > 0)
-        grants = [GrantRow(*row) for row in self._session.connection().execute(query)]
+        grants = [GrantRow(*row) for row in self._connection.execute(query)]
         for grant in sorted(grants, key=_burning_order):
             self._grants[grant.org_id].append(grant)
 
@@ -304,7 +306,7 @@ class Accounts:
             "memo": f"credit of {grant.created_at:%Y-%m-%d}",
             "at": self._now,
         }
-        self._session.connection().execute(insert(LedgerEntry), [values])
+        self._connection.execute(insert(LedgerEntry), [values])
 
     def _alert(self, budget: BudgetLimit, period: PeriodRow, before_nusd: int) -> None:
         reached = [
@@ -353,6 +355,10 @@ def _burning_order(grant: GrantRow) -> tuple[bool, bool, datetime, str]:
     return grant.kind != "promo", grant.expires_at is None, grant.expires_at or grant.created_at, grant.id
 
 
-def _values(period: PeriodRow) -> dict[str, object]:
+def _of_wallet(wallet: WalletRow) -> dict[str, Any]:
+    return {"org_id": wallet.org_id, "balance_nusd": wallet.balance_nusd, "held_nusd": wallet.held_nusd}
+
+
+def _of_period(period: PeriodRow) -> dict[str, Any]:
     names = ("budget_id", "start", "spent_nusd", "held_nusd")
     return {name: getattr(period, name) for name in names}

@@ -86,7 +86,10 @@ def owns(session: Session, org_id: str, scope: Scope, scope_id: str) -> bool:
         return session.get(Project, (org_id, scope_id)) is not None
     number = int(scope_id) if scope_id.isdecimal() and len(scope_id) < 19 else 0
     key = session.get(ApiKey, number) if scope == "key" else None
-    return scope_id == org_id if scope == "org" else key is not None and key.org_id == org_id
+    if scope == "org":
+        return scope_id == org_id
+    # As it is counted by: 07 would be a limit that nothing ever reaches.
+    return key is not None and key.org_id == org_id and str(key.id) == scope_id
 
 
 def remove_budget(session: Session, org_id: str, budget_id: str) -> bool:

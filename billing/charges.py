@@ -15,29 +15,19 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from billing.accounts import Accounts, Payer
-from billing.prices import PriceList
-from store.bulk import insert_rows, sent_together
-from store.tables import LedgerEntry, UsageEvent, UsageHour
+from billing.accounts import Accounts, Found, Payer
+from billing.prices import PriceError, PriceList
+from store.bulk import insert_rows
+from store.tables import LedgerEntry, Operation, StorageSpan, UsageEvent, UsageHour
 
 log = logging.getLogger(__name__)
 
 _HOUR = tuple(column.name for column in UsageHour.__table__.columns)
 _HOUR_KEY = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = ("quantity", "amount_nusd", "events")
-
-
-def _put_hours(dialect: Any) -> Any:
-    """Add to existing rows of hours; insert the others."""
-    put = dialect.insert(UsageHour)
-    sums = {name: UsageHour.__table__.c[name] + put.excluded[name] for name in _SUMS}
-    return put.on_conflict_do_update(index_elements=_HOUR_KEY, set_=sums)
-
-
-_PUT_HOURS = {"sqlite": _put_hours(sqlite), "postgresql": _put_hours(postgresql)}
 
 
 @dataclass(frozen=True)
@@ -60,16 +50,22 @@ def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: 
     """Charge operations and release their holds; the caller has the locks of their organisations. Returns the total
     cost in nano-USD."""
     posting = Posting(session, charges, prices, now)
-    with sent_together(session.connection()):
-        posting.store()
+    posting.store()
     return posting.total_nusd
 
 
 class Posting:
-    """What operations cost, and what that moves: read and computed at once, written by `store`, which waits for no
-    answer, so that it may go out with what else there is to write (`store.bulk.sent_together`)."""
+    """What operations cost, and what that moves: read (unless it is `found`) and computed at once, written by
+    `store`."""
 
-    def __init__(self, session: Session, charges: Sequence[Charge], prices: PriceList, now: datetime) -> None:
+    def __init__(
+        self,
+        session: Session,
+        charges: Sequence[Charge],
+        prices: PriceList,
+        now: datetime,
+        found: Found | None = None,
+    ) -> None:
         charges = [charge for charge in charges if charge.quantities or charge.hold_nusd]
         self._session, self._now = session, now
         self._events: list[dict[str, Any]] = []
@@ -77,7 +73,7 @@ class Posting:
         self._accounts: Accounts | None = None
         self.total_nusd = 0
         if charges:
-            accounts = Accounts(session, {c.payer for c in charges}, {c.accepted_at for c in charges}, now)
+            accounts = Accounts(session, {c.payer for c in charges}, {c.accepted_at for c in charges}, now, found)
             self._accounts = accounts
             self._charge(accounts, charges, prices)
 
@@ -99,11 +95,23 @@ class Posting:
         connection = self._session.connection()
         if self._events:
             insert_rows(connection, UsageEvent, self._events)
-            connection.execute(_PUT_HOURS[connection.dialect.name], _hours(self._events, self._now))
+            insert_rows(connection, UsageHour, _hours(self._events, self._now), add=_SUMS)
         if self._entries:
             insert_rows(connection, LedgerEntry, self._entries)
         if self._accounts is not None:
             self._accounts.store()
+
+
+def check_prices(session: Session, prices: PriceList) -> None:
+    """Raises PriceError when something to be charged yet, an operation or storage, is older than all prices."""
+    accepted = session.scalar(select(func.min(Operation.accepted_at)).where(Operation.state == "queued"))
+    stored = session.scalar(select(func.min(StorageSpan.metered_until)))
+    oldest = min(filter(None, (accepted, stored)), default=prices.begins)
+    if oldest < prices.begins:
+        raise PriceError(
+            f"prices: what is not billed yet goes back to {oldest.isoformat()}, and the first version begins at "
+            f"{prices.begins.isoformat()}: keep the version that held then, or let the first begin by then"
+        )
 
 
 def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -> list[dict[str, Any]]:

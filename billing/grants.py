@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 
 from billing import ledger
 from billing.accounts import Accounts, Payer
-from store.db import Database, take_locks
+from store.bulk import take_locks
+from store.db import Database
 from store.tables import CreditGrant
 
 GrantKind = Literal["promo", "paid"]

@@ -89,6 +89,11 @@ class PriceList:
             if len(set(values)) != len(values):
                 raise PriceError(f"prices: two versions have the same {what}")
 
+    @property
+    def begins(self) -> datetime:
+        """When the first version does. What was accepted earlier has no price."""
+        return self._starts[0]
+
     def rate(self, model: str, kind: str, at: datetime) -> Rate:
         """The rate for work accepted at `at` (with its time zone). PriceError when no version held then."""
         index = bisect_right(self._starts, at)

@@ -21,7 +21,8 @@ from billing.accounts import Payer
 from billing.charges import Charge, settle
 from billing.prices import STORAGE, PriceList
 from store import tables
-from store.db import Database, take_locks
+from store.bulk import take_locks
+from store.db import Database
 from store.tables import Checkpoint, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)

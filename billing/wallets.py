@@ -7,8 +7,7 @@ from typing import Any, Literal, Protocol, get_args
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from store.bulk import insert_into
-from store.db import take_locks
+from store.bulk import insert_into, take_locks
 from store.settings import BillingSettings
 from store.tables import Wallet, WalletDefault
 

@@ -6,9 +6,9 @@ conversation; the loop below makes data of them, and takes a step (docs/openai.m
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,7 +16,7 @@ import openai
 import weft
 from weft import rl
 
-#: An agent's client, the model it is to name, its session, and the task; its reward comes back.
+#: An agent's client, the model it is to name, its session (SOMETHING-SEED), and the task; its reward comes back.
 Agent = Callable[[openai.AsyncOpenAI, str, str, int, int], Awaitable[float]]
 #: What a run is to know before its agent begins.
 Lesson = Callable[[weft.TrainingClient], None]
@@ -25,9 +25,10 @@ Lesson = Callable[[weft.TrainingClient], None]
 async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b: int) -> float:
     """Any program that talks to OpenAI's API could stand here. Returns its reward."""
     messages: list[Any] = [{"role": "user", "content": f"What is {a} + {b}?"}]
+    seed, headers = int(session.rpartition("-")[2]), {"X-Session-ID": session}
     for tries in (1, 2):
         said = await client.chat.completions.create(
-            model=model, messages=messages, max_tokens=4, extra_headers={"X-Session-ID": session}
+            model=model, messages=messages, max_tokens=4, seed=seed, extra_headers=headers
         )
         answer = (said.choices[0].message.content or "").strip()
         if answer == str(a + b):
@@ -37,7 +38,7 @@ async def agent(client: openai.AsyncOpenAI, model: str, session: str, a: int, b:
 
 
 async def train(agent: Agent, lesson: Lesson | None, rate: float, steps: int, batch: int, size: int) -> None:
-    service, rng = weft.ServiceClient(), random.Random(0)
+    service, rng, numbers = weft.ServiceClient(), random.Random(0), itertools.count()
     run = await service.create_lora_training_client_async("weft/tiny-moe", rank=16, seed=0)
     if lesson is not None:
         await asyncio.to_thread(lesson, run)
@@ -47,7 +48,7 @@ async def train(agent: Agent, lesson: Lesson | None, rate: float, steps: int, ba
     ) as client:
 
         async def rollout(a: int, b: int) -> rl.Rollout:
-            session = uuid.uuid4().hex
+            session = f"{run.model_id}-{next(numbers)}"
             reward = await agent(client, model, session, a, b)
             return await rl.trajectories_async(session, service, reward)
 

@@ -70,7 +70,17 @@ def write_jsonl(path: Path) -> int:
 
 
 def read_jsonl(path: Path) -> list[Conversation]:
-    return [json.loads(line)["messages"] for line in path.read_text().splitlines() if line.strip()]
+    """`ValueError` names the line that is something else."""
+    found: list[Conversation] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line)["messages"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f'{path}, line {number}: not of the form {{"messages": [...]}} ({error!r})') from None
+    if not found:
+        raise ValueError(f"{path} has no conversation")
+    return found
 
 
 def datum(tokenizer: Any, conversation: Conversation) -> types.Datum | None:
@@ -140,7 +150,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a JSONL of conversations; default: made from the standard library")
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
-    data = read_jsonl(args.data) if args.data else list(conversations())
+    try:
+        data = read_jsonl(args.data) if args.data else list(conversations())
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(f"{len(data)} conversations")
     with weft.ServiceClient() as service:
         run(service, args.base_model, data, args.steps)

@@ -1,9 +1,9 @@
 """The database: many short reads from any thread, and one writer thread that groups commits.
 
 A transaction costs far more than the few rows in it, so the writer runs everything that is waiting in one
-transaction and commits once. There is no timer: an idle writer commits at once, and while it commits the next group
-gathers by itself. Each work of a group runs in its own savepoint, so one that raises fails alone, and every caller is
-answered after the COMMIT that holds its rows.
+transaction and commits once. There is no timer: an idle writer commits as soon as a turn of the event loop brings
+nothing more, and while it commits the next group gathers by itself. Each work of a group runs in its own savepoint, so
+one that raises fails alone, and every caller is answered after the COMMIT that holds its rows.
 
 Works of one kind may also run as one (`write_batched`): a statement for all of them instead of one for each.
 
@@ -17,27 +17,33 @@ import queue
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, create_engine
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DataError, IntegrityError, InternalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from store import audit
-from store.bulk import sent_together
+from store.bulk import lock_first, make_few_trips, send_now
 from store.caller import enter, lift
 from store.commit_mark import CommitMark
-from store.wal import BUSY_TIMEOUT_MS, use_wal
+from store.wal import prepare_sqlite
 
 T = TypeVar("T")
 
 #: Works in one transaction at most: it bounds how long the first of a group waits for the last.
 GROUP_SIZE = 256
+#: With so many works, an event loop waits for no more before it hands them to the writer.
+ENOUGH = 32
+
+#: What a database says of a statement that is wrong; nothing of its transaction is so.
+WRONG = (IntegrityError, DataError, ProgrammingError, InternalError)
 
 
 class _Waiting(Protocol):
@@ -115,13 +121,16 @@ class Database:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
         self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
-        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True)
+        begins = {} if sqlite else {"autocommit": True}  # the writer sends BEGIN itself, with what comes first
+        self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True, connect_args=begins)
         if sqlite:
-            _prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
-            _prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
+            prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
+            prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
+        else:
+            make_few_trips(self._write_engine)
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[_Work] | None] = queue.SimpleQueue()
-        self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works of the present turn of each
+        self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works that each has not handed over
         self._closing = threading.Lock()
         self._closed = False
         self._writer = threading.Thread(target=self._write_groups, name="database-writer", daemon=True)
@@ -142,8 +151,8 @@ class Database:
     async def write(self, work: Callable[[Session], T], *, lock: str = "") -> T:
         """Run `work` in the writer thread and return what it returned, once that is committed. Its exception is
         raised here, with nothing of it written. Objects that it returns are detached but loaded. `work` must be short
-        and do no I/O of its own: every other writer waits for it. On PostgreSQL nobody else has `lock` (`take_locks`)
-        meanwhile, in any process."""
+        and do no I/O of its own: every other writer waits for it. On PostgreSQL nobody else has `lock`
+        (`store.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._submit(_Work(work, _Awaiting(future, loop), lock=lock))
@@ -152,7 +161,7 @@ class Database:
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
         """Have `batch` do `item`, together with the other items that are waiting for the same `batch`, as the server
         and for nobody in particular; return its result once that is committed. When `batch` raises, each item is done
-        alone. On PostgreSQL nobody else has `lock` (`take_locks`) meanwhile, in any process."""
+        alone. On PostgreSQL nobody else has `lock` (`store.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._submit(_batched(batch, item, lock, _Awaiting(future, loop)))
@@ -189,7 +198,7 @@ class Database:
         self._write_engine.dispose()
 
     def _submit(self, work: _Work) -> None:
-        """What comes in one turn of an event loop goes to the writer together: it is woken once, and commits once."""
+        """What comes in turns of an event loop that follow each other goes to the writer together."""
         with self._closing:
             if self._closed:
                 raise RuntimeError("the database is closed")
@@ -200,13 +209,16 @@ class Database:
             of_turn = self._turns.setdefault(loop, [])
             of_turn.append(work)
         if len(of_turn) == 1:
-            loop.call_soon(self._hand_over, loop)
+            loop.call_soon(self._hand_over, loop, 0)
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, before: int) -> None:
+        """Unless this turn has brought more than the `before` of the last: then the next may, too."""
         with self._closing:
-            works = self._turns.pop(loop, [])  # none: the database was closed meanwhile, and took them
-            if works:
-                self._works.put(works)
+            works = self._turns.get(loop, [])  # none: the database was closed meanwhile, and took them
+            if before < len(works) < ENOUGH:
+                loop.call_soon(self._hand_over, loop, len(works))
+            elif works:
+                self._works.put(self._turns.pop(loop))
 
     def _write_groups(self) -> None:
         over = False
@@ -242,10 +254,12 @@ class Database:
 
     def _commit_parts(self, group: list[_Work], parts: list[list[_Work]], *, savepoints: bool) -> BaseException | None:
         """Without `savepoints`, raises _BatchFailed and has done nothing if one of several fails."""
+        locks = sorted({work.lock for work in group if work.lock})
+        batches = all(works[0].batch is not None for works in parts)
         try:
             with self._write_engine.connect() as connection, connection.begin() as transaction:
-                with sent_together(connection):  # with BEGIN
-                    take_locks(connection, {work.lock for work in group if work.lock})
+                if locks:
+                    lock_first(connection, locks, batches=batches)
                 for works in parts:
                     if works[0].batch is not None:
                         _run_batch(works[0].batch, works, connection, savepoint=savepoints, only=len(group) == 1)
@@ -266,6 +280,8 @@ class Database:
         except _BatchFailed:
             raise
         except BaseException as error:  # nobody may be left waiting for an answer
+            if isinstance(error, WRONG) and len(group) > 1 and not savepoints:
+                raise _BatchFailed from error  # what batches have written goes out with COMMIT
             return _cause(error)
         return None
 
@@ -290,20 +306,6 @@ def _answer(group: list[_Work], error: BaseException | None) -> None:
 def _answer_all(works: list[_Work], error: BaseException | None) -> None:
     for work in works:
         work.answer(error)
-
-
-def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
-    """Wait until nobody else has any of these locks, in any process, and have them until the transaction ends. In one
-    order, so that two who want several never wait for each other. SQLite has one writer at a time anyway."""
-    dialect = connection.get_bind().dialect if isinstance(connection, Session) else connection.dialect
-    if names and dialect.name == "postgresql":
-        connection.execute(_LOCK, {"names": sorted(names)})
-
-
-_LOCK = text(
-    "SELECT pg_advisory_xact_lock(key) FROM (SELECT DISTINCT hashtextextended(name, 6) AS key "
-    "FROM unnest(CAST(:names AS text[])) AS name ORDER BY key) AS keys"
-)
 
 
 def _batched(batch: Batch, item: Any, lock: str, waiting: _Waiting) -> _Work:
@@ -331,6 +333,8 @@ def _run_batch(batch: Batch, works: list[_Work], connection: Connection, *, save
     with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
         try:
             results = works[0].context.run(batch, session, [work.item for work in works])
+            if savepoint:
+                send_now(connection)
             session.commit()
         except BaseException as error:
             session.rollback()  # without a savepoint, of all
@@ -378,26 +382,10 @@ def _run(work: _Work, connection: Connection, *, alone: bool) -> None:
         with Session(connection, expire_on_commit=False, join_transaction_mode=mode) as session:
             restricted = work.context.run(enter, session)
             work.result = work.context.run(work.run, session)
+            send_now(connection)
             session.commit()
             work.noted = audit.pending(session)
     except BaseException as error:
         work.error = _cause(error)
     if restricted and connection.in_transaction():
         lift(connection)
-
-
-def _prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: bool) -> None:
-    """Have SQLAlchemy, not the driver, begin transactions; and set what SQLite keeps for each connection."""
-
-    @event.listens_for(engine, "connect")
-    def connect(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None
-        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-        use_wal(connection)
-        connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        connection.execute("PRAGMA foreign_keys=ON")
-        connection.execute(f"PRAGMA query_only={'ON' if query_only else 'OFF'}")
-
-    @event.listens_for(engine, "begin")
-    def start(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -55,14 +54,17 @@ def note(**facts: str) -> None:
     _about.set({**_about.get(), **{name: fact for name, fact in facts.items() if fact}})
 
 
-@contextmanager
-def on(**facts: str | None) -> Iterator[None]:
-    """Lines within are about this, and nothing else."""
-    token = _about.set({name: fact for name, fact in facts.items() if fact})
-    try:
-        yield
-    finally:
-        _about.reset(token)
+class on:
+    """`with on(...)`: lines within are about this, and nothing else."""
+
+    def __init__(self, **facts: str | None) -> None:
+        self._facts = {name: fact for name, fact in facts.items() if fact}
+
+    def __enter__(self) -> None:
+        self._token = _about.set(self._facts)
+
+    def __exit__(self, *_error: object) -> None:
+        _about.reset(self._token)
 
 
 def configure(form: str = "text", level: str = "info", program: str = "weftd") -> None:

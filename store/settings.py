@@ -8,10 +8,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from store.environment import FROM_ENVIRONMENT as FROM_ENVIRONMENT
 from store.environment import SettingsError as SettingsError
@@ -50,8 +52,9 @@ class TrainerSettings(_Section):
     #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
     nodes: Positive = 1
     rendezvous: str = ""
-    #: The base is kept in parts over all ranks, or whole on each node.
-    shard: Literal["all", "node"] = "all"
+    #: The base is kept in parts over all ranks, or whole on each node; or each rank has its share of the experts, and
+    #: all of the rest.
+    shard: Literal["all", "node", "experts"] = "all"
     #: Of each rank.
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
@@ -327,13 +330,28 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         where = ".".join(str(part) for part in first["loc"])
         source = f"{config_file}: " if config_file is not None else ""
-        raise SettingsError(f"{source}{where}: {first['msg']}") from None
+        raise SettingsError(f"{source}{where}: {_in_words(first)}") from None
     return settings.model_copy(
         update={
             "data_dir": settings.data_dir.expanduser().absolute(),
             "models": {name: path.expanduser().absolute() for name, path in settings.models.items()},
         }
     )
+
+
+def _in_words(fault: ErrorDetails) -> str:
+    """What is wrong with a setting, and what to write instead where that is known."""
+    *sections, name = map(str, fault["loc"] or ("",))
+    if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
+        return "is missing: name the folder that holds everything, here or by --data-dir"
+    if fault["type"] != "extra_forbidden":
+        return fault["msg"]
+    known = Settings.model_fields
+    for section in sections:
+        kind = known[section].annotation if section in known else None
+        known = kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+    near = get_close_matches(name, known, 1)
+    return "there is no such setting; " + (f"did you mean {near[0]}?" if near else "docs/operating.md lists all")
 
 
 def _read(config_file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
 FLUSH_S = 3.0
 
 Value = str | int | float | bool
+
+_OFF = nullcontext()
 
 
 class TracingError(ValueError):
@@ -76,6 +78,11 @@ def wanted(environment: Mapping[str, str]) -> bool:
     return True
 
 
+def on() -> bool:
+    """Whether this process sends traces."""
+    return _Parts.tracer is not None
+
+
 def stop() -> None:
     """Send what waits to be sent: before this process ends."""
     if _Parts.provider is not None:
@@ -85,16 +92,17 @@ def stop() -> None:
         _Parts.provider = _Parts.tracer = None
 
 
-@contextmanager
-def request(method: str, headers: Mapping[bytes, bytes]) -> Iterator[Span | None]:
+def request(method: str, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span | None]:
     """The span of an HTTP request, the current one within it."""
-    if _Parts.tracer is None:
-        yield None
-        return
+    return _OFF if _Parts.tracer is None else _request(_Parts.tracer, method, headers)
+
+
+@contextmanager
+def _request(tracer: Tracer, method: str, headers: Mapping[bytes, bytes]) -> Iterator[Span]:
     from opentelemetry.trace import SpanKind, use_span
 
     given = headers.get(b"traceparent", b"").decode("latin-1")
-    span = _Parts.tracer.start_span(method, context=_context(given), kind=SpanKind.SERVER)
+    span = tracer.start_span(method, context=_context(given), kind=SpanKind.SERVER)
     with use_span(span, end_on_exit=True, record_exception=False):
         yield span
 

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name
-from api.commands.places import database_of, refuse, where
+from api.commands.places import database_of, refuse, settings_of, where
 from store import keys, people
 from store.roles import ADMIN, SCOPES
 from store.tables import ApiKey, Membership, User
@@ -57,7 +57,11 @@ def create(
         )
         return secret
 
+    settings = settings_of(config, data_dir)
+    fresh = not settings.database_url and not (settings.data_dir / "weft.db").exists()
     click.echo(change(data_dir, config, write))
+    if fresh:
+        click.echo(f"weftd: {settings.data_dir} is new: the key is good for a server that is started on it", err=True)
 
 
 def _member(session: Session, org_id: str, email: str) -> str:

@@ -14,6 +14,7 @@ from fastapi import Request
 from google.protobuf.message import DecodeError, Message
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain
 from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
@@ -144,8 +145,12 @@ async def _receive(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     too_large = not declared.isdecimal() or int(declared) > limit
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
+    size, more = 0, True
+    while more:  # `Request.stream` has the event loop keep account of a generator for each body
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         too_large = too_large or size > limit
         if size > 2 * limit:

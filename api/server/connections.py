@@ -118,6 +118,7 @@ class Connection(HttpToolsProtocol):
         self._gate = gate
         self._headers_bytes = 0
         self._body_came = False
+        self._last: bytes | None = None
         self.address = ""
         self.headers_since: float | None = None
         self.body_since: float | None = None
@@ -137,7 +138,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last is not None:
             return
         in_headers, self._body_came = self.headers_since is not None, False
         super().data_received(data)
@@ -195,8 +196,36 @@ class Connection(HttpToolsProtocol):
         body = json.dumps({"detail": why, "code": code}).encode()
         retry = b"retry-after: 1\r\n" if status != 431 else b""
         head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n%s" % (status, retry)
-        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
+        self._answer_last(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
+
+    def send_400_response(self, msg: str) -> None:
+        """Uvicorn calls it for what the parser, or a callback above, refuses."""
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
+        self._answer_last(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(msg), msg.encode()))
+
+    def _answer_last(self, answer: bytes) -> None:
+        """To what cannot be read on, and end the connection; after the answers to the requests before it, or it would
+        be taken for one of those (RFC 9112, 9.3.2). A request that was being read, and is under way, has none to come:
+        it is what cannot be read on."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            if not self.cycle.more_body or self.pipeline:
+                if self.cycle.more_body:
+                    self.pipeline.popleft()
+                self._last, self.headers_since, self.body_since = answer, None, None
+                self.flow.pause_reading()
+                return
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+        self.transport.write(answer)
         self.transport.close()
+
+    def on_response_complete(self) -> None:
+        was_the_last = not self.pipeline
+        super().on_response_complete()
+        if was_the_last and self._last is not None and not self.transport.is_closing():
+            self.transport.write(self._last)
+            self.transport.close()
 
 
 class _Joining:

@@ -53,6 +53,7 @@ def plan_on(
     wanted = Wanted(
         trainers=ranks * (1 if alone else trainer.replicas) if trains else 0,
         ranks=ranks,
+        owned=trainer.shard == "experts" and max(device.count, ranks) > 1,
         generators=generator.kinds.count("torch") if samples else 0,
         one_base=bool(settings.base_dir) and len(dtypes) == 1,
         spread=not known,
@@ -83,7 +84,7 @@ def devices_here(settings: Settings) -> list[Device]:
             found.append(Device(name, free_bytes() + files))
         elif name in cuda:
             trainer = settings.trainer
-            parts = trainer.ranks * (trainer.nodes if trainer.shard == "all" else 1)
+            parts = trainer.ranks * (trainer.nodes if trainer.shard != "node" else 1)
             found.append(Device(name, cuda[name], parts))
     return found
 

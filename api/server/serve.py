@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 #: Connections that wait to be taken, as during a start.
 BACKLOG = 4096
+#: New objects between two looks for circles among them. By Python's own 700, requests that are under way are looked
+#: through again and again: a fourteenth of what an operation takes.
+GC_OBJECTS = 10_000
 
 
 class CannotServe(RuntimeError):
@@ -77,15 +80,19 @@ def _serve(
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
     from api.server.app import create_app
     from api.server.listener import Server
+    from billing.charges import check_prices
     from billing.wallets import set_default
     from store.blobs.opening import blobs_of
 
     gc.freeze()
     gc.enable()
+    gc.set_threshold(GC_OBJECTS, 20)
     ahead.update(start_ahead(programs[1:]))
     database = open_database(settings)
     try:
         database.write_now(lambda session: set_default(session, settings.billing))
+        with database.read() as session:
+            check_prices(session, prices)
         claim_store(settings, database)
         blobs = blobs_of(settings)
         if not settings.redis_url:

@@ -4,7 +4,7 @@ no client adds a series. And how late the event loop is, which is what all reque
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from scheduler.journal.ending.meters import Histogram
@@ -21,7 +21,9 @@ LOOK_S = 0.25
 class Traffic:
     in_flight: int = 0
     answered: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # route, method, status
-    seconds: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # route, method
+    seconds: defaultdict[tuple[str, str], Histogram] = field(
+        default_factory=lambda: defaultdict(Histogram)
+    )  # route, method
     received_bytes: Counter[str] = field(default_factory=Counter)  # by route
     sent_bytes: Counter[str] = field(default_factory=Counter)
     loop_lag: Histogram = field(default_factory=Histogram)
@@ -30,7 +32,7 @@ class Traffic:
         """A request has been answered to its end, or its client has left."""
         known = method if method in METHODS else "other"
         self.answered[route, known, status] += 1
-        self.seconds.setdefault((route, known), Histogram()).observe(seconds)
+        self.seconds[route, known].observe(seconds)
         self.received_bytes[route] += received
         self.sent_bytes[route] += sent
 

@@ -5,10 +5,12 @@ nothing when the browser comes back: only the webhook of the payment credits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from stripe import StripeClient
+from typing import TYPE_CHECKING
 
 from billing.payments.events import KIND_KEY, ORG_KEY, TOPUP
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import stripe
 from pydantic import SecretStr
-from stripe import StripeClient
 
 from store.settings import PaymentsSettings, SettingsError
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 KEY = "WEFT_STRIPE_SECRET_KEY"
 WEBHOOK_SECRETS = "WEFT_STRIPE_WEBHOOK_SECRETS"
@@ -69,8 +71,10 @@ NUSD_PER_CENT = 10**7
 
 def stripe_client(settings: PaymentsSettings) -> StripeClient:
     """Raises SettingsError without a usable key."""
+    import stripe
+
     base = {"api": settings.api_base, "meter_events": settings.api_base} if settings.api_base else None
-    return StripeClient(
+    return stripe.StripeClient(
         stripe_secrets(settings).key.get_secret_value(),
         base_addresses=base,  # type: ignore[arg-type]
         http_client=stripe.RequestsClient(timeout=TIMEOUTS_S),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
-from stripe import StripeClient
 
 from billing.payments.periods import end_of, period_of
 from store.db import Database
 from store.tables import Organisation
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 
 def customer_of(client: StripeClient, database: Database, org_id: str) -> str:

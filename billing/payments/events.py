@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from stripe import StripeClient
 
 from billing import ledger
 from billing.alerts import raise_alert
 from billing.payments import invoices
 from billing.payments.client import NUSD_PER_CENT
 from store.tables import LedgerEntry, Organisation
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,11 @@ def _owner(session: Session, payment: Any) -> str | None:
     return found.id
 
 
+def _credited(session: Session, payment: Any) -> str | None:
+    """The organisation that was credited a payment whose reversal is to be taken: no other currency ever was."""
+    return _owner(session, payment) if payment is not None and payment.currency == "usd" else None
+
+
 def _topup(client: StripeClient, payment_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(payment_id)
 
@@ -126,7 +133,7 @@ def _refund(client: StripeClient, refund_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(str(refund.payment_intent)) if refund.payment_intent else None
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _owner(session, payment) if payment is not None else None
+        org_id = _credited(session, payment)
         if org_id is None:
             return _by_hand(session, "refund", refund.id, payment, now)
         nusd = refund.amount * NUSD_PER_CENT
@@ -144,7 +151,7 @@ def _dispute(client: StripeClient, dispute_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(str(dispute.payment_intent)) if dispute.payment_intent else None
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _owner(session, payment) if payment is not None else None
+        org_id = _credited(session, payment)
         if org_id is None:
             return _by_hand(session, "dispute", dispute.id, payment, now)
         message = f"a payment of {dispute.amount / 100:.2f} USD is disputed ({dispute.reason})"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-import stripe
 from pydantic import SecretStr
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -32,6 +31,8 @@ class BadWebhook(ValueError):
 
 def verify(body: bytes, signature: str, secrets: Sequence[SecretStr]) -> dict[str, Any]:
     """The event in a webhook's raw body, signed with one of the secrets. Raises BadWebhook."""
+    import stripe
+
     for secret in secrets:
         try:
             stripe.WebhookSignature.verify_header(body.decode(), signature, secret.get_secret_value(), TOLERANCE_S)

@@ -96,6 +96,8 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return "paid before"
     if invoice.status == "void" or invoice.status == "uncollectible":
         row.status = "void"
+        if invoice.status == "void":  # nobody is to pay it
+            _no_longer_failed(session, row, invoice, now)
         return f"invoice is {invoice.status}"
     if invoice.attempted:
         row.status, org.status = "failed", "past_due" if org.status == "active" else org.status
@@ -114,11 +116,21 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
     rest = row.total_nusd - paid_nusd
     if rest and abs(rest) <= ROUNDING_NUSD:
         ledger.post(session, type="adjustment", amount_nusd=rest, memo="rounding of an invoice to cents", **ref)
+    elif rest:  # out of a balance at Stripe, or by other means: of that we know nothing
+        message = f"invoice {invoice.id} is paid, with {rest:+d} nano-USD left in our books: book them by hand"
+        raise_alert(
+            session, kind="invoice_differs", ref=invoice.id, message=message, now=now, detail={"org": row.org_id}
+        )
     row.status, row.paid_at = "paid", now
+    _no_longer_failed(session, row, invoice, now)
+    return "paid"
+
+
+def _no_longer_failed(session: Session, row: Invoice, invoice: Any, now: datetime) -> None:
+    """An organisation without any failed invoice is not past due."""
     resolve_alert(session, kind="invoice_failed", ref=invoice.id, now=now)
     session.flush()
     failed = select(Invoice.id).where(Invoice.org_id == row.org_id, Invoice.status == "failed")
     org = session.get_one(Organisation, row.org_id)
     if org.status == "past_due" and session.scalar(failed.limit(1)) is None:
         org.status = "active"
-    return "paid"

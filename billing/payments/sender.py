@@ -12,15 +12,18 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
-import stripe
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
-from stripe import StripeClient
 
 from billing.alerts import raise_alert, resolve_alert
 from billing.payments.meters import event_name
 from store.tables import StripeOutbox
+
+if TYPE_CHECKING:
+    import stripe
+    from stripe import StripeClient
 
 #: No attempt begins later than this after the first one.
 RESEND_WINDOW = timedelta(hours=23)
@@ -89,6 +92,8 @@ def _event(row: StripeOutbox, first_sent_at: datetime) -> MeterEvent:
 
 def send(client: StripeClient, event: MeterEvent, now: Callable[[], datetime]) -> Verdict:
     """Make one attempt. There is no Idempotency-Key, with which Stripe would repeat a stored error for a day."""
+    import stripe
+
     if now() >= event.resend_until:  # this process was suspended since the claim
         return Verdict("again", "too late for its identifier")
     try:

@@ -6,16 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
-from stripe import StripeClient
 
 from billing.alerts import raise_alert
 from billing.payments.meters import event_name
 from billing.payments.periods import end_of, name_of
 from billing.payments.sender import mark_sent
 from store.tables import StripeMeterCursor, StripeOutbox
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 #: Summaries lag behind; this long after the last attempt they are taken as complete.
 LAG = timedelta(hours=6)

@@ -10,6 +10,7 @@ import builtins
 import importlib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -74,13 +75,18 @@ class LossHandle:
         return CustomLossGraph(nodes=[_encode_node(node) for node in self.graph.graph.nodes])
 
 
+#: While torch.fx traces, it replaces functions of the whole process.
+_TRACING = threading.Lock()
+
+
 def trace(fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]) -> LossHandle:
     """Trace `fn`. `ValueError` if its parameters, or anything that it does, cannot be sent."""
     fx = _torch().fx
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs = _inputs(fn, name, input_ranks)
     try:
-        graph = fx.symbolic_trace(fn)
+        with _TRACING:
+            graph = fx.symbolic_trace(fn)
     except Exception as error:
         raise ValueError(
             f"custom loss {name}: torch.fx cannot trace it (does it branch on values?): {error}"

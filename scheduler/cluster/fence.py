@@ -16,12 +16,17 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from store import tables
+from store.bulk import Question, ask
 from store.db import Batch, Database
 
 T = TypeVar("T")
 LEASE = "journal"
 #: A leader that did not renew its lease for so long may be followed by another.
 LEADS_S = 5.0
+
+
+_SELECT = select(tables.JobLease.holder).where(tables.JobLease.name == LEASE).with_for_update(read=True)
+_HOLDER: Question = {"postgresql": _SELECT, "sqlite": _SELECT}
 
 
 class Superseded(BaseException):
@@ -49,9 +54,8 @@ def give_up(session: Session, token: str, now: datetime) -> None:
 
 def check(session: Session, token: str) -> None:
     """Raise Superseded unless `token` leads, and keep it so until this transaction is over."""
-    lease = tables.JobLease
-    holder = session.scalar(select(lease.holder).where(lease.name == LEASE).with_for_update(read=True))
-    if holder != token:
+    (found,) = ask(session.connection(), (_HOLDER, {}))
+    if [row[0] for row in found] != [token]:
         raise Superseded(token)
 
 

@@ -26,6 +26,7 @@ class Residents:
         self._homes = Homes(pass_tokens, clock)
         self._there: dict[str, bool] = {}  # trainers: whether they take runs
         self._moving: dict[str, str] = {}  # runs that are to be handed over, and by whom
+        self._in_hand: dict[str, dict[str, int]] = {}  # of runs: operations that trainers have, and their tokens
         self.moves = 0
 
     def offer(self, trainer: str, models: Iterable[str], memory_bytes: int) -> None:
@@ -50,8 +51,7 @@ class Residents:
             return {}
         ready = [path[-1] for model in queue.children() for path in lanes(queue, model)]
         waiting = [runs[run_id] for run_id in ready if run_id in runs and homes.home(run_id) is None]
-        at_home = [lane for lane in runs.values() if homes.home(lane.run_id)]
-        return homes.place(list(map(self._claim, waiting)), list(map(self._claim, at_home)))
+        return homes.place(list(map(self._claim, waiting)))
 
     def taken(self, trainer: str, units: Iterable[Unit]) -> None:
         """These are in the trainer's hands."""
@@ -61,7 +61,28 @@ class Residents:
                 continue
             if self._homes.home(lane.run_id) != trainer:
                 self._homes.settle(self._claim(lane), trainer)
-            self._homes.served(lane.run_id, cost_of(unit, lane.spec, self._training.sizes(lane.spec)))
+            ops, op_id = self._in_hand.setdefault(lane.run_id, {}), unit.send.op_id
+            ops[op_id] = ops.get(op_id, 0) + cost_of(unit, lane.spec, self._training.sizes(lane.spec))
+
+    def observe(self) -> None:
+        """Note what the runs have outstanding whose queues have changed."""
+        changed, self._training.changed = self._training.changed, set()
+        for run_id in changed:
+            self._outstanding(run_id)
+
+    def over(self, run_id: str, op_id: str) -> None:
+        """An operation of a run is in no trainer's hands any more."""
+        ops = self._in_hand.get(run_id, {})
+        ops.pop(op_id, None)
+        if not ops:
+            self._in_hand.pop(run_id, None)
+        self._outstanding(run_id)
+
+    def _outstanding(self, run_id: str) -> None:
+        lane = self._training.runs.get(run_id)
+        if lane is not None:
+            in_hand = sum(self._in_hand.get(run_id, {}).values())
+            self._homes.outstanding(run_id, self._training.queue.queued(lane.path) + in_hand)
 
     def released(self) -> list[tuple[str, str]]:
         """Trainers that may forget a run, and that run."""
@@ -111,7 +132,6 @@ class Residents:
         return Claim(
             spec.run_id,
             spec.base_model,
-            self._training.queue.queued(lane.path),
             STATE_BYTES * sizes.adapter if sizes is not None else 0,
             move_cost(spec, sizes),
             fixed=bool(lane.paused) or lane.run_id in self._moving or not self._there.get(holder or ""),

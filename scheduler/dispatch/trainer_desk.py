@@ -96,6 +96,7 @@ class TrainerDesk:
 
     def wake(self) -> None:
         """Give the trainers that wait their next passes, if there is anything to do."""
+        self._residents.observe()
         for key, run_id in self._residents.released():
             if key in self._trainers:
                 self._trainers[key].release.append(run_id)
@@ -155,7 +156,10 @@ class TrainerDesk:
 
     async def _on(self, trainer: _Trainer, message: Any) -> None:
         if isinstance(message, Done):
+            op = self._training.opened(message.op_id)
             self._training.finish(message)
+            if op is not None:
+                self._residents.over(op.lane, op.id)
         elif isinstance(message, InLoss):
             trainer.overdue.told(message)
         elif isinstance(message, PassOver):
@@ -171,9 +175,9 @@ class TrainerDesk:
             self.wake()
         elif isinstance(message, Leaving):
             self._leaves(trainer)
-            _give_back(trainer)  # it does nothing of what is on its way to it
+            self._give_back(trainer)  # it does nothing of what is on its way to it
         elif isinstance(message, PullPass):
-            self._got_on(trainer, _end(trainer))
+            self._got_on(trainer, self._end(trainer))
             if not trainer.leaving:
                 trainer.models = message.models
                 self._residents.offer(trainer.key, message.models, message.memory_bytes)
@@ -213,7 +217,7 @@ class TrainerDesk:
         """A trainer is gone, and with it the state of each run that lived there: queue again what rebuilds them."""
         self.stats["lost"] += 1
         loss, overran = trainer.overdue.loss, trainer.overdue.overran
-        held, trainer.models = _give_back(trainer), None
+        held, trainer.models = self._give_back(trainer), None
         self._residents.retire(trainer.key)
         await self._training.flush()
         suspect(self._training, held, loss, overran=overran)
@@ -222,27 +226,26 @@ class TrainerDesk:
         self._residents.gone(trainer.key)
         self.wake()
 
+    def _give_back(self, trainer: _Trainer) -> list[Unit]:
+        """What was in the trainer's hands, and is in nobody's."""
+        held = self._end(trainer)
+        for unit in held:
+            if unit.op is not None:
+                unit.op.running = False
+        return held
+
+    def _end(self, trainer: _Trainer) -> list[Unit]:
+        """The pass is over, one way or the other: nothing is in the trainer's hands. Returns what was."""
+        now = datetime.now(UTC)
+        trainer.overdue.end()
+        held, trainer.units = trainer.units, []
+        for unit in held:
+            self._residents.over(unit.send.run_id, unit.send.op_id)
+            if unit.op is not None and not unit.send.replay:
+                unit.op.timings.end(now)
+        return held
+
 
 def _cut_off(name: str, link: Link) -> None:
     log.error("%s has exceeded its time and has not ended: its link is closed", name)
     link.hang_up()
-
-
-def _give_back(trainer: _Trainer) -> list[Unit]:
-    """What was in the trainer's hands, and is in nobody's."""
-    held = _end(trainer)
-    for unit in held:
-        if unit.op is not None:
-            unit.op.running = False
-    return held
-
-
-def _end(trainer: _Trainer) -> list[Unit]:
-    """The pass is over, one way or the other: nothing is in the trainer's hands. Returns what was."""
-    now = datetime.now(UTC)
-    trainer.overdue.end()
-    held, trainer.units = trainer.units, []
-    for unit in held:
-        if unit.op is not None and not unit.send.replay:
-            unit.op.timings.end(now)
-    return held

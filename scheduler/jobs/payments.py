@@ -8,8 +8,7 @@ import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-
-from stripe import StripeClient
+from typing import TYPE_CHECKING
 
 from billing.payments import customers, events, inbox, invoices, meters, sender, summaries
 from billing.payments.client import stripe_client
@@ -17,6 +16,9 @@ from billing.payments.periods import period_before, period_of
 from billing.payments.sender import MeterEvent
 from scheduler.jobs.registry import JobContext, Result, job
 from scheduler.jobs.running import ask
+
+if TYPE_CHECKING:
+    from stripe import StripeClient
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from scheduler.journal.ending.references import broken_because, nothing_left
 from scheduler.journal.storing import Storing
 from scheduler.links.messages import SetAside
-from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
 from store import tables
 from store.blobs.contract import Blobs
@@ -33,11 +32,12 @@ _MOST_DOUBLINGS = 10
 class Runs(Protocol):
     """The runs in hand (`scheduler.journal.training`)."""
 
-    queue: FairTree[Unit]
     runs: dict[str, RunLane]
     released: list[str]
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None: ...
+
+    def unqueue(self, lane: RunLane) -> None: ...
 
     def close_for_good(self, lane: RunLane, why: str, category: str) -> None: ...
 
@@ -63,7 +63,7 @@ class Setbacks:
 
     def pause(self, lane: RunLane, why: str, *, kept: bool = False) -> None:
         """Leave a run out for a while; `kept` says that a trainer still holds it."""
-        self._training.queue.remove(lane.path)
+        self._training.unqueue(lane)
         already = bool(lane.paused)
         lane.pause(why, kept=kept)
         if not already:

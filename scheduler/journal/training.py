@@ -60,6 +60,7 @@ class Training:
         self.queue: FairTree[Unit] = FairTree()
         self.runs: dict[str, RunLane] = {}
         self.released: list[str] = []  # runs that trainers may forget
+        self.changed: set[str] = set()  # runs whose queues have changed, other than by what trainers took
         self.desks: list[Desk] = []  # woken when there is work, and told of policies that have moved
         self.versions: dict[str, int] = {}  # optimizer steps of runs
         self._storing, self._recorder = storing, recorder
@@ -101,10 +102,16 @@ class Training:
         sizes = self.sizes(lane.spec) if units else None
         for unit in units:
             self.queue.push(lane.path, unit, cost_of(unit, lane.spec, sizes), weight=self._weight(lane.org_id))
+        self.changed.add(lane.run_id)
+
+    def unqueue(self, lane: RunLane) -> None:
+        """Take all that is queued of a run out of the queue."""
+        self.queue.remove(lane.path)
+        self.changed.add(lane.run_id)
 
     def rebuild(self, lane: RunLane) -> None:
         """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
-        self.queue.remove(lane.path)
+        self.unqueue(lane)
         self.queue_units(lane, lane.lost())
 
     def wake(self) -> None:
@@ -239,7 +246,7 @@ class Training:
     def close_for_good(self, lane: RunLane, why: str, category: str) -> None:
         """The run does nothing more: all that it had left to do fails with `why`."""
         lane.broken, lane.broken_category = why, category
-        self.queue.remove(lane.path)
+        self.unqueue(lane)
         for op in lane.abandon():
             self._fail(op, why, category)
 

@@ -53,7 +53,8 @@ class TrainerBounds(msgspec.Struct, frozen=True):
 class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
     """`pages` is the folder, of its own, for the runs of a trainer without a Redis that are in files. `ranks` processes
     on each of `nodes` machines, which meet at `rendezvous` (HOST:PORT of one of them), are one trainer and share the
-    base: over all of them, or with `shard` "node" over those of a node."""
+    base: over all of them, or with `shard` "node" over those of a node; with "experts" they have its experts in equal
+    shares, and the rest whole."""
 
     basics: Basics
     bounds: TrainerBounds = TrainerBounds()

@@ -121,12 +121,14 @@ class ServerLink:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
-            self._loop.add_writer(self._socket, self._write)
-            return
+            self._loop.add_writer(self._socket, self._write_on)
         except OSError:
             self._deaf = True
             self._unsent.clear()
+
+    def _write_on(self) -> None:
         self._loop.remove_writer(self._socket)
+        self._write()
 
     async def messages(self) -> AsyncIterator[Any]:
         frames = _Frames(_to_server)

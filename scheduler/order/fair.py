@@ -63,7 +63,9 @@ class FairTree(Generic[T]):
         organisation from now on."""
         node = self._root
         for key, share in zip(path, weights_of(path, weight), strict=True):
-            child = node.children.setdefault(key, _Node())
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node()
             child.weight = share
             if not child:
                 self._enter(node, key, max(node.virtual, child.finish))

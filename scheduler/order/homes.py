@@ -3,18 +3,23 @@
 A run has a home from the first pass that it is in until its trainer is gone, or has handed it over. One that waits for
 its first pass has none, so who comes meanwhile takes their share of those.
 
-Demand of a run: the tokens that it has queued, and those it was served lately (they lose half of their weight every
-HALF_LIFE_S), but no more than a whole trainer is served. A trainer's load is the demand of the runs that live there.
+Demand of a run: the tokens that it has outstanding (queued, or in a trainer's hands), never more than a pass, on
+average over time: what was loses half of its weight every HALF_LIFE_S. By Little's law that is what it asks for in a
+second times the seconds until it is answered. So a client that always waits for an answer counts what it keeps in
+flight, however many it shares the trainer with; one that mostly thinks counts little; a flood counts one pass. A new
+run counts as if it had had an eighth of a pass (GUESS) outstanding for GUESSED_S, so that runs that come together part.
+A trainer's load is the demand of the runs that live there: about what each of them waits for.
 
 Placing: a run goes to a trainer that has its base model, and memory for it if any has; of these to the one with the
 least load, then the fewest bytes of runs, then the one that has been there longest.
 
 Evening out: a run moves from the fullest trainer that has one whose move pays to the emptiest that has its base model.
-It pays when the larger of both loads falls by an eighth (MARGIN), or would with more runs that are each less than that,
-and by PAYS times the tokens that the move counts as; of several the one that evens out most. No run moves twice within
-STAY_S. So
+It pays when the larger of both loads falls by a sixteenth (MARGIN), or would with more runs that are each less than
+that, and in PAID_PASSES passes by the tokens that the move counts as; of several the one that evens out most. Where no
+move pays, an exchange of two runs may. No run moves twice within STAY_S. So
 
 - under constant demand moves come to an end: each lowers the larger of two loads, and raises none above it;
+- of equal runs, up to sixteen on a trainer, no trainer then has two more than another;
 - under any demand a run is paused for moves once in STAY_S at most: there is no ping-pong.
 
 Pure state with an injected clock; `scheduler.dispatch.residents` asks.
@@ -23,12 +28,14 @@ Pure state with an injected clock; `scheduler.dispatch.residents` asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 HALF_LIFE_S = 10.0
-MARGIN = 1 / 8
-PAYS = 4
+GUESS = 1 / 8
+GUESSED_S = 1.0
+MARGIN = 1 / 16
+PAID_PASSES = 8
 STAY_S = 20.0
 #: How often it is asked whether a run had better move, and how many do at once at most.
 LOOK_S = 0.5
@@ -37,12 +44,11 @@ MOST_MOVES = 8
 
 @dataclass(frozen=True)
 class Claim:
-    """What a run is to a trainer: the base model that it needs, the tokens that it has `queued`, the memory that its
-    state takes, and what a move of it counts as; `fixed`: it cannot move now."""
+    """What a run is to a trainer: the base model that it needs, the memory that its state takes, and the tokens that a
+    move of it counts as; `fixed`: it cannot move now."""
 
     run_id: str
     base_model: str
-    queued: int = 0
     size_bytes: int = 0
     move_tokens: int = 0
     fixed: bool = False
@@ -64,14 +70,41 @@ class _Trainer:
     runs: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class _Demand:
+    """The `average` until `at_s` of a level that was what it is now since then; `weight` grows to 1."""
+
+    at_s: float
+    average: float
+    level: float = 0.0
+    weight: float = 1 - 0.5 ** (GUESSED_S / HALF_LIFE_S)
+
+    def advance(self, now_s: float) -> float:
+        """The average until now."""
+        kept = 0.5 ** ((now_s - self.at_s) / HALF_LIFE_S)
+        old, self.weight, self.at_s = self.weight * kept, self.weight * kept + 1 - kept, now_s
+        self.average += (self.level - self.average) * (1 - old / self.weight)
+        return self.average
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A run goes to `target`, and `back`, where it is not None, comes from there; the larger load falls by `gain`."""
+
+    claim: Claim
+    target: str
+    back: Claim | None
+    gain: float
+
+
 class Homes:
-    """`pass_tokens` are what a trainer is served at least, whatever it was lately."""
+    """`pass_tokens` are what a trainer takes at once."""
 
     def __init__(self, pass_tokens: int, clock: Callable[[], float]) -> None:
-        self._pass_tokens, self._clock = pass_tokens, clock
+        self._pass_tokens, self._guess, self._clock = pass_tokens, GUESS * pass_tokens, clock
         self._trainers: dict[str, _Trainer] = {}  # in the order in which they came
         self._homes: dict[str, str] = {}
-        self._lately: dict[str, tuple[float, float]] = {}  # of a run: tokens, and as of when
+        self._demands: dict[str, _Demand] = {}
         self._moved: dict[str, float] = {}  # when a run has moved
         self._looked = -math.inf
 
@@ -104,25 +137,32 @@ class Homes:
 
     def forget(self, run_id: str) -> str | None:
         """A run is over; where it lived."""
-        self._lately.pop(run_id, None)
+        self._demands.pop(run_id, None)
         self._moved.pop(run_id, None)
         return self._unsettle(run_id)
 
-    def served(self, run_id: str, tokens: int) -> None:
-        self._lately[run_id] = (self._decayed(run_id) + tokens, self._clock())
+    def outstanding(self, run_id: str, tokens: int) -> None:
+        """So many tokens of a run are queued or in a trainer's hands, from now on."""
+        now = self._clock()
+        demand = self._demands.setdefault(run_id, _Demand(now, self._guess))
+        demand.advance(now)
+        demand.level = min(tokens, self._pass_tokens)
 
-    def place(self, waiting: Sequence[Claim], others: Sequence[Claim] = ()) -> dict[str, str]:
-        """Where runs without a home would go, in their order; `others` are at home. One that nobody can serve is left
-        out."""
-        demands = self._demands([*waiting, *others])
-        loads, used = self._loads(demands), self._used()
+    def demand(self, run_id: str) -> float:
+        """In tokens."""
+        demand = self._demands.get(run_id)
+        return demand.advance(self._clock()) if demand is not None else self._guess
+
+    def place(self, waiting: Sequence[Claim]) -> dict[str, str]:
+        """Where runs without a home would go, in their order. One that nobody can serve is left out."""
+        loads, used = self._loads(), self._used()
         found: dict[str, str] = {}
         for claim in waiting:
             able = self._able(claim)
             if not able:
                 continue
             least = min(able, key=lambda name: (not self._fits(claim, name, used), loads[name], used[name]))
-            loads[least] += demands[claim.run_id]
+            loads[least] += self.demand(claim.run_id)
             used[least] += claim.size_bytes
             found[claim.run_id] = least
         return found
@@ -133,69 +173,89 @@ class Homes:
         if len(self._trainers) < 2 or now - self._looked < LOOK_S:
             return []
         self._looked = now
-        residents = list(residents)
-        demands = self._demands(residents)
-        loads, used = self._loads(demands), self._used()
         rested = (c for c in residents if now - self._moved.get(c.run_id, -math.inf) >= STAY_S)
         movable = {claim.run_id: claim for claim in rested if not claim.fixed}
         moves: list[Move] = []
-        while len(moves) < MOST_MOVES and (move := self._best(movable.values(), demands, loads, used)) is not None:
-            claim = movable.pop(move.run_id)
-            self.settle(claim, move.target)
-            self._moved[claim.run_id] = now
-            loads[move.source] -= demands[move.run_id]
-            loads[move.target] += demands[move.run_id]
-            used[move.source] -= claim.size_bytes
-            used[move.target] += claim.size_bytes
-            moves.append(move)
+        while len(moves) < MOST_MOVES and (change := self._best(movable.values())) is not None:
+            source = self._homes[change.claim.run_id]
+            for claim, old, new in ((change.claim, source, change.target), (change.back, change.target, source)):
+                if claim is not None:
+                    del movable[claim.run_id]
+                    self.settle(claim, new)
+                    self._moved[claim.run_id] = now
+                    moves.append(Move(claim.run_id, old, new))
         return moves
 
-    def _best(
-        self, movable: Iterable[Claim], demands: dict[str, float], loads: dict[str, float], used: dict[str, int]
-    ) -> Move | None:
-        """Of the fullest trainer that has one, the run whose move lowers the larger load most."""
+    def _best(self, movable: Iterable[Claim]) -> _Change | None:
+        """The move, or else the exchange, that lowers the larger load most, of the fullest trainer that has one."""
         at: dict[str, list[Claim]] = {}
         for claim in movable:
             at.setdefault(self._homes[claim.run_id], []).append(claim)
+        loads, used = self._loads(), self._used()
         for source in sorted(at, key=lambda name: -loads[name]):
-            most, best = 0.0, None
-            for claim in at[source]:
-                able = [name for name in self._able(claim) if name != source and self._fits(claim, name, used)]
-                target = min(able, key=loads.__getitem__, default=source)
-                gap = loads[source] - loads[target]
-                gain = min(demands[claim.run_id], gap - demands[claim.run_id])
-                least = min(MARGIN * loads[source], demands[claim.run_id])
-                uneven = gap >= 2 * MARGIN * loads[source]
-                if uneven and gain > most and gain >= max(least, PAYS * claim.move_tokens):
-                    most, best = gain, Move(claim.run_id, source, target)
-            if best is not None:
-                return best
+            for found in (self._moves(source, at, loads, used), self._exchanges(source, at, loads, used)):
+                best = max(found, key=lambda change: change.gain, default=None)
+                if best is not None:
+                    return best
         return None
+
+    def _moves(
+        self, source: str, at: dict[str, list[Claim]], loads: dict[str, float], used: dict[str, int]
+    ) -> Iterator[_Change]:
+        for claim in at[source]:
+            able = [name for name in self._able(claim) if name != source and self._fits(claim, name, used)]
+            target, demand = min(able, key=loads.__getitem__, default=source), self.demand(claim.run_id)
+            gap = loads[source] - loads[target]
+            gain = min(demand, gap - demand)
+            uneven = gap >= 2 * MARGIN * loads[source]
+            if uneven and gain > 0 and gain >= max(min(MARGIN * loads[source], demand), _paid(claim)):
+                yield _Change(claim, target, None, gain)
+
+    def _exchanges(
+        self, source: str, at: dict[str, list[Claim]], loads: dict[str, float], used: dict[str, int]
+    ) -> Iterator[_Change]:
+        """With the emptiest trainer."""
+        target = min(at, key=loads.__getitem__)
+        gap = loads[source] - loads[target]
+        if gap < 2 * MARGIN * loads[source]:
+            return
+        demands = {claim.run_id: self.demand(claim.run_id) for claim in (*at[source], *at[target])}
+        for claim in at[source]:
+            for back in at[target]:
+                net = demands[claim.run_id] - demands[back.run_id]
+                gain = min(net, gap - net)
+                pays = gain > 0 and gain >= max(MARGIN * loads[source], _paid(claim) + _paid(back))
+                if pays and self._may_change(claim, source, back, target, used):
+                    yield _Change(claim, target, back, gain)
+
+    def _may_change(self, claim: Claim, source: str, back: Claim, target: str, used: dict[str, int]) -> bool:
+        more = claim.size_bytes - back.size_bytes  # at the target
+        fit = self._has_room(target, used[target] + more) and self._has_room(source, used[source] - more)
+        return fit and target in self._able(claim) and source in self._able(back)
 
     def _able(self, claim: Claim) -> list[str]:
         return [name for name, there in self._trainers.items() if claim.base_model in there.models]
 
     def _fits(self, claim: Claim, trainer: str, used: dict[str, int]) -> bool:
+        return self._has_room(trainer, used[trainer] + claim.size_bytes)
+
+    def _has_room(self, trainer: str, size_bytes: int) -> bool:
         room = self._trainers[trainer].memory_bytes
-        return not room or used[trainer] + claim.size_bytes <= room
+        return not room or size_bytes <= room
 
     def _used(self) -> dict[str, int]:
         return {name: sum(there.runs.values()) for name, there in self._trainers.items()}
 
-    def _demands(self, claims: Iterable[Claim]) -> dict[str, float]:
-        served = (sum(map(self._decayed, there.runs)) for there in self._trainers.values())
-        most = max([self._pass_tokens, *served])  # what one trainer is served, about
-        return {claim.run_id: min(most, claim.queued + self._decayed(claim.run_id)) for claim in claims}
-
-    def _loads(self, demands: dict[str, float]) -> dict[str, float]:
-        return {name: sum(demands.get(run, 0.0) for run in there.runs) for name, there in self._trainers.items()}
-
-    def _decayed(self, run_id: str) -> float:
-        tokens, at = self._lately.get(run_id, (0.0, 0.0))
-        return float(tokens * 0.5 ** ((self._clock() - at) / HALF_LIFE_S))
+    def _loads(self) -> dict[str, float]:
+        return {name: sum(map(self.demand, there.runs)) for name, there in self._trainers.items()}
 
     def _unsettle(self, run_id: str) -> str | None:
         home = self._homes.pop(run_id, None)
         if home is not None:
             del self._trainers[home].runs[run_id]
         return home
+
+
+def _paid(claim: Claim) -> float:
+    """What the larger load must fall by for a move to be worth it."""
+    return claim.move_tokens / PAID_PASSES

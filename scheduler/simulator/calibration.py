@@ -70,20 +70,23 @@ def _handover_s(machine: Cluster, queued: Batch) -> float:
 
 def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
     """`machine` with trainers of one rank that take for these loads about as long as was measured: the times of a
-    stage, a slice, a piece of light work and a token, none below 0, with which the relative errors are least (the sum
-    of their squares). ValueError if the loads are too much alike to tell the four apart, or one took no time."""
+    stage, a slice, a piece of light work, a token and a pair of tokens, none below 0, with which the relative errors
+    are least (the sum of their squares). ValueError if the loads are too much alike to tell the five apart, or one took
+    no time."""
     if not all(load.seconds > 0 for load in loads):
         raise ValueError("a load that calibrates has taken no time: measure it for longer")
-    each = np.array([(load.stages, load.slices, load.light, load.tokens) for load in loads])
+    each = np.array([(load.stages, load.slices, load.light, load.tokens, load.pairs) for load in loads])
     relative = each / np.array([load.seconds for load in loads])[:, None]
     scaled = relative / np.linalg.norm(relative, axis=0).clip(min=1e-300)
-    if len(loads) < 4 or np.linalg.cond(scaled) > _MOST_ALIKE:
-        raise ValueError("the loads do not differ enough in stages, slices, steps and tokens to tell what each takes")
-    pass_s, slice_s, light_s, token_s = non_negative(relative, np.ones(len(loads))).tolist()
+    if len(loads) < each.shape[1] or np.linalg.cond(scaled) > _MOST_ALIKE:
+        raise ValueError(
+            "the loads differ too little in stages, slices, steps, tokens and lengths to tell what each takes"
+        )
+    pass_s, slice_s, light_s, token_s, pair_s = non_negative(relative, np.ones(len(loads))).tolist()
     if token_s == 0:
         raise ValueError("the time of a pass does not grow with its tokens: measure larger loads, or undisturbed")
     machine = replace(machine, ranks=1, gather_s=0.0, trained_tokens_per_s_per_gpu=1 / token_s)
-    return replace(machine, pass_s=pass_s, slice_s=slice_s, light_s=light_s)
+    return replace(machine, pass_s=pass_s, slice_s=slice_s, light_s=light_s, pair_s=pair_s)
 
 
 def non_negative(rows: Array, values: Array) -> Array:

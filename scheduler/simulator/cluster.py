@@ -21,9 +21,10 @@ class Cluster:
     leave these three out: beside sequences of minutes they are nothing.
 
     A pass takes `pass_s` for each of its stages (one, unless a run has several steps in it), `slice_s` for each slice
-    and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens, or as `gather_s`
-    for each stage: the layers that each of several ranks receives of the others, the next while one computes
-    (docs/production.md, "How large a pass")."""
+    and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens and their attention,
+    or as `gather_s` for each stage: the layers that each of several ranks receives of the others, the next while one
+    computes (docs/production.md, "How large a pass"). Attention takes a GPU `pair_s` for each pair of tokens of one
+    sequence, which are its length squared; the defaults have that in what a token takes."""
 
     replicas: int = 22
     gpus_per_replica: int = 8
@@ -40,6 +41,7 @@ class Cluster:
     pass_s: float = 0.2
     slice_s: float = 0.0
     light_s: float = 0.0
+    pair_s: float = 0.0
     gather_s: float = 0.0
     pass_tokens: int = 131_072
     slice_tokens: int = 1024
@@ -69,7 +71,10 @@ class Cluster:
         """Of all generators, with every slot busy."""
         return self.all_slots / self.step_s(self.slots)
 
-    def pass_takes_s(self, tokens: float, stages: float = 1, slices: float = 0, light: float = 0) -> float:
+    def pass_takes_s(
+        self, tokens: float, stages: float = 1, slices: float = 0, light: float = 0, pairs: float = 0
+    ) -> float:
         """Of one trainer."""
-        computed_s = max(stages * self.gather_s, tokens / (self.trained_tokens_per_s_per_gpu * self.ranks))
+        computed_s = (tokens / self.trained_tokens_per_s_per_gpu + pairs * self.pair_s) / self.ranks
+        computed_s = max(stages * self.gather_s, computed_s)
         return stages * self.pass_s + slices * self.slice_s + light * self.light_s + computed_s

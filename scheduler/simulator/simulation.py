@@ -118,7 +118,7 @@ class Simulation:
         self._generators = Generators(cluster, queue(), costs, self._sampled)
         lanes = [tenant.lane for tenant in self.tenants.values()]
         paths = {} if queue is ByArrival else {lane.run_id: lane.path for lane in lanes}
-        self._trainers = Trainers(cluster, self._train_queue, paths, self._trained)
+        self._trainers = Trainers(cluster, self._train_queue, paths, self._pairs_of, self._trained)
 
     def run(self, seconds: float, after_s: float = 0.0) -> Result:
         """What happens in `window_s` after `after_s`, or until every tenant's loop has ended."""
@@ -194,8 +194,13 @@ class Simulation:
         version = tenant.version
         for unit in tenant.came_back(job, self.now_s):
             self._train_queue.push(tenant.lane.path, unit, unit.tokens, weight=tenant.workload.weight)
+        self._trainers.asked([tenant.lane.run_id])
         if tenant.version > version:
             self._go_on(tenant)
+
+    def _pairs_of(self, unit: Unit) -> int:
+        assert unit.op is not None
+        return self.tenants[unit.op.org_id].pairs_of(unit)
 
     def _trained(self, unit: Unit, now_s: float) -> None:
         assert unit.op is not None

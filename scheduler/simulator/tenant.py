@@ -34,6 +34,7 @@ class Tenant:
     _seq: int = 0
     _open: Counter[int] = field(default_factory=Counter)  # groups of a batch that have not come back
     _data: dict[int, list[int]] = field(default_factory=dict)
+    _lengths: dict[str, list[int]] = field(default_factory=dict)  # of the data of operations
     _at_trainer: deque[tuple[float, int]] = field(default_factory=deque)  # since when, and tokens sampled for it
 
     def __post_init__(self) -> None:
@@ -88,8 +89,15 @@ class Tenant:
             return []
         self._at_trainer.append((now_s, sum(data) - len(data) * self.workload.prompt))
         plan = ForwardBackward(tuple(slices(data, self.slice_tokens)))
-        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), plan) + self._arrive(OpKind.OPTIM_STEP)
+        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), plan)
+        self._lengths[units[0].send.op_id] = data
+        units += self._arrive(OpKind.OPTIM_STEP)
         return units + self._arrive(OpKind.SAVE_SAMPLER) if self.workload.samples else units
+
+    def pairs_of(self, unit: Unit) -> int:
+        """Pairs of tokens of one sequence."""
+        send = unit.send
+        return sum(length**2 for length in self._lengths.get(send.op_id, ())[send.start : send.stop])
 
     def trained(self, unit: Unit, now_s: float) -> bool:
         """A unit has been computed. True when that was the end of a step."""
@@ -98,6 +106,7 @@ class Tenant:
         if not unit.send.final:
             return False
         self.lane.answered(unit.op, True)
+        self._lengths.pop(unit.op.id, None)
         if unit.op.kind != (OpKind.SAVE_SAMPLER if self.workload.samples else OpKind.OPTIM_STEP):
             return False
         self.lane.saved(unit.op.seq, "")

@@ -1,5 +1,6 @@
 """The trainers of a simulation: one pass after the other, each what `scheduler.order.compose` takes of the runs that
-live there, which `scheduler.order.homes` decides. A move is over at once."""
+live there, which `scheduler.order.homes` decides. A run that moves is nobody's until the pass is over that its trainer
+computes; nor do saving and reading its state take longer here."""
 
 from __future__ import annotations
 
@@ -19,21 +20,22 @@ from scheduler.simulator.slots import MODEL
 
 @dataclass
 class Work:
-    """What trainers did: passes that had tokens, and stages of them; slices, light work (steps and saves) and
-    tokens; and the time that all of it took them together."""
+    """What trainers did: passes that had tokens, and stages of them; slices, light work (steps and saves), tokens, and
+    pairs of tokens of one sequence; and the time that all of it took them together."""
 
     passes: int = 0
     stages: int = 0
     slices: int = 0
     light: int = 0
     tokens: int = 0
+    pairs: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def of_stage(cls, units: Sequence[Unit]) -> Work:
+    def of_stage(cls, units: Sequence[Unit], pairs_of: Callable[[Unit], int]) -> Work:
         """Of one stage, without its time."""
         light, tokens = sum(unit.light for unit in units), sum(unit.tokens for unit in units)
-        return cls(0, int(light < len(units)), len(units) - light, light, tokens)
+        return cls(0, int(light < len(units)), len(units) - light, light, tokens, sum(map(pairs_of, units)))
 
     def add(self, more: Work) -> None:
         self.passes += more.passes
@@ -41,6 +43,7 @@ class Work:
         self.slices += more.slices
         self.light += more.light
         self.tokens += more.tokens
+        self.pairs += more.pairs
         self.seconds += more.seconds
 
 
@@ -75,19 +78,26 @@ class _Trainer:
 
 class Trainers:
     def __init__(
-        self, cluster: Cluster, queue: FairTree[Unit], paths: Mapping[str, Path], done: Callable[[Unit, float], None]
+        self,
+        cluster: Cluster,
+        queue: FairTree[Unit],
+        paths: Mapping[str, Path],
+        pairs_of: Callable[[Unit], int],
+        done: Callable[[Unit, float], None],
     ) -> None:
         """`paths` are the places of runs in the queue; of runs without one any trainer takes what is next."""
         self._cluster = cluster
         self._queue = queue
-        self._ended = done
+        self._pairs_of, self._ended = pairs_of, done
         self._trainers = [_Trainer(f"{number}") for number in range(cluster.trainers)]
         self._homes = Homes(cluster.pass_tokens, lambda: self._at_s)
         for trainer in self._trainers:
             self._homes.offer(trainer.name, [MODEL])
         self._paths = paths
         self._at_home: dict[str, None] = {}
+        self._moving: dict[str, str] = {}  # runs, and the trainers that are to hand them over
         self.done = Work()
+        self._shared = cluster.trainers > 1 and bool(paths)
         self._at_s = 0.0
 
     @property
@@ -102,46 +112,55 @@ class Trainers:
             self.done.seconds += span * bool(trainer.stages)
             while trainer.next_s <= now_s:
                 _, units = trainer.stages.popleft()
-                self.done.add(Work.of_stage(units))
+                self.done.add(Work.of_stage(units, self._pairs_of))
+                self.asked(dict.fromkeys(unit.send.run_id for unit in units))
                 for unit in units:
                     self._ended(unit, now_s)
+
+    def asked(self, runs: Iterable[str]) -> None:
+        """These runs have more outstanding than before, or less."""
+        if not self._shared:
+            return
+        in_hand = Counter[str]()
+        for trainer in self._trainers:
+            for unit in trainer.units:
+                in_hand[unit.send.run_id] += unit.tokens
+        for run in runs:
+            self._homes.outstanding(run, self._queue.queued(self._paths[run]) + in_hand[run])
 
     def fill(self, now_s: float) -> None:
         """Begin a pass wherever a trainer is free and there is work for it."""
         free = [trainer for trainer in self._trainers if not trainer.stages]
         if not free or not self._queue.children():
             return
-        if len(self._trainers) > 1:
-            self._homes.even_out(map(self._claim, self._at_home))
+        self._moving = {run: name for run, name in self._moving.items() if name not in {one.name for one in free}}
+        if self._shared:
+            moves = self._homes.even_out(map(self._claim, self._at_home))
+            busy = {trainer.name for trainer in self._trainers if trainer.stages}
+            self._moving |= {move.run_id: move.source for move in moves if move.source in busy}
         for trainer in free:
             over_s = now_s
             units = compose(self._queue, [MODEL], self._cluster.pass_tokens, self._only(trainer.name))
             for stage in stages_of(units):
-                work = Work.of_stage(stage)
-                over_s += self._cluster.pass_takes_s(work.tokens, work.stages, work.slices, work.light)
+                work = Work.of_stage(stage, self._pairs_of)
+                over_s += self._cluster.pass_takes_s(work.tokens, work.stages, work.slices, work.light, work.pairs)
                 trainer.stages.append((over_s, stage))
             if units:
                 self.done.passes += any(not unit.light for unit in units)
                 self._taken(trainer)
 
     def _only(self, name: str) -> Only | None:
-        if len(self._trainers) == 1 or not self._paths:
+        if not self._shared:
             return None
         waiting = [path[-1] for path in lanes(self._queue, MODEL) if self._homes.home(path[-1]) is None]
-        others = map(self._claim, self._at_home if waiting else ())
-        places = self._homes.place(list(map(self._claim, waiting)), list(others))
-        return lambda run: (self._homes.home(run) or places.get(run)) == name
+        places = self._homes.place(list(map(self._claim, waiting)))
+        return lambda run: run not in self._moving and (self._homes.home(run) or places.get(run)) == name
 
     def _taken(self, trainer: _Trainer) -> None:
-        if len(self._trainers) == 1 or not self._paths:
-            return
-        for unit in trainer.units:
-            run = unit.send.run_id
+        for run in dict.fromkeys(unit.send.run_id for unit in trainer.units) if self._shared else ():
             if self._homes.home(run) != trainer.name:
                 self._at_home[run] = None
                 self._homes.settle(self._claim(run), trainer.name)
-            self._homes.served(run, unit.tokens)
 
     def _claim(self, run: str) -> Claim:
-        under_way = any(unit.send.run_id == run for trainer in self._trainers for unit in trainer.units)
-        return Claim(run, MODEL, self._queue.queued(self._paths[run]), fixed=under_way)
+        return Claim(run, MODEL, fixed=run in self._moving)

@@ -57,6 +57,7 @@ class TestExternalWeights:
         assert timedelta(minutes=59) < expires - datetime.now(UTC) <= timedelta(hours=1)
         fetched = world.http.get(reply["urls"]["peft/adapter_model.safetensors"])
         assert (fetched.content, fetched.headers["content-length"]) == (b"12345", "5")
+        assert fetched.headers["x-content-type-options"] == "nosniff"  # of the console's origin, and no script of it
 
     def test_links_are_worth_nothing_changed_or_for_what_is_gone(self, world: World) -> None:
         path = exported(world, world.run())

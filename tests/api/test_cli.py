@@ -5,6 +5,7 @@ The app behind it is a stand-in with stub workers, so that this is about the com
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,14 +16,16 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from weft.version import __version__
 
 from api.cli import weftd as command
-from store import keys
+from store import keys, tables
 from store.db import Database
 from tests.servers import free_port
 
@@ -233,6 +236,75 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: Sequence[str], config:
     assert re.fullmatch(r"weftd: [^\n]+\n", line)
 
 
+@pytest.mark.parametrize("unbilled", ["storage", "operation", ""])
+def test_a_price_list_that_begins_after_what_is_not_billed_yet_is_refused(tmp_path: Path, unbilled: str) -> None:
+    """As when the built-in list is replaced by one that begins today: nothing before could ever be billed."""
+    with serving(tmp_path):
+        pass
+    database, day = Database(f"sqlite:///{tmp_path / 'weft.db'}"), datetime(2026, 3, 1, tzinfo=UTC)
+    row: dict[str, Any] = {"id": "x", "org_id": "o", "session_id": "s", "base_model": "m"}
+    if unbilled == "operation":
+        row |= {
+            "lane": "l",
+            "seq": 1,
+            "kind": "forward",
+            "state": "queued",
+            "tokens": 1,
+            "body_ref": "",
+            "body_sha256": "",
+        }
+        add: Any = tables.Operation(**row, plan={}, accepted_at=day)
+    else:
+        row |= {"checkpoint_id": "c", "run_id": "r", "size_bytes": 1}
+        add = tables.StorageSpan(**row, started_at=day, metered_until=day)
+    if unbilled:
+        database.write_now(lambda session: session.add(tables.Organisation(id="o", name="acme", created_at=day)))
+        database.write_now(lambda session: session.add(add))
+    database.close()
+    file = tmp_path / "weft.toml"
+    rates = "train = 1\nprefill = 1\ncached_prefill = 1\nsample = 1"
+    file.write_text(f"[[prices]]\nversion = 'x'\neffective_from = 2026-03-02T00:00:00Z\n[prices.models.'*']\n{rates}\n")
+    if unbilled:
+        line = refused("serve", "--data-dir", str(tmp_path), "--config", str(file), "--port", "0")
+        assert re.fullmatch(
+            r"weftd: prices: what is not billed yet goes back to 2026-03-01T[^\n]+ 2026-03-02T[^\n]+\n", line
+        )
+    file.write_text(file.read_text().replace("2026-03-02", "2026-03-01"))
+    with serving(tmp_path, "--config", str(file)):
+        pass
+
+
+#: Of the real app, without workers: what the process has loaded when it listens.
+LISTENS = """
+import json, sys
+import api.server.machines, api.server.serve
+from api.server.listener import Server
+api.server.serve.worker_programs = lambda settings, cards: []
+api.server.machines.embedded_workers = lambda settings, models: []
+startup = Server.startup
+async def listens(self, sockets=None):
+    await startup(self, sockets)
+    if self.started:
+        print(json.dumps(sorted(sys.modules)), flush=True)
+        self.should_exit = True
+Server.startup = listens
+from api.cli import main
+main()
+"""
+#: What a server that starts again can do without for now, most of which takes longer to load than all of ours.
+LATER = {"alembic", "authlib", "celery", "httpx", "obstore", "psycopg", "redis", "requests", "rich", "stripe", "torch"}
+LATER |= {"matplotlib", "peft", "prometheus_client", "transformers", "triton", "vllm"}
+
+
+def test_a_server_that_starts_again_loads_nothing_that_can_wait(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LISTENS, "serve", "--data-dir", str(tmp_path), "--port", "0"]
+    for _ in range(2):  # the first makes the tables
+        out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=True).stdout
+    loaded = {name.partition(".")[0] for name in json.loads(out.splitlines()[0])}
+    assert {"api", "fastapi", "sqlalchemy"} <= loaded
+    assert not loaded & LATER
+
+
 def test_its_version_is_its_client_s() -> None:
     assert CliRunner().invoke(command, ["--version"]).output == f"weftd {__version__}\n"
 
@@ -263,10 +335,17 @@ def test_key_create_prints_a_key_and_nothing_else(tmp_path: Path) -> None:
     database.close()
 
 
+def test_a_key_for_a_folder_that_no_server_has_used_is_made_with_a_word(tmp_path: Path) -> None:
+    """The folder may be a slip of the pen."""
+    out, err = weftd("key", "create", "--data-dir", str(tmp_path / "slip"), "--org", "acme").communicate(timeout=60)
+    assert re.fullmatch(r"tml-\w{8}_.{43}\n", out)
+    assert err == f"weftd: {tmp_path / 'slip'} is new: the key is good for a server that is started on it\n"
+
+
 def test_key_list_and_revoke(tmp_path: Path) -> None:
     def key(*arguments: str) -> str:
         out, err = weftd("key", *arguments, "--data-dir", str(tmp_path)).communicate(timeout=60)
-        assert err == ""
+        assert err == "" or "is new" in err
         return out
 
     secret = key("create", "--org", "acme").strip()

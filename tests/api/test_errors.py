@@ -45,6 +45,24 @@ def test_what_is_not_here_says_so(world: World, method: str, path: str) -> None:
     assert path in reply.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("GET", "/v1/api/v1/get_server_capabilities", "did you mean /api/v1/get_server_capabilities?"),
+        ("GET", "/v1/fine_tuning/jobs", "/docs lists what there is"),
+        ("GET", "/" + "x" * 1000, "/docs lists what there is"),
+    ],
+)
+def test_a_path_that_is_not_here_tells_which_may_be_meant(world: World, method: str, path: str, meant: str) -> None:
+    """In OpenAI's form too, as its clients show nothing else."""
+    reply = world.http.request(method, path)
+    assert reply.status_code == 404
+    assert reply.json()["detail"].endswith(meant)
+    assert reply.json()["error"]["message"] == reply.json()["detail"]
+
+
 def test_a_wrong_method_has_a_body(world: World) -> None:
     reply = world.call("GET", "create_model")
     assert reply.status_code == 405

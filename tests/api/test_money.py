@@ -94,6 +94,8 @@ def test_budgets(world: World) -> None:
     ("body", "status"),
     [
         ({"scope": "key", "scope_id": "2", "limit_nusd": 1}, 404),  # the other organisation's
+        ({"scope": "key", "scope_id": "01", "limit_nusd": 1}, 404),  # it would count nothing of key 1
+        ({"scope": "key", "scope_id": "١", "limit_nusd": 1}, 404),
         ({"scope": "project", "scope_id": "nobody's", "limit_nusd": 1}, 404),
         ({"scope": "project", "limit_nusd": 1}, 400),
         ({"scope": "org", "scope_id": "x", "limit_nusd": 1}, 400),

@@ -140,6 +140,7 @@ class TestOverHttp:
         names = [s.name for track in slices(reply.content).values() for s in track]
         assert {"create 0", "forward_backward 1"} <= set(names)
         assert f"{session}.pftrace" in reply.headers["content-disposition"]
+        assert reply.headers["x-content-type-options"] == "nosniff"
         assert MODEL.encode() in reply.content
 
     def test_without_a_good_signature_there_is_nothing(self, world: World) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-from figures import TABLES, filled  # noqa: E402
+from bench.figures import TABLES, filled
 
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 MADE = re.compile(r"<!-- figures: [\w-]+ -->.*?<!-- end of figures -->", re.DOTALL)
 #: A number in a unit of measuring.

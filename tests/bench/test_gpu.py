@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from bench import gpu
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("gpu")
-
-
-def test_parameters_of_the_published_shape(gpu: Any) -> None:
+def test_parameters_of_the_published_shape() -> None:
     """Flops count parameters: 30.5 billion of which 3.3 are active, the embedding aside; MLP adapters as published."""
     config = gpu.SHAPES["qwen3-30b-a3b"]
     base = gpu.Flops.per_token(config, 1, 0).base / 4
@@ -29,25 +21,25 @@ def test_parameters_of_the_published_shape(gpu: Any) -> None:
     assert low == attn + active_mlp + 2048 + 151_936
 
 
-def test_attention_is_counted_by_half_of_the_sequence(gpu: Any) -> None:
+def test_attention_is_counted_by_half_of_the_sequence() -> None:
     config = gpu.SHAPES["tiny"]
     more = gpu.Flops.per_token(config, 8, 100).base - gpu.Flops.per_token(config, 8, 0).base
     products = 2 + 4  # forward, backward
     assert more == config.num_layers * products * 2 * config.q_size * (100 / 2)
 
 
-def test_tokens_are_shared_evenly(gpu: Any) -> None:
+def test_tokens_are_shared_evenly() -> None:
     assert gpu.lengths_of(20, 2, 8) == [[8, 2], [8, 2]]
     assert gpu.lengths_of(10, 3, 8) == [[3], [3], [4]]
 
 
-def test_adapters_that_fit(gpu: Any) -> None:
+def test_adapters_that_fit() -> None:
     assert gpu.distinct_adapters(64, 10, 1000, reserve_bytes=200) == 40
     assert gpu.distinct_adapters(8, 10, 1000, reserve_bytes=200) == 8
     assert gpu.distinct_adapters(8, 10, 100, reserve_bytes=200) == 1
 
 
-def test_report(gpu: Any) -> None:
+def test_report() -> None:
     assert gpu.report(0.5, 1000, 1e9, peak_tflops=10) == {
         "seconds": 0.5,
         "tokens_per_s": 2000.0,
@@ -55,7 +47,7 @@ def test_report(gpu: Any) -> None:
     }
 
 
-def test_a_step_of_the_tiny_shape(gpu: Any) -> None:
+def test_a_step_of_the_tiny_shape() -> None:
     cpu = torch.device("cpu")
     decoder = gpu.random_decoder(gpu.SHAPES["tiny"], cpu, torch.float32)
     shape = gpu.AdapterShape(decoder.config, 4)
@@ -68,7 +60,7 @@ def test_a_step_of_the_tiny_shape(gpu: Any) -> None:
     assert decoder.embed.grad is None
 
 
-def test_rounds_are_interleaved_and_the_first_is_not_counted(gpu: Any) -> None:
+def test_rounds_are_interleaved_and_the_first_is_not_counted() -> None:
     calls: list[str] = []
     works = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
     assert set(gpu.seconds_of(works, 2, lambda: None)) == {"a", "b"}
@@ -76,14 +68,14 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted(gpu: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_it_runs_on_a_gpu(gpu: Any, tmp_path: Path) -> None:
+def test_it_runs_on_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     flags = ["--shape", "tiny", "--tenants", "1", "3", "--ranks", "4", "--tokens", "64", "--rounds", "1"]
     assert gpu.main([*flags, "--out", str(file)]) == 0

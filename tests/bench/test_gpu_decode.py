@@ -1,4 +1,4 @@
-"""The accounting of bench/gpu_decode.py, and its steps at a tiny size: on the CPU in Triton's interpreter."""
+"""The accounting of bench/parts/gpu_decode.py, and its steps at a tiny size: on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from bench import gpu
 from tests.workers.model.gpu_kit import DEVICE
 from workers.model import lora_products
 from workers.model.adapters.adapter import Adapter, AdapterShape
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("gpu")
+def gpu_decode() -> Any:
+    """Imported late: DEVICE's module has Triton interpret before kernels are imported."""
+    return importlib.import_module("bench.parts.gpu_decode")
 
 
-@pytest.fixture
-def gpu_decode(gpu: Any) -> Any:
-    return importlib.import_module("gpu_decode")
-
-
-def test_what_a_step_must_read(gpu: Any, gpu_decode: Any) -> None:
+def test_what_a_step_must_read(gpu_decode: Any) -> None:
     """Of Qwen3-30B-A3B: one row reads the active parameters, very many rows all; each position 96 KiB of cache."""
     config = gpu.SHAPES["qwen3-30b-a3b"]
     embedding = config.vocab_size * config.hidden_size
@@ -37,7 +31,7 @@ def test_what_a_step_must_read(gpu: Any, gpu_decode: Any) -> None:
     assert more == pytest.approx(3 * 100 * 96 * 1024)
 
 
-def test_steps_of_the_tiny_shape(gpu: Any, gpu_decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_the_tiny_shape(gpu_decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
     with torch.inference_mode():
         decoder = gpu.random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32)
@@ -54,7 +48,7 @@ def test_steps_of_the_tiny_shape(gpu: Any, gpu_decode: Any, monkeypatch: pytest.
     assert not torch.allclose(one[1], both[1], atol=1e-4)
 
 
-def test_report(gpu: Any, gpu_decode: Any) -> None:
+def test_report(gpu_decode: Any) -> None:
     with torch.inference_mode():
         batch = gpu_decode.Batch.of(gpu.random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32), rows=4, length=32)
     base, adapted = gpu_decode.report(batch, {"base, replayed": 0.5, "adapters, replayed": 0.625}, 10, 3)
@@ -64,7 +58,7 @@ def test_report(gpu: Any, gpu_decode: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_it_runs_on_a_gpu(gpu: Any, tmp_path: Path) -> None:
+def test_it_runs_on_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu_decode.json"
     flags = ["--decode", "--shape", "tiny", "--rows", "1", "5", "--length", "64", "--ranks", "4", "--rounds", "1"]
     assert gpu.main([*flags, "--out", str(file)]) == 0

@@ -6,13 +6,16 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import weft
 from weft import types
+from weft.errors import WeftError
 
+from examples.sft_docs import read_jsonl
 from tests.client_sdk.stub_server import SESSION, Stub, status
 
 CLIENTS = (weft.ServiceClient, weft.TrainingClient, weft.SamplingClient, weft.RestClient, weft.AdminClient)
@@ -38,9 +41,31 @@ def test_every_method_has_a_twin_of_its_arguments(client: type, name: str) -> No
         assert inspect.iscoroutinefunction(getattr(client, f"{name}_async"))
 
 
+@pytest.mark.parametrize("key", ["ключ", "tml-ab\n", "tml-\u201cab"])
+def test_a_key_that_no_header_can_hold_is_refused_by_name(key: str) -> None:
+    with pytest.raises(WeftError, match="WEFT_API_KEY or api_key as it was printed"):
+        weft.ServiceClient(base_url="http://127.0.0.1:9", api_key=key)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no conversation"),
+        ('{"messages": []}\n\n{"messages": [}', "line 3: not of"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_the_example_of_supervised_training_names_the_line_it_cannot_read(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_jsonl(file)
+
+
 Wrong = Callable[[weft.TrainingClient, weft.SamplingClient], object]
 WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.forward_backward(DATUM, "cross_entropy"), "data is a Datum; give a list of Datum"),
+    (lambda run, _: run.forward_backward(None, "cross_entropy"), "data is a NoneType; give a list of Datum"),  # type: ignore[arg-type]
     (lambda run, _: run.forward_backward([], "cross_entropy"), "data is empty"),
     (lambda run, _: run.forward_backward(MIXED, "ppo"), r"data\[1\] is a dict; give a Datum"),
     (lambda run, _: run.forward([DATUM], len), "loss_fn is a builtin_function_or_method; .* forward_backward_custom"),
@@ -49,7 +74,7 @@ WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.optim_step(adam_params={"learning_rate": 1}), "adam_params must be AdamParams"),
     (lambda run, _: run.save_state("../x"), r"^name: .*got '\.\./x'"),
     (lambda run, _: run.save_state("x", ttl_seconds=1), "^ttl_seconds: .*got 1$"),
-    (lambda run, _: run.save_weights_for_sampler("a b"), "^name: .*got 'a b'"),
+    (lambda run, _: run.save_weights_for_sampler("a b"), "^name: must be of A-Z, .*, got 'a b'"),
     (lambda run, _: run.load_state(7), "^path: .*got 7"),
     (lambda _, sampler: sampler.sample("hello", 1, types.SamplingParams()), "^prompt is text; give token ids"),
     (lambda _, sampler: sampler.sample(UNEVEN, 1, types.SamplingParams()), r"^prompt\[1\] is 2\.5; token ids"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,14 @@ def test_data_that_do_not_fit_the_loss(service: ServiceClient) -> None:
     wide = Datum(ModelInput.from_ints([1]), {"target_tokens": np.ones((1, 2), int), "weights": np.ones((1, 2))})
     with pytest.raises(ValueError, match=r"data\[0\].*has shape \(1, 2\), the loss 'nll' declared rank 1"):
         run.forward_backward_custom([wide], handle)
+
+
+def test_threads_of_a_process_trace_at_once() -> None:
+    def many_nodes(logprobs: Any, weights: Any) -> Any:
+        for _ in range(100):
+            logprobs = logprobs.sort(dim=0)[0]
+        return (logprobs * weights).sum(), {}
+
+    with ThreadPoolExecutor(8) as pool:
+        losses = list(pool.map(lambda _: trace(many_nodes, {"logprobs": 1, "weights": 1}), range(64)))
+    assert {len(loss.graph.graph.nodes) for loss in losses} == {205}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,69 @@ def test_the_listener_sees_violations(console: Console, browser: Browser) -> Non
     page.wait_for_function("window.violations.length >= 2")
     assert page.evaluate("window.ran") is None
     context.close()
+
+
+#: Markup that an injection could put into a page, and the directive that stops it.
+INJECTED = {
+    "script-src-attr": "<img src='' onerror='window.ran = 1'>",
+    "script-src-elem": "<a href='javascript:window.ran = 1'>press</a>",
+    "frame-src": "<iframe src='/console/login'></iframe>",
+    "object-src": "<object data='/console/login'></object>",
+    "base-uri": "<base href='https://elsewhere.example/'>",
+    "form-action": "<form action='https://elsewhere.example/'><button>press</button></form>",
+    "style-src-elem": "<link rel='stylesheet' href='https://elsewhere.example/a.css'>",
+    "img-src": "<img src='https://elsewhere.example/a.png'>",
+    "media-src": "<video src='https://elsewhere.example/a.mp4'></video>",
+}
+
+
+@pytest.mark.parametrize("directive", INJECTED)
+def test_what_is_injected_does_nothing(console: Console, browser: Browser, directive: str) -> None:
+    with closing(browser.new_context()) as context:
+        context.add_init_script(WATCH)
+        page = context.new_page()
+        sign_in(page, console)
+        page.evaluate("(html) => document.body.insertAdjacentHTML('afterbegin', html)", INJECTED[directive])
+        for button in page.get_by_text("press", exact=True).all():
+            button.click(no_wait_after=True)
+        page.wait_for_function("(name) => window.violations.some((found) => found.startsWith(name))", arg=directive)
+        assert page.evaluate("window.ran") is None
+        assert page.url.startswith(console.url)
+
+
+def test_injected_attributes_of_htmx_run_nothing_and_ask_nobody_else(console: Console, browser: Browser) -> None:
+    with closing(browser.new_context()) as context:
+        page = context.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        sign_in(page, console)
+        asked.clear()
+        page.evaluate(
+            """() => {
+                const html = `<p hx-on:click="window.ran = 1" hx-get="https://elsewhere.example/" hx-trigger="click"
+                    hx-vals="js:{a: window.ran = 1}">press</p>
+                    <p hx-get="/console/queues" hx-trigger="click[window.ran = 1]">press</p>`;
+                document.body.insertAdjacentHTML("afterbegin", html);
+                htmx.process(document.body);
+            }"""
+        )
+        for button in page.get_by_text("press", exact=True).all():
+            button.click()
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.ran") is None
+        assert not [url for url in asked if not url.startswith(console.url)]
+
+
+def test_no_other_site_frames_a_page(console: Console, browser: Browser) -> None:
+    with closing(browser.new_context()) as context:
+        page = context.new_page()
+        refused: list[str] = []
+        page.on("console", lambda message: refused.append(message.text))
+        page.set_content(f"<iframe src='{console.url}/console/login'></iframe>")
+        until = time.monotonic() + 60
+        while not any("frame-ancestors" in text for text in refused):
+            page.wait_for_timeout(50)
+            assert time.monotonic() < until, refused
 
 
 def test_hostile_names_stay_text(console: Console, open_page: Open) -> None:

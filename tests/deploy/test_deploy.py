@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import ipaddress
 import json
 import re
@@ -138,6 +139,25 @@ def test_every_kernel_is_compiled_ahead(file: str) -> None:
     [patterns] = re.findall(r"python -m workers.model.native.build ([^|\n]+)", (ROOT / file).read_text())
     named = [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
     assert sorted(named) == sorted((ROOT / "workers").rglob("*.c"))
+
+
+def test_what_serves_is_compiled_ahead() -> None:
+    """Who serves may not write beside the sources (the image, the unit), and would compile them at each start."""
+    [served] = re.findall(r"^SERVED := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests", "tools"}
+    assert set(served.split()) == rooms | {"client_sdk/weft"}
+    for line in ("\t@$(BIN)/python -m compileall -q $(SERVED)", " && python -m compileall -q ."):
+        assert line in (ROOT / ("Makefile" if "BIN" in line else "deploy/Dockerfile")).read_text().splitlines()
+
+
+def test_the_unit_starts_again_at_once_and_never_gives_up() -> None:
+    """As clients do not. What is wrong in the settings, exit code 2, is not mended by starting again."""
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read(DEPLOY / "weftd.service")
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+    found = {name: unit["Service"][name] for name in ("Restart", "RestartSec", "RestartPreventExitStatus")}
+    assert found == {"Restart": "on-failure", "RestartSec": "100ms", "RestartPreventExitStatus": "2"}
 
 
 def test_proxies_are_trusted_where_they_come_from() -> None:

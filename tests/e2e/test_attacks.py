@@ -1,6 +1,6 @@
 """A tenant that means harm, ten times at once: the others go on, and the server stays as large as it was.
 
-The attacks are those of bench/attacks.py; each took seconds to minutes of everybody's time, or gigabytes."""
+The attacks are those of bench/parts/attacks.py; each took seconds to minutes of everybody's time, or gigabytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.attacks import ATTACKS, Target
-from bench.probe import forget_peak, peak, slowest_healthz
+from bench.parts.attacks import ATTACKS, Target
+from bench.parts.probe import forget_peak, peak, slowest_healthz
 from tests.e2e.conftest import Weftd
 
 pytestmark = pytest.mark.server

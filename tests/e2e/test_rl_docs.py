@@ -87,6 +87,14 @@ def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
 
 
 @pytest.mark.long
+def test_what_it_is_paid_for_more_than_doubles(weftd: Weftd) -> None:
+    """Seeded throughout: on one machine the rewards are the same each time."""
+    said = example(weftd, "openai_agent.py", "--steps", "8", "--batch", "8")
+    rewards = [float(line.split()[-1]) for line in said]
+    assert sum(rewards[-3:]) / 3 > 2 * rewards[0], rewards
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @isolated
 def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:

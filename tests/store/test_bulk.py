@@ -1,16 +1,17 @@
-"""Rows written as one document are the rows that were meant, and a mistake among statements sent together is told."""
+"""Rows written as one document are the rows that were meant, and a mistake in what waits to be sent is told."""
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
-from store.bulk import insert_rows, sent_together, update_rows
+from store.bulk import insert_rows, update_rows
 from store.db import Database
 from store.tables import Operation, Organisation
 
@@ -79,9 +80,9 @@ def test_rows_are_changed_by_their_id_and_no_others(database: Database) -> None:
     assert [op.plan for op in operations(database)] == [PLAN] * 3
 
 
-def test_a_mistake_among_statements_sent_together_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:
+def test_a_mistake_in_what_waits_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:
     def mistaken(connection: Connection) -> None:
-        with connection.begin_nested(), sent_together(connection):
+        with connection.begin_nested():
             connection.execute(update(Operation).values(state="done"))
             insert_rows(connection, Operation, [row("y", 1)])  # the lane's number is taken
             connection.execute(update(Operation).values(state="failed"))
@@ -95,3 +96,62 @@ def test_a_mistake_among_statements_sent_together_is_told_and_undoes_its_savepoi
 
     database.write_now(write)
     assert [(op.id, op.state) for op in operations(database)] == [("x", "queued"), ("z", "queued")]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_of_works_that_were_committed_together_only_the_mistaken_one_fails(database: Database, beside: bool) -> None:
+    """Alone or `beside` a work of another kind: rows are written at the latest with COMMIT, and found wrong there."""
+
+    def insert(session: Session, rows: list[dict[str, Any]]) -> list[None]:
+        insert_rows(session.connection(), Operation, rows)
+        return [None for _ in rows]
+
+    async def story() -> list[Any]:
+        works: list[Any] = [
+            database.write_batched(insert, row(*one), lock="a") for one in (("x", 1), ("y", 1), ("z", 2))
+        ]
+        if beside:
+            works.append(database.write(lambda session: insert_rows(session.connection(), Operation, [row("w", 2)])))
+            works.append(database.write(lambda session: insert_rows(session.connection(), Operation, [row("v", 3)])))
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    errors = [type(error) for error in asyncio.run(story())]
+    fine, wrong = type(None), IntegrityError
+    assert errors == [fine, wrong, fine] + ([wrong, fine] if beside else [])
+    assert [op.id for op in operations(database)] == ["x", "z"] + (["v"] if beside else [])
+
+
+def test_rows_that_were_just_inserted_can_be_changed(database: Database) -> None:
+    def write(session: Session) -> None:
+        insert_rows(session.connection(), Operation, [row("x", 1)])
+        update_rows(session.connection(), Operation, [{"id": "x", "state": "done"}])
+
+    database.write_now(write)
+    assert [op.state for op in operations(database)] == ["done"]
+
+
+def test_a_connection_that_breaks_before_commit_fails_all_of_its_works_and_the_next_one_is_fine(
+    postgres_database: Database,
+) -> None:
+    database = postgres_database
+    database.write_now(lambda session: session.add(Organisation(id="a", name="a", created_at=AT)))
+    broken = []
+
+    def insert(session: Session, rows: list[dict[str, Any]]) -> list[None]:
+        connection = session.connection()
+        if not broken:
+            broken.append(connection.execute(text("SELECT pg_backend_pid()")).scalar_one())
+        insert_rows(connection, Operation, rows)
+        if len(broken) == 1:
+            with database.read() as other:
+                broken.append(other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": broken[0]}))
+        return [None for _ in rows]
+
+    async def story() -> list[Any]:
+        works = [database.write_batched(insert, row(*one), lock="a") for one in (("x", 1), ("y", 2))]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(story())] == [OperationalError] * 2
+    assert operations(database) == []
+    assert asyncio.run(story()) == [None] * 2
+    assert [op.id for op in operations(database)] == ["x", "y"]

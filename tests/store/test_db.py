@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
-from store.db import GROUP_SIZE, Database
+from store.db import ENOUGH, GROUP_SIZE, Database
 from store.tables import ApiKey, Organisation
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -84,6 +85,42 @@ def test_writes_that_wait_share_one_commit(database: Database) -> None:
     assert results == [f"n{i}" for i in range(100)]
     assert len(names(database)) == 100
     assert len(commits) == 2  # the busy one, and the group
+
+
+def test_writes_of_turns_that_follow_each_other_share_one_commit(database: Database) -> None:
+    commits = count_commits(database)
+
+    async def later(turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        time.sleep(0.02)  # noqa: ASYNC251  what else the loop does; the writer could commit meanwhile
+        await database.write(add(f"n{turns}"))
+
+    async def main() -> None:
+        await asyncio.gather(*(later(turns) for turns in range(5)))
+
+    asyncio.run(main())
+    assert len(names(database)) == 5
+    assert len(commits) == 1
+
+
+def test_turns_that_always_bring_more_hold_nobody_up(database: Database) -> None:
+    sizes: list[int] = []
+
+    def batch(_session: Session, items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        return items
+
+    async def main() -> None:
+        writes = []
+        for item in range(ENOUGH + 10):
+            writes.append(asyncio.create_task(database.write_batched(batch, item, lock="")))
+            await asyncio.sleep(0)
+            time.sleep(0.002)  # noqa: ASYNC251  the writer takes what it is given
+        assert await asyncio.gather(*writes) == list(range(ENOUGH + 10))
+
+    asyncio.run(main())
+    assert sizes[0] == ENOUGH
 
 
 def test_a_group_is_bounded(database: Database) -> None:

@@ -46,14 +46,17 @@ def test_the_command_line_wins_and_paths_are_relative_to_the_file(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data_dri = 'x'", "data_dri"),
-        ("data_dir = 'x'\n[limits]\nmax_bodies = 3", r"limits\.max_bodies"),
+        ("data_dri = 'x'", r"data_dri: there is no such setting; did you mean data_dir\?"),
+        ("data_dir = 'x'\n[limits]\nmax_bodies = 3", r"limits\.max_bodies: .*; did you mean max_body_bytes\?"),
+        ("data_dir = 'x'\nqqq = 3", r"qqq: .*; docs/operating.md lists all"),
+        ("data_dir = 'x'\n[generator]\nslot = 3", r"generator\.slot: .*; did you mean slots\?"),
+        ("data_dir = 'x'\n[generator.vllm]\nadress = 3", r"generator\.vllm\.adress: there is no such setting"),
         ("data_dir = 'x'\nport = 70000", "port"),
         ("data_dir = 'x'\n[trainer]\npass_tokens = 0", r"trainer\.pass_tokens"),
         ("data_dir = 'x'\nmodels = 3", "models"),
         ("data_dir = 'x'\n[trainer]\nranks = 2\ndevice = 'cuda:1'", r"trainer: .*each of 2 ranks has a GPU of its own"),
         ("data_dir = 'x'\n[trainer]\nnodes = 2", r"trainer: .*2 nodes need a rendezvous"),
-        ("port = 1", "data_dir"),
+        ("port = 1", "data_dir: is missing: .*--data-dir"),
         ("port =", "not TOML"),
     ],
 )

@@ -10,6 +10,7 @@ Shapes: T packed tokens, D hidden, H heads, K key-value heads, V vocabulary, R s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import cast
 
@@ -46,6 +47,8 @@ class Decoder(nn.Module):
         self.isolation = "padded"  # a mode of isolation.py, set by `probe`
         #: Bytes that a forward may keep for its backward; None: a share of the free memory (memory.py).
         self.activation_budget_bytes: int | None = None
+        #: Where experts are spread over processes (owned/): has all begin a step, and says whether any recomputes.
+        self.begin_step: Callable[[LoraRows | None, bool], bool] | None = None
         with torch.device(device):
             self.embed = frozen(dtype, config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
@@ -92,6 +95,8 @@ class Decoder(nn.Module):
         saving = Saving.KEEP
         if torch.is_grad_enabled() and lora is not None and any(grad is not None for grad in lora.grads):
             saving = choose_saving(self.config, len(tokens_T), self.device, self.activation_budget_bytes)
+        if self.begin_step is not None and self.begin_step(lora, saving is not Saving.KEEP) and saving is Saving.KEEP:
+            saving = Saving.RECOMPUTE
         with save_on_cpu(pin_memory=True) if saving is Saving.OFFLOAD else nullcontext():
             for number, layer in enumerate(self.layers):
                 forced = replay_MTK[mixture.index(number)] if replay_MTK is not None and number in mixture else None

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, and whether that fits the memory at hand.
+"""What a forward keeps for its backward, and whether that fits the memory at hand; and how one that does not is seen.
 
 Three ways, none of which changes a bit of the result: keep everything; keep the input of each layer and compute the
 layer again in the backward (a third more work); and, on a device, keep those inputs in the host's memory.
@@ -20,6 +20,9 @@ SHARE = 0.5
 
 #: Up to this size the free memory is not looked up.
 ALWAYS_FITS_BYTES = 128 << 20
+
+#: Messages of allocators without an exception class of their own (PyTorch's on a CPU, on Linux and elsewhere).
+_SIGNS = ("can't allocate memory: you tried to allocate", "not enough memory: you tried to allocate", "out of memory")
 
 
 class Saving(Enum):
@@ -47,3 +50,9 @@ def free_bytes(device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return machine.free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -13,7 +13,7 @@ gate), r rank, S = 2 or 1 factors on gate and up.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -47,13 +47,39 @@ class Names(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The frozen experts of a layer; gate_up_EGD stacks gate over up."""
+    """The frozen experts of a layer; gate_up_EGD stacks gate over up. With `away` the weights are those of the experts
+    that this process owns, and `down_bias_ED` is that of all."""
 
     gate_up_EGD: Tensor
     down_EDF: Tensor
     gate: GateConfig = GateConfig()
     gate_up_bias_EG: Tensor | None = None
     down_bias_ED: Tensor | None = None
+    away: Away | None = None
+
+
+class Inner(Protocol):
+    """What experts compute between the factors on the hidden side: from tokens x_TD in the weights' dtype and
+    u = scale * x A^T per pair, their outputs, in that dtype, and v = h A^T of down. Pairs are in the order of the
+    layer's routing."""
+
+    def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+        """y_PD, v_P, and what the backward needs beside what it is given."""
+
+    def backward(
+        self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """From dout in the weights' dtype and the gradient of v before the router weight: dx_PD in that dtype, if
+        `with_x`, du_P and dweights_P. The gradients of the inner factors are added."""
+
+
+class Away(Protocol):
+    """A layer's experts that are spread over the processes of a group (owned/)."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    def inner(self, routing: Routing, rows: LoraRows | None) -> Inner: ...
 
 
 def expert_block(
@@ -64,14 +90,16 @@ def expert_block(
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
         return torch.cat([expert_block(x, w, e, experts, names, single) for x, w, e, single in own])
-    gate_up_EGD, down_EDF = experts.gate_up_EGD, experts.down_EDF
-    routing = Routing(experts_TK, gate_up_EGD.shape[0])
-    plan = _Plan(routing, experts, names, _Adapters.of(rows, routing, names, gate_up_EGD))
-    trigger = rows.trigger(rows.groups(names.down_a)) if rows is not None and plan.adapters is not None else None
+    gate_up_EGD, away = experts.gate_up_EGD, experts.away
+    routing = Routing(experts_TK, away.num_experts if away is not None else gate_up_EGD.shape[0])
+    adapters = _Adapters.of(rows, routing, names, gate_up_EGD)
+    paired = adapters.paired if adapters is not None else None
+    inner = Sorted(routing, experts, names, paired) if away is None else away.inner(routing, rows)
+    plan = _Plan(routing, experts, names, adapters, inner)
+    trigger = rows.trigger(rows.groups(names.down_a)) if rows is not None and adapters is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
-        out = _ExpertBlock.apply(x_TD, weights_TK, trigger, gate_up_EGD, down_EDF, plan)  # type: ignore[no-untyped-call]
-        return cast(Tensor, out)
-    return _forward(x_TD.contiguous(), weights_TK, gate_up_EGD, down_EDF, plan)[0]
+        return cast(Tensor, _ExpertBlock.apply(x_TD, weights_TK, trigger, plan))  # type: ignore[no-untyped-call]
+    return _forward(x_TD.contiguous(), weights_TK, plan)[0]
 
 
 class _Adapters(NamedTuple):
@@ -99,42 +127,83 @@ class _Plan(NamedTuple):
     experts: Experts
     names: Names
     adapters: _Adapters | None
+    inner: Inner
 
 
-def _base(x_PI: Tensor, weight_EOI: Tensor, routing: Routing, *, transposed: bool = False) -> Tensor:
-    """Each sorted row times the frozen weight of its expert, float32."""
-    return per_expert(x_PI, weight_EOI, routing.ends_E, transposed=transposed).to(torch.float32)
+class Sorted(NamedTuple):
+    """`Inner` where the experts are: pairs sorted by expert, and the products of their adapters' inner factors."""
+
+    routing: Routing
+    experts: Experts
+    names: Names
+    paired: LoraProducts | None
+
+    def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+        experts, names = self.experts, self.names
+        gate_up_PG = self._base(x_TD.index_select(0, self.routing.token), experts.gate_up_EGD).to(torch.float32)
+        if experts.gate_up_bias_EG is not None:
+            gate_up_PG = gate_up_PG + experts.gate_up_bias_EG[self.routing.experts]
+        if self.paired is not None and u_P is not None:
+            f = experts.down_EDF.shape[2]
+            self.paired.add(gate_up_PG, None, u_P, "", [(name, f) for name in names.inner_b], scaled=False)
+        h_PF, v_P = activated(experts.gate, gate_up_PG), None
+        y_PD = self._base(h_PF, experts.down_EDF)
+        if self.paired is not None:
+            v_P = h_PF.new_zeros(len(h_PF), self.paired.max_rank)
+            self.paired.shrink(h_PF, v_P, names.down_a, scaled=False)
+        return y_PD, v_P, (gate_up_PG, u_P)
+
+    def backward(
+        self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        gate_up_PG, u_P = kept
+        assert gate_up_PG is not None
+        experts, names, paired = self.experts, self.names, self.paired
+        gated = again(experts.gate, gate_up_PG)
+        dout_PD = dout_TD.index_select(0, self.routing.token)
+        dh_PF = self._base(dout_PD, experts.down_EDF, transposed=True).to(torch.float32)  # before the router weight
+        if paired is not None and dv_P is not None:
+            paired.expand(dh_PF, dv_P, names.down_a, scaled=False)
+            paired.outer(dv_P * weights_P1, gated.h, names.down_a, scaled=False)
+        dweights_P = (dh_PF * gated.h).sum(-1)
+        dh_PF *= weights_P1
+        dgate_up_PG = torch.empty_like(gate_up_PG)
+        gated.backward(dh_PF, dgate_up_PG)
+        dx_PD = self._base(dgate_up_PG, experts.gate_up_EGD, transposed=True) if with_x else None
+        if paired is None or u_P is None:
+            return dx_PD, None, dweights_P
+        du_P = torch.zeros_like(u_P)
+        for part, (name, dy_PF) in enumerate(
+            zip(names.inner_b, dgate_up_PG.chunk(len(names.inner_b), dim=1), strict=True)
+        ):
+            paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
+            paired.outer(u_P, dy_PF, name, part=part, scaled=False)
+        return dx_PD, du_P, dweights_P
+
+    def _base(self, x_PI: Tensor, weight_EOI: Tensor, *, transposed: bool = False) -> Tensor:
+        """Each pair times the frozen weight of its expert, in the weight's dtype."""
+        return per_expert(x_PI, weight_EOI, self.routing.ends_E, transposed=transposed)
 
 
 def _forward(
-    x_TD: Tensor, weights_TK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, plan: _Plan
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The output, and what the backward needs: the pre-activations of gate and up, scale * x A^T per pair [P, Sr],
-    h A^T per pair [P, r], and scale * (sum of weighted h A^T) per token [T, r]."""
+    x_TD: Tensor, weights_TK: Tensor, plan: _Plan
+) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+    """The output, and what the backward needs: h A^T per pair [P, r], scale * (sum of weighted h A^T) per token [T, r],
+    and what `Inner` does."""
     routing, adapters, names = plan.routing, plan.adapters, plan.names
-    f = down_EDF.shape[2]
-    x_PD = x_TD.to(gate_up_EGD.dtype).index_select(0, routing.token)
-    gate_up_PG = _base(x_PD, gate_up_EGD, routing)
-    if plan.experts.gate_up_bias_EG is not None:
-        gate_up_PG = gate_up_PG + plan.experts.gate_up_bias_EG[routing.experts]
-    u_P = v_P = combined_T = None
-    if adapters is not None:
-        u_P = _gate_up_shrink(x_TD, adapters, plan)
-        adapters.paired.add(gate_up_PG, None, u_P, "", [(name, f) for name in names.inner_b], scaled=False)
-    h_PF = activated(plan.experts.gate, gate_up_PG)
-    y_PD = _base(h_PF, down_EDF, routing)
+    u_P = _gate_up_shrink(x_TD, adapters, plan) if adapters is not None else None
+    y_PD, v_P, kept = plan.inner.forward(x_TD.to(plan.experts.gate_up_EGD.dtype), u_P)
+    y_PD = y_PD.to(torch.float32)
     if plan.experts.down_bias_ED is not None:
         y_PD = y_PD + plan.experts.down_bias_ED[routing.experts]
-    if adapters is not None:
-        v_P = h_PF.new_zeros(len(h_PF), adapters.paired.max_rank)
-        adapters.paired.shrink(h_PF, v_P, names.down_a, scaled=False)
-        if adapters.each is not None:
-            adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
+    if adapters is not None and adapters.each is not None and v_P is not None:
+        adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
     out_TD = torch.bmm(weights_TK[:, None, :], _per_token(y_PD, routing)).squeeze(1)
+    combined_T = None
     if adapters is not None and adapters.shared is not None and v_P is not None:
         combined_T = _over_choices(_per_token(v_P, routing) * weights_TK[:, :, None]) * adapters.scale_T1
         adapters.shared.expand(out_TD, combined_T, names.down_b, scaled=False)
-    return out_TD, gate_up_PG, u_P, v_P, combined_T
+    return out_TD, v_P, combined_T, kept
 
 
 def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
@@ -167,67 +236,44 @@ def _over_choices(x_TKI: Tensor) -> Tensor:
 
 class _ExpertBlock(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        trigger: Tensor | None,
-        gate_up_EGD: Tensor,
-        down_EDF: Tensor,
-        plan: _Plan,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, trigger: Tensor | None, plan: _Plan) -> Tensor:
         x_TD = x_TD.contiguous()
-        out_TD, *small = _forward(x_TD, weights_TK, gate_up_EGD, down_EDF, plan)
-        ctx.save_for_backward(x_TD, weights_TK, gate_up_EGD, down_EDF, *small)
+        out_TD, v_P, combined_T, kept = _forward(x_TD, weights_TK, plan)
+        ctx.save_for_backward(x_TD, weights_TK, v_P, combined_T, *kept)
         ctx.plan = plan
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weights_TK, gate_up_EGD, down_EDF, gate_up_PG, u_P, v_P, combined_T = ctx.saved_tensors
+        x_TD, weights_TK, v_P, combined_T, *kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        routing = plan.routing
+        routing, experts, adapters = plan.routing, plan.experts, plan.adapters
         dout_TD = dout_TD.contiguous()
-        inner = again(plan.experts.gate, gate_up_PG)
-        h_PF = inner.h
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
-
-        dout_PD = dout_TD.to(down_EDF.dtype).index_select(0, routing.token)
-        dh_PF = _base(dout_PD, down_EDF, routing, transposed=True)  # before the router weight
-        if plan.adapters is not None:
-            _down_backward(dh_PF, dout_TD, h_PF, weights_P1, (v_P, combined_T), plan, plan.adapters)
-        dweights_P = (dh_PF * h_PF).sum(-1)
-        if plan.experts.down_bias_ED is not None:
-            dweights_P += (dout_TD[routing.token] * plan.experts.down_bias_ED[routing.experts]).sum(-1)
+        dv_P = None
+        if adapters is not None:
+            dv_P = _down_backward(dout_TD, weights_P1, (v_P, combined_T), plan, adapters)
+        dx_PD, du_P, dweights_P = plan.inner.backward(
+            dout_TD.to(experts.down_EDF.dtype), dv_P, weights_P1, tuple(kept), ctx.needs_input_grad[0]
+        )
+        if experts.down_bias_ED is not None:
+            dweights_P += (dout_TD[routing.token] * experts.down_bias_ED[routing.experts]).sum(-1)
         dweights_TK = dweights_P[routing.inverse].view_as(weights_TK)
-        dh_PF *= weights_P1
-
-        dgate_up_PG = torch.empty_like(gate_up_PG)
-        inner.backward(dh_PF, dgate_up_PG)
-        dx_PD = None
-        if ctx.needs_input_grad[0]:
-            dx_PD = _base(dgate_up_PG, gate_up_EGD, routing, transposed=True)
-        du_P = None
-        if plan.adapters is not None:
-            du_P = _gate_up_backward(dx_PD, dgate_up_PG, x_TD, u_P, plan, plan.adapters)
+        dx_PD = dx_PD.to(torch.float32) if dx_PD is not None else None
+        if adapters is not None and adapters.each is not None and du_P is not None:
+            _each_backward(dx_PD, du_P, x_TD, plan, adapters.each)
         dx_TD = _per_token(dx_PD, routing).sum(1) if dx_PD is not None else None
-        if plan.adapters is not None and plan.adapters.shared is not None and du_P is not None:
-            _shared_backward(dx_TD, du_P, x_TD, plan, plan.adapters.shared, plan.adapters.scale_T1)
-        return dx_TD, dweights_TK, None, None, None, None
+        if adapters is not None and adapters.shared is not None and du_P is not None:
+            _shared_backward(dx_TD, du_P, x_TD, plan, adapters.shared, adapters.scale_T1)
+        return dx_TD, dweights_TK, None, None
 
 
 def _down_backward(
-    dh_PF: Tensor,
-    dout_TD: Tensor,
-    h_PF: Tensor,
-    weights_P1: Tensor,
-    shrunk: tuple[Tensor, Tensor | None],
-    plan: _Plan,
-    adapters: _Adapters,
-) -> None:
-    """Add to dh in place, before the router weight is applied to it, and to the gradients of the down factors. `shrunk`
-    are v and combined of the forward."""
+    dout_TD: Tensor, weights_P1: Tensor, shrunk: tuple[Tensor, Tensor | None], plan: _Plan, adapters: _Adapters
+) -> Tensor:
+    """Add to the gradients of the outer factors of down. Returns the gradient of h A^T, before the router weight.
+    `shrunk` are v and combined of the forward."""
     names, token, (v_P, combined_T) = plan.names, plan.routing.token, shrunk
     dv_T = dout_TD.new_zeros(len(dout_TD), v_P.shape[1])
     if adapters.shared is not None and combined_T is not None:
@@ -238,26 +284,15 @@ def _down_backward(
         dout_PD = dout_TD[token]
         adapters.each.shrink(dout_PD, dv_P, names.each_down_b, scaled=True)
         adapters.each.outer(v_P * weights_P1, dout_PD, names.each_down_b, scaled=True)
-    adapters.paired.expand(dh_PF, dv_P, names.down_a, scaled=False)
-    dv_P *= weights_P1
-    adapters.paired.outer(dv_P, h_PF, names.down_a, scaled=False)
+    return dv_P
 
 
-def _gate_up_backward(
-    dx_PD: Tensor | None, dgate_up_PG: Tensor, x_TD: Tensor, u_P: Tensor, plan: _Plan, adapters: _Adapters
-) -> Tensor:
-    """Add to the gradients of the gate and up factors, and to dx the part through factors that are not shared. Returns
-    the gradient of x A^T, before the scale, for the shared ones."""
-    names, stack = plan.names, len(plan.names.inner_b)
-    du_P = torch.zeros_like(u_P)
-    for part, (name, dy_PF) in enumerate(zip(names.inner_b, dgate_up_PG.chunk(stack, dim=1), strict=True)):
-        adapters.paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
-        adapters.paired.outer(u_P, dy_PF, name, part=part, scaled=False)
-    if adapters.each is not None:
-        adapters.each.outer(du_P, x_TD[plan.routing.token], names.each_gate_up_a, stack=stack, scaled=True)
-        if dx_PD is not None:
-            adapters.each.expand(dx_PD, du_P, names.each_gate_up_a, stack=stack, scaled=True)
-    return du_P
+def _each_backward(dx_PD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, each: LoraProducts) -> None:
+    """Add to dx in place and to the gradients of the factors of gate and up that are not shared."""
+    name, stack = plan.names.each_gate_up_a, len(plan.names.inner_b)
+    each.outer(du_P, x_TD[plan.routing.token], name, stack=stack, scaled=True)
+    if dx_PD is not None:
+        each.expand(dx_PD, du_P, name, stack=stack, scaled=True)
 
 
 def _shared_backward(

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from scheduler.links.messages import TrainOp
 from workers.model.decoder import Decoder
+from workers.model.memory import is_out_of_memory
 from workers.trainer.failures import too_large
 from workers.trainer.microbatch import run_microbatch
-from workers.trainer.out_of_memory import is_out_of_memory
 from workers.trainer.packing import cut, pack
 from workers.trainer.progress import Part, Progress
 from workers.trainer.runs.state import RunState

@@ -23,10 +23,10 @@ from weft.wire.checks.losses import LOSSES, ROUTES, TEMPERATURE, THRESHOLDS, cli
 
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
+from workers.model.memory import is_out_of_memory
 from workers.trainer.losses.custom import custom_loss
 from workers.trainer.losses.named import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure, RouteCounter
-from workers.trainer.out_of_memory import is_out_of_memory
 from workers.trainer.progress import Part
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Annotated
 
-import stripe
 from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
@@ -59,6 +58,8 @@ async def begin_topup(service: Service, org_id: str, amount_usd: Decimal, key: s
         raise Invalid(
             f"amount_usd: must be from {settings.min_topup_usd} to {settings.max_topup_usd} dollars, got {amount_usd}"
         )
+
+    import stripe
 
     def start() -> Checkout:
         client = stripe_client(settings)

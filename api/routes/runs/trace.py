@@ -34,7 +34,10 @@ async def trace_export(
 async def fetch_trace(session_id: str, request: Request, service: ServiceDep) -> StreamingResponse:
     """The trace, for anyone who has the signed link."""
     service.signer.verify(request.scope["path"], request.query_params)
-    headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
+    headers = {
+        "content-disposition": f'attachment; filename="{session_id}.pftrace"',
+        "x-content-type-options": "nosniff",
+    }
     return StreamingResponse(
         trace(service.database, session_id), headers=headers, media_type="application/octet-stream"
     )

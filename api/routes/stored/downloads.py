@@ -25,6 +25,8 @@ router = APIRouter(prefix="/api/v1/downloads")
 _FILES, _ARCHIVE = "files", "checkpoint.tar"
 #: A link of the object store, which knows nothing of who may have what, is good for so long: to begin a download.
 STORE_LINKS_LAST = timedelta(minutes=2)
+#: What a tenant has stored is no script and no page of this origin, whatever its bytes look like.
+AS_IT_IS = {"x-content-type-options": "nosniff"}
 
 
 def file_path(checkpoint_id: str, name: str) -> str:
@@ -73,7 +75,7 @@ def _serve(service: Service, ref: str, name: str) -> Response:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder) or not path.is_file():
             raise FileNotFoundError(name)
-        return _Held(held.pop_all(), path, media_type="application/octet-stream")
+        return _Held(held.pop_all(), path, media_type="application/octet-stream", headers=AS_IT_IS)
     except FileNotFoundError:
         raise NotFound(f"no file {quote(name)} here; ask for new links") from None
     finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from weft.wire.base import Count, Request, Response, TrainSeq, UserMetadata
 from weft.wire.training import AdamOptimizerConfig, ModelID, OptimizerConfig
@@ -31,8 +33,20 @@ __all__ = [
 SamplingClientKind = Literal["snapshot", "inflight"]
 
 #: A name becomes the last part of a checkpoint's path.
+NAME_PATTERN = r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$"
+
+
+def _named(name: str) -> str:
+    """In words: a pattern tells nobody what to do."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise PydanticCustomError("name", "Must be of A-Z, a-z, 0-9, '_', '-' and '.', and not of dots alone")
+    return name
+
+
 CheckpointName = Annotated[
-    str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    str,
+    Field(min_length=1, max_length=256, json_schema_extra={"pattern": NAME_PATTERN}),
+    AfterValidator(_named),
 ]
 #: An hour to ten years.
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]

@@ -30,7 +30,7 @@ from scheduler.links.messages import READ, OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import logs, tables
 from store.blobs.contract import Blobs, beside_the_loop
-from store.bulk import insert_rows, sent_together
+from store.bulk import insert_rows
 from store.db import Database
 from store.secret import new_id
 from store.settings import Limits
@@ -171,11 +171,9 @@ def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | Quo
         refusals.append(_take(session, accounts, payer, taking, coming))
         if refusals[-1] is None:
             taken.append(taking.row)
-    connection = session.connection()
-    with sent_together(connection):
-        accounts.store()
-        if taken:
-            insert_rows(connection, tables.Operation, taken)
+    accounts.store()
+    if taken:
+        insert_rows(session.connection(), tables.Operation, taken)
     return refusals
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -27,8 +27,8 @@ class Histogram:
 class Meters:
     submitted: Counter[str] = field(default_factory=Counter)
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)  # kind, done | failed
-    queue: dict[str, Histogram] = field(default_factory=dict)
-    execution: dict[str, Histogram] = field(default_factory=dict)
+    queue: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    execution: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     settling: Histogram = field(default_factory=Histogram)
     denied: Counter[str] = field(default_factory=Counter)  # operations that a limit on money refused, by its scope
     rate_limited: Counter[str] = field(default_factory=Counter)  # requests that were told to wait, by the limit
@@ -44,7 +44,7 @@ class Meters:
         if stretches:
             waited = (stretches[0].start - op.accepted_at).total_seconds()
             worked = sum((s.end - s.start).total_seconds() for s in stretches if s.end is not None)
-            self.queue.setdefault(kind, Histogram()).observe(max(0.0, waited))
-            self.execution.setdefault(kind, Histogram()).observe(max(0.0, worked))
+            self.queue[kind].observe(max(0.0, waited))
+            self.execution[kind].observe(max(0.0, worked))
         if op.timings.computed is not None:
             self.settling.observe(max(0.0, (now - op.timings.computed).total_seconds()))

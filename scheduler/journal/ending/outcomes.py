@@ -54,6 +54,7 @@ class _Recent:
         self._ops: dict[str, Operation] = {}
         self._sizes: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)  # by organisation, oldest first
         self.bytes_of: Counter[str] = Counter()
+        self._bytes = 0  # of all
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -67,9 +68,10 @@ class _Recent:
         self._ops[op.id] = op
         self._sizes[op.org_id][op.id] = size
         self.bytes_of[op.org_id] += size
+        self._bytes += size
         while self.bytes_of[op.org_id] > self._most_bytes_per_org:
             self._drop_oldest(op.org_id)
-        while self.bytes_of.total() > self._most_bytes:
+        while self._bytes > self._most_bytes:
             self._drop_oldest(max(self.bytes_of, key=self.bytes_of.__getitem__))
         while len(self._ops) > self._most:
             self._drop_oldest(max(self._sizes, key=lambda org_id: len(self._sizes[org_id])))
@@ -77,7 +79,9 @@ class _Recent:
     def discard(self, op: Operation) -> None:
         if self._ops.pop(op.id, None) is None:
             return
-        self.bytes_of[op.org_id] -= self._sizes[op.org_id].pop(op.id)
+        size = self._sizes[op.org_id].pop(op.id)
+        self.bytes_of[op.org_id] -= size
+        self._bytes -= size
         if not self._sizes[op.org_id]:
             del self._sizes[op.org_id], self.bytes_of[op.org_id]
 

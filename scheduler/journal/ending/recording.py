@@ -53,7 +53,8 @@ class DatabaseRecorder:
             if ended is not None:
                 failed = ended.outcome.error is not None
                 log.debug("%s %s", op.kind, "failed" if failed else "done")
-                _trace(op, failed=failed)
+                if tracing.on():
+                    _trace(op, failed=failed)
             return ended
 
     async def _record(self, op: Operation, done: Done) -> Ended | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import select, update
+from sqlalchemy import Connection, select, update
 from sqlalchemy.orm import Session
 
 from billing import storage
-from billing.accounts import Payer
+from billing.accounts import READ, Found, Payer, wanted
 from billing.charges import Charge, Posting
 from billing.prices import PriceList
 from scheduler.journal.ending.outcomes import JSON, result_ref, text_of
@@ -27,7 +27,7 @@ from scheduler.links.messages import MUTATING, Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
 from store import audit, tables
-from store.bulk import among, sent_together, update_rows
+from store.bulk import Question, among, ask, update_rows
 
 PROTOBUF = "application/x-protobuf"
 
@@ -61,7 +61,26 @@ _ENDING = select(
     *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
-_ROWS = {dialect: _ENDING.where(one).with_for_update() for dialect, one in among(_OP.id, "ids").items()}
+_ROWS: Question = {dialect: _ENDING.where(one).with_for_update() for dialect, one in among(_OP.id, "ids").items()}
+
+
+class _Row(NamedTuple):
+    """What `_ROWS` says of an operation."""
+
+    id: str
+    org_id: str
+    project_id: str | None
+    key_id: int | None
+    user_id: str | None
+    session_id: str
+    base_model: str
+    state: str
+    hold_nusd: int
+    accepted_at: datetime
+
+    @property
+    def payer(self) -> Payer:
+        return Payer(self.org_id, self.project_id, self.key_id)
 
 
 @dataclass(frozen=True)
@@ -88,8 +107,7 @@ class Settlement:
         """Write how operations ended. The outcome of one is another than its result if a name is taken."""
         now = datetime.now(UTC)
         connection = session.connection()
-        ids = sorted({ending.op.id for ending in endings})
-        rows = {found.id: found for found in connection.execute(_ROWS[connection.dialect.name], {"ids": ids})}
+        rows, accounts = _read(connection, [ending.op for ending in endings])
         changes: list[dict[str, Any]] = []
         charges: list[Charge] = []
         settled: list[Settled] = []
@@ -103,12 +121,21 @@ class Settlement:
             changes.append(_change(ending, outcome, now))
             charges.append(_charge(found, ending, outcome))
             settled.append((outcome, freed))
-        posting = Posting(session, charges, self._prices, now)
-        with sent_together(connection):
-            if changes:
-                update_rows(connection, tables.Operation, changes)
-            posting.store()
+        posting = Posting(session, charges, self._prices, now, accounts)
+        if changes:
+            update_rows(connection, tables.Operation, changes)
+        posting.store()
         return settled
+
+
+def _read(connection: Connection, ops: list[Operation]) -> tuple[dict[str, _Row], Found]:
+    """The rows of operations that have ended, and the accounts of those that may have cost something."""
+    paid = [op for op in ops if op.kind in TRAIN_KINDS or op.kind == SAMPLE]
+    payers = {Payer(op.org_id, op.project_id, op.key_id) for op in paid}
+    accounts = wanted(payers, {op.accepted_at for op in paid})
+    ids = (_ROWS, {"ids": sorted({op.id for op in ops})})
+    rows, *found = ask(connection, ids, (READ, accounts)) if paid else ask(connection, ids)
+    return {row[0]: _Row(*row) for row in rows}, Found(accounts, found[0] if found else [])
 
 
 def _end(session: Session, ending: Ending, now: datetime, freed: list[str]) -> Outcome:
@@ -137,9 +164,9 @@ def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
     }
 
 
-def _charge(row: Any, ending: Ending, outcome: Outcome) -> Charge:
+def _charge(row: _Row, ending: Ending, outcome: Outcome) -> Charge:
     return Charge(
-        payer=Payer(row.org_id, row.project_id, row.key_id),
+        payer=row.payer,
         session_id=row.session_id,
         run_id=ending.run_id,
         operation_id=row.id,

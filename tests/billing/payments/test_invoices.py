@@ -131,6 +131,31 @@ def test_a_failed_payment_and_the_one_that_follows(payments: Payments, org_id: s
     assert (_invoice(payments).status, status()) == ("paid", "active")
 
 
+@pytest.mark.parametrize(("how", "status"), [("void", "active"), ("uncollectible", "past_due")])
+def test_a_failed_invoice_that_nobody_is_to_pay(payments: Payments, org_id: str, how: str, status: str) -> None:
+    """Voided, it was a mistake; what is given up as uncollectible is owed still."""
+    _end_november(payments)
+    invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    payments.fake.stripe.change("invoice.payment_failed", invoice, attempted=True)
+    _tell(payments)
+    payments.fake.stripe.change("invoice.voided", invoice, status=how)
+    _tell(payments)
+    with payments.database.read() as session:
+        assert session.get_one(Organisation, org_id).status == status
+        (alert,) = session.query(Alert).filter_by(kind="invoice_failed")
+        assert (alert.resolved_at is None) == (status == "past_due")
+
+
+def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Payments, org_id: str) -> None:
+    """From a balance that the customer has at Stripe, say, or by a bank transfer."""
+    _end_november(payments)
+    invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    payments.fake.stripe.change("invoice.paid", invoice, status="paid", amount_paid=100)
+    _tell(payments)
+    assert payments.ledger(org_id)[2:] == [("invoice", 1_000_000_000)]
+    assert _alerts(payments) == ["invoice_differs"]
+
+
 def test_an_invoice_that_differs_raises_an_alert(payments: Payments, org_id: str) -> None:
     _end_november(payments)
     stripe: Any = payments.fake.stripe

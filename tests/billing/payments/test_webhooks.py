@@ -122,9 +122,15 @@ def test_only_a_payment_that_has_succeeded_is_money(door: Door, status: str) -> 
 
 
 def test_only_dollars_are_money(door: Door) -> None:
-    door.paid()["currency"] = "jpy"
+    """Nor is what was not credited taken, when it goes back."""
+    stripe, payments = door.payments.fake.stripe, [door.paid(), door.paid()]
+    for payment in payments:
+        payment["currency"] = "jpy"
+    stripe.refund(payments[0]["id"], 2500)
+    stripe.dispute(payments[1]["id"])
     door.deliver(*door.told)
     assert door.ledger() == []
+    assert door.alerts() == ["refund_by_hand", "dispute_by_hand"]
 
 
 @pytest.mark.search

@@ -16,6 +16,7 @@ from scheduler.links.messages import InLoss, PullPass
 from scheduler.order.operations import NewOperation, Waiting
 from store import tables
 from tests.scheduler.journal.test_journal import (
+    RESULT,
     RUN,
     Service,
     create,
@@ -68,7 +69,7 @@ def test_an_operation_whose_loss_overran_fails_at_once_and_its_neighbours_are_no
             assert good in [op.op_id for op in again.ops]
             assert [row.attempts for row in service.rows(tables.Operation) if row.id == good] == [0]
             await service.answer(link, again)
-            assert (await outcome(service, good)).payload == b"result"
+            assert (await outcome(service, good)).payload == RESULT
 
     go(scenario())
 

@@ -49,10 +49,11 @@ def test_a_known_machine_is_found(handover_s: float, front_s: float) -> None:
     assert prediction == pytest.approx(truth, rel=0.05)
 
 
-#: Stages, slices, steps and tokens of five loads.
-WORKS = [(100, 100, 100, 3200), (100, 180, 170, 11_520), (60, 300, 240, 19_200), (60, 400, 100, 25_600),
-         (50, 100, 100, 102_400)]  # fmt: skip
-TIMES = {"pass_s": 0.012, "slice_s": 0.0015, "light_s": 0.0008}
+#: Stages, slices, steps, tokens and pairs of six loads.
+WORKS = [(100, 100, 100, 3200, 102_400), (100, 180, 170, 11_520, 737_280), (60, 300, 240, 19_200, 1_228_800),
+         (60, 400, 100, 25_600, 1_638_400), (50, 100, 100, 102_400, 13_107_200),
+         (50, 100, 100, 102_400, 104_857_600)]  # fmt: skip
+TIMES = {"pass_s": 0.012, "slice_s": 0.0015, "light_s": 0.0008, "pair_s": 5e-8}
 
 
 def works(machine: Cluster, noise: float = 0.0) -> list[Work]:
@@ -62,19 +63,19 @@ def works(machine: Cluster, noise: float = 0.0) -> list[Work]:
     return [
         replace(work, seconds=off * (
             work.stages * machine.pass_s + work.slices * machine.slice_s + work.light * machine.light_s
-            + work.tokens / rate
+            + work.tokens / rate + work.pairs * machine.pair_s
         ))
         for work, off in told
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("none", [None, "pass_s", "slice_s", "light_s"])
+@pytest.mark.parametrize("none", [None, *TIMES])
 def test_what_a_pass_takes_is_found(none: str | None) -> None:
     times = {**TIMES, **({none: 0.0} if none else {})}
     machine = Cluster(trainers=2, ranks=1, trained_tokens_per_s_per_gpu=10_000.0, **times)
     found = calibrate_trainer(replace(Cluster(), trainers=2), works(machine))
     assert found.trained_tokens_per_s_per_gpu == pytest.approx(10_000)
-    assert {name: getattr(found, name) for name in times} == pytest.approx(times, abs=1e-9)
+    assert {name: getattr(found, name) for name in times} == pytest.approx(times, abs=1e-12)
     assert (found.trainers, found.ranks) == (2, 1)
 
 
@@ -90,10 +91,12 @@ def test_a_disturbed_measurement_makes_no_time_negative_and_keeps_to_the_loads()
 def test_loads_that_are_alike_are_refused() -> None:
     machine = Cluster(ranks=1, trained_tokens_per_s_per_gpu=10_000.0, **TIMES)
     alike = [replace(work, slices=work.stages, light=work.stages) for work in works(machine)]
-    with pytest.raises(ValueError, match="do not differ enough"):
+    with pytest.raises(ValueError, match="differ too little"):
         calibrate_trainer(machine, alike)
-    with pytest.raises(ValueError, match="do not differ enough"):
-        calibrate_trainer(machine, works(machine)[:3])
+    with pytest.raises(ValueError, match="differ too little"):
+        calibrate_trainer(machine, works(machine)[:4])
+    with pytest.raises(ValueError, match="differ too little"):
+        calibrate_trainer(machine, [replace(work, pairs=64 * work.tokens) for work in works(machine)])
     with pytest.raises(ValueError, match="no time"):
         calibrate_trainer(machine, [*works(machine), Work()])
 

@@ -208,10 +208,12 @@ def test_ranks_compute_while_they_gather() -> None:
 def test_a_batch_of_short_data_is_few_slices_and_only_what_samples_is_saved() -> None:
     """Cut by the service's own code: eight data of 64 tokens in a slice of 1,024, or four of 128."""
     cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=64.0, slice_s=0.5, light_s=0.25, pass_tokens=10_000)
+    cluster, pairs = replace(cluster, pair_s=0.001), 8 * 64**2
     load = Workload("short", groups=1, group_size=8, prompt=0, lengths=(64,), steps=1)
     for sliced, slices, samples, light in ((1024, 1, False, 1), (128, 4, False, 1), (128, 4, True, 2)):
         result = Simulation(replace(cluster, slice_tokens=sliced), [replace(load, samples=samples)]).run(1e6)
-        assert result.trainers == Work(1, 1, slices, light, 512, pytest.approx(512 / 64 + slices * 0.5 + light * 0.25))
+        seconds = 512 / 64 + slices * 0.5 + light * 0.25 + pairs * 0.001
+        assert result.trainers == Work(1, 1, slices, light, 512, pairs, pytest.approx(seconds))
 
 
 def test_data_behind_a_step_of_their_run_are_a_stage_of_their_own() -> None:
@@ -219,5 +221,5 @@ def test_data_behind_a_step_of_their_run_are_a_stage_of_their_own() -> None:
     cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=100.0, pass_s=1.0, pass_tokens=250)
     once = Workload("once", groups=1, group_size=1, prompt=0, lengths=(100,), samples=False, steps=1)
     twice = replace(once, steps=2, overlap=1)
-    assert Simulation(cluster, [twice]).run(1e6).trainers == Work(1, 2, 2, 2, 200, pytest.approx(2 * 1 + 2))
-    assert Simulation(cluster, [once, once]).run(1e6).trainers == Work(1, 1, 2, 2, 200, pytest.approx(1 + 2))
+    assert Simulation(cluster, [twice]).run(1e6).trainers == Work(1, 2, 2, 2, 200, 20_000, pytest.approx(2 * 1 + 2))
+    assert Simulation(cluster, [once, once]).run(1e6).trainers == Work(1, 1, 2, 2, 200, 20_000, pytest.approx(1 + 2))

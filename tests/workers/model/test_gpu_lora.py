@@ -3,12 +3,13 @@ reference is computed in the host's memory by the CPU's code: never by the kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import (
@@ -28,6 +29,9 @@ from workers.model.gpu import launch
 from workers.model.lora import Site, lora_linear
 from workers.model.lora_rows import LoraRows
 from workers.model.moe import Experts, Names, expert_block
+from workers.model.owned.exchange import Exchange
+from workers.model.owned.layer import OfLayer
+from workers.model.owned.owner import Owner
 
 QKV = Site(
     "layers.0.attn.qkv_A",
@@ -147,8 +151,11 @@ def test_long_sums_are_split_at_fixed_places(monkeypatch: pytest.MonkeyPatch) ->
     assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
 
 
-def block(side: Side, rows: LoraRows | None, dtype: torch.dtype, tokens: int, crowd: bool = False) -> list[Tensor]:
-    """Output, input gradient and router gradient of an expert block; in a `crowd` all tokens choose two experts."""
+def block(
+    side: Side, rows: LoraRows | None, dtype: torch.dtype, tokens: int, crowd: bool = False, own: bool = False
+) -> list[Tensor]:
+    """Output, input gradient and router gradient of an expert block; in a `crowd` all tokens choose two experts. Where
+    experts are `own`ed, this process is the only one, and pairs travel to itself."""
     e, f, d, k = CONFIG.num_experts, CONFIG.moe_intermediate_size, CONFIG.hidden_size, CONFIG.experts_per_token
     gate_up, down = ((0.2 * side.random(*shape, seed=n)).to(dtype) for n, shape in ((1, (e, 2 * f, d)), (2, (e, d, f))))
     scores = THEIRS.random(tokens, e, seed=3)  # both choose the same experts
@@ -156,7 +163,13 @@ def block(side: Side, rows: LoraRows | None, dtype: torch.dtype, tokens: int, cr
         scores[:, [1, 4]] += 100
     weights, experts = torch.topk(torch.softmax(scores, -1), k, dim=-1)
     x, weights = side.random(tokens, d, seed=4).requires_grad_(), weights.to(side.device).requires_grad_()
-    out = side.run(expert_block, x, weights, experts.to(side.device), Experts(gate_up, down), NAMES, rows)
+    there = Experts(gate_up, down)
+    if own:
+        control = dist.new_group(backend="gloo") if side.device.type == "cuda" else None
+        exchange = Exchange(CONFIG, {0: Owner(there, NAMES)}, control)
+        exchange.begin(rows, recomputes=False)
+        there = there._replace(away=OfLayer(exchange, 0, e, stack=2))
+    out = side.run(expert_block, x, weights, experts.to(side.device), there, NAMES, rows)
     side.run(out.backward, side.random(*out.shape, seed=5))
     assert x.grad is not None
     assert weights.grad is not None
@@ -172,6 +185,26 @@ def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
     for mine, wanted in zip(found, block(THEIRS, theirs, dtype, len(theirs), crowd), strict=True):
         close(mine, wanted, tolerance)
     assert_same_grads(ours.grads, theirs.grads, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_owned_experts_are_those_of_one_process(dtype: torch.dtype, alone: None) -> None:
+    """Bit for bit, with the same kernels."""
+    ours, again = twice(mixed_rows(CONFIG))[0], twice(mixed_rows(CONFIG))[0]
+    found, wanted = block(OURS, ours, dtype, len(ours), own=True), block(OURS, again, dtype, len(again))
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine, other)
+    arenas = [[grad.flat for grad in rows.grads if grad is not None] for rows in (ours, again)]
+    assert all(torch.equal(mine, other) for mine, other in zip(*arenas, strict=True))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """The only process of a group."""
+    backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_experts_that_share_nothing_are_those_of_the_cpu() -> None:

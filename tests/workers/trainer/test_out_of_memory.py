@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.workers.trainer.kit import Bench, arenas, ce_data, rl_data, sliced
+from workers.model.memory import is_out_of_memory
 from workers.trainer import computing
-from workers.trainer.out_of_memory import is_out_of_memory
 
 ERRORS = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),

@@ -73,6 +73,7 @@ class AdapterShape:
     | unembed_A [r,d], unembed_B [V,r]                                                              | train_unembed |
 
     Where a layer has attention or an MLP, not both, the names begin with layers.i.mixer.attn and layers.i.mixer.mlp.
+    `only`: these tensors alone.
     """
 
     config: DecoderConfig = field(repr=False)
@@ -82,6 +83,7 @@ class AdapterShape:
     train_unembed: bool = True
     shared: bool = True
     whole: bool = False
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -101,6 +103,8 @@ class AdapterShape:
         slots: dict[str, Slot] = {}
         offset = 0
         for name, shape, fan_in in self._tensors():
+            if self.only and name not in self.only:
+                continue
             slots[name] = Slot(name, shape, offset, fan_in)
             offset += -(-slots[name].numel // ALIGNMENT) * ALIGNMENT
         return slots

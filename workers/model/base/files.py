@@ -15,6 +15,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,16 +66,17 @@ def leave_files(folder: Path) -> None:
     remove_unused(folder)
 
 
-def remove_unused(folder: Path, but: str = "") -> None:
+def remove_unused(folder: Path, but: str = "", within_s: float = 0.0) -> None:
     """Remove the files that no process maps, except `but` and what cannot be removed; and have holders end that nobody
-    uses."""
+    uses. For so long it is waited until they have, and their memory is free."""
+    asked: list[socket.socket] = []
     with suppress(CannotShare, OSError):
         for path in own_folder(folder).iterdir():
             if path.stem == but:
                 continue
             with suppress(OSError):
                 if path.is_socket():
-                    _ask_to_leave(path)
+                    asked.append(_ask_to_leave(path))
                     continue
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
                 try:
@@ -84,14 +86,25 @@ def remove_unused(folder: Path, but: str = "") -> None:
                         path.unlink()
                 finally:
                     os.close(descriptor)
+    until = time.monotonic() + within_s
+    for link in asked:
+        with link, suppress(OSError):
+            link.settimeout(max(0.0, until - time.monotonic()))
+            link.recv(1)
 
 
-def _ask_to_leave(path: Path) -> None:
-    """An empty message, and no wait for what comes of it."""
-    with socket.socket(socket.AF_UNIX) as link, at_folder(path.parent) as folder:
-        link.settimeout(1)
-        link.connect(f"{folder}/{path.name}")
-        link.sendall(bytes(4))
+def _ask_to_leave(path: Path) -> socket.socket:
+    """By an empty message. The connection ends with the holder, or at once when that stays."""
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        with at_folder(path.parent) as folder:
+            link.settimeout(1)
+            link.connect(f"{folder}/{path.name}")
+            link.sendall(bytes(4))
+    except OSError:
+        link.close()
+        raise
+    return link
 
 
 @contextmanager

@@ -275,6 +275,7 @@ def serve(listener: socket.socket, name: str, answer: Here | Refused, grace: Gra
     """Until nobody is connected, and nobody has been for the time of grace, or somebody asks to end it."""
     listener.setblocking(False)
     links: list[Connection] = []
+    askers: list[int] = []  # who asks to end it waits for that, or to hear that it stays
     used = time.monotonic()
     while True:
         ready = wait([listener, *links], timeout=1)
@@ -282,14 +283,18 @@ def serve(listener: socket.socket, name: str, answer: Here | Refused, grace: Gra
         asked = False
         for link in [link for link in links if link in ready]:
             message = _received(link)
-            asked |= message == b""
+            if message == b"":
+                asked = True
+                askers.append(os.dup(link.fileno()))
             if not message or not _answered(link, message, name, answer):
                 link.close()
                 links.remove(link)
         if links:
             used = time.monotonic()
+            while askers:
+                os.close(askers.pop())
         elif asked or time.monotonic() - used >= grace.seconds:
-            return
+            return  # the kernel closes those of `askers`, after the memory
 
 
 def _accepted(listener: socket.socket) -> list[Connection]:

@@ -10,9 +10,9 @@ process of the group must take part in each of these, whether or not it has anyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,26 @@ def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, mesh:
 @torch.no_grad()
 def copy_shards(decoder: Decoder, files: Sequence[Path], mesh: DeviceMesh) -> None:
     """Fill this process's part of every parameter, reading no more than that. Raises ModelWeightsError."""
+
+    def part(name: str, rows: int) -> Part:
+        sharded = cast(DTensor, decoder.get_parameter(name))
+        return Part(sharded.to_local(), *rows_of(rows, mesh.get_local_rank(-1), mesh.size(-1)))
+
+    copy_parts(decoder, files, part)
+
+
+class Part(NamedTuple):
+    """The rows first:last of a parameter, which are this process's."""
+
+    mine: Tensor
+    first: int
+    last: int
+
+
+@torch.no_grad()
+def copy_parts(decoder: Decoder, files: Sequence[Path], part_of: Callable[[str, int], Part]) -> None:
+    """Fill the parts of the parameters, by the name and the rows of each, reading no more than these. Raises
+    ModelWeightsError."""
     whole = Decoder(decoder.config, decoder.dtype, "meta")
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     folder = files[0].parent
@@ -114,21 +134,21 @@ def copy_shards(decoder: Decoder, files: Sequence[Path], mesh: DeviceMesh) -> No
         for name, place in matched(whole, stored, folder):
             base = place.target._base if place.target._is_view() else place.target
             assert base is not None
-            _copy(stored, name, place, base, decoder.get_parameter(names[id(base)]), mesh)
+            _copy(stored, name, place, base.stride(0), part_of(names[id(base)], len(base)))
     except KeyError as error:
         raise ModelWeightsError(f"{folder}: tensor {error.args[0]} is missing") from None
     except ValueError as error:
         raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
 
 
-def _copy(stored: Stored, name: str, place: Place, whole: Tensor, sharded: Tensor, mesh: DeviceMesh) -> None:
-    """Copy the rows of a stored tensor that this process keeps. `place` says which rows of `whole` the tensor is.
-    Where it is arranged across rows it is read whole."""
+def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> None:
+    """Copy the rows of a stored tensor that this process keeps. `place` says which rows the tensor is of a parameter
+    whose rows are `stride` apart. Where it is arranged across rows it is read whole."""
     shape = stored.shape(name)
     if place.arranged(torch.empty(shape, device="meta")).shape != place.target.shape:
         got, need = list(shape), f"floating point {list(place.target.shape)}"
         raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {got}, the config needs {need}")
-    first, last = (row * whole.stride(0) for row in rows_of(whole.shape[0], mesh.get_local_rank(-1), mesh.size(-1)))
+    first, last = part.first * stride, part.last * stride
     start, row = place.target.storage_offset(), place.target.stride(0)
     begin = max(0, (first - start) // row)
     end = min(place.target.shape[0], (last - start) // row)
@@ -139,9 +159,8 @@ def _copy(stored: Stored, name: str, place: Place, whole: Tensor, sharded: Tenso
     rows = stored.rows(name, begin, end) if by_rows else place.arranged(stored.read(name))[begin:end]
     if not rows.is_floating_point():
         raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {rows.dtype}, the config needs floating point")
-    mine = cast(DTensor, sharded).to_local().view(-1)
     at = start + begin * row - first
-    target = mine[at : at + (end - begin) * row].view(end - begin, *place.target.shape[1:])
+    target = part.mine.view(-1)[at : at + (end - begin) * row].view(end - begin, *place.target.shape[1:])
     target.copy_(place.arranged(rows) if by_rows and not as_it_is else rows)
 
 
@@ -153,7 +172,8 @@ def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def held_bytes(decoder: Decoder) -> int:
     """Of the base, on this process, while nothing is gathered."""
-    return sum(cast(DTensor, parameter).to_local().nbytes for parameter in decoder.parameters())
+    parameters = decoder.parameters()
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in parameters)
 
 
 def units(decoder: Decoder) -> list[FSDPModule]:

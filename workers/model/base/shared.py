@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workers.model.base.files import CannotShare, hold, remove_unused
 from workers.model.base.flat import decoder_over, layout_of, name_of
-from workers.model.base.holder import MEMORY, Load, held
+from workers.model.base.holder import MEMORY, MEMORY_WITHIN_S, Load, held
 from workers.model.base.weights import copy_weights, load_decoder
 from workers.model.card import weight_files
 from workers.model.decoder import Decoder
@@ -38,7 +38,7 @@ def base_decoder(path: Path, where: ModelDevice, folder: Path | None) -> tuple[D
         return (_held if where.device.type in MEMORY else _mapped)(path, where, folder)
     except (CannotShare, OSError) as error:  # of a file system without locks; of the checkpoint, then raised again
         log.warning("%s: weights are not shared: %s", path.name, error)  # before a copy that may not fit
-        remove_unused(folder)  # the memory of a holder that nobody else uses is wanted
+        remove_unused(folder, within_s=MEMORY_WITHIN_S)  # of a holder that nobody else uses: it is wanted now
         return load_decoder(path, where.dtype, where.device), f"loaded, a copy of its own: {error}"
 
 

@@ -39,12 +39,20 @@ static inline float sum(vec v) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* One segment: its rows, its factor [r, n], and the column where its part begins. */
+/* One segment: its rows, its factor [r, n], the column where its part begins, and the factor of the segment after it
+ * (its own where there is none). */
 typedef struct {
     int64_t first, last, r, column;
     float *w;
+    const float *next;
     float alpha;
 } Segment;
+
+static inline float *factor_of(const Factor *factor, int64_t j) {
+    const int64_t group = j % factor->groups;
+    float *w = factor->w[group];
+    return w ? w + j / factor->groups * factor->ranks[group] * factor->stack * factor->n : NULL;
+}
 
 /* The segment that begins at row `first`. False if it is left out. */
 static inline int segment_at(const Factor *factor, int64_t first, Segment *segment) {
@@ -54,29 +62,17 @@ static inline int segment_at(const Factor *factor, int64_t first, Segment *segme
     }
     segment->r = rank * factor->stack;
     segment->column = rank * factor->part;
-    segment->w = factor->w[group] ? factor->w[group] + j / factor->groups * segment->r * factor->n : NULL;
+    segment->w = factor_of(factor, j);
+    segment->next = segment->last < factor->rows ? factor_of(factor, factor->segment[segment->last]) : NULL;
+    if (!segment->next) segment->next = segment->w;
     segment->alpha = factor->scale ? factor->scale[group] : 1.0f;
     return segment->w != NULL;
 }
 
-/* Bring the factor of the segment after `segment` nearer while that one's is used: small factors lie anywhere, and the
- * processor cannot guess where. */
-#define AHEAD_BYTES 16384
-
-static inline void prefetch_after(const Factor *factor, const Segment *segment, const int write) {
-    if (segment->last >= factor->rows) return;
-    const int64_t j = factor->segment[segment->last], group = j % factor->groups;
-    const int64_t r = factor->ranks[group] * factor->stack;
-    if (!factor->w[group]) return;
-    const char *from = (const char *)(factor->w[group] + j / factor->groups * r * factor->n);
-    const int64_t bytes = 4 * r * factor->n, end = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
-    for (int64_t at = 0; at < end; at += 64) {
-        if (write)
-            __builtin_prefetch(from + at, 1, 1);
-        else
-            __builtin_prefetch(from + at, 0, 1);
-    }
-}
+/* While the factor of one segment is used the one of the next is asked for, number for number: small factors lie anywhere,
+ * and the processor cannot guess where. `ahead` is how far that one lies from this one in memory, in bytes. */
+#define ask(w, ahead) __builtin_prefetch((const void *)((uintptr_t)(w) + (uintptr_t)(ahead)), 0, 3)
+#define ask_to_write(w, ahead) __builtin_prefetch((const void *)((uintptr_t)(w) + (uintptr_t)(ahead)), 1, 3)
 
 /* Rows that one thread takes at a time; a multiple of ROWS. */
 #define SHARE 32
@@ -88,8 +84,8 @@ static inline void prefetch_after(const Factor *factor, const Segment *segment, 
 #define WIDTH(rows) (16 / (rows) < 4 ? 4 : 16 / (rows))
 
 static inline __attribute__((always_inline)) void expand_columns(
-    const int rows, const int width, int64_t r, int64_t n, const float *w, float alpha, const float *const *u,
-    float *const *y, int64_t c) {
+    const int rows, const int width, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha,
+    const float *const *u, float *const *y, int64_t c) {
     vec total[ROWS][WIDTH(1)];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < width; j++) total[i][j] = splat(0.0f);
@@ -99,6 +95,7 @@ static inline __attribute__((always_inline)) void expand_columns(
         for (int i = 0; i < rows; i++) x[i] = splat(u[i][k]);
         for (int j = 0; j < width; j++) {
             const vec a = load(own + j * LANES);
+            ask(own + j * LANES, ahead);
             for (int i = 0; i < rows; i++) total[i][j] += x[i] * a;
         }
     }
@@ -111,11 +108,12 @@ static inline __attribute__((always_inline)) void expand_columns(
 }
 
 static inline __attribute__((always_inline)) void expand_rows(
-    const int rows, int64_t r, int64_t n, const float *w, float alpha, const float *const *u, float *const *y) {
+    const int rows, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *u,
+    float *const *y) {
     int64_t c = 0;
     for (; c + WIDTH(rows) * LANES <= n; c += WIDTH(rows) * LANES)
-        expand_columns(rows, WIDTH(rows), r, n, w, alpha, u, y, c);
-    for (; c + 2 * LANES <= n; c += 2 * LANES) expand_columns(rows, 2, r, n, w, alpha, u, y, c);
+        expand_columns(rows, WIDTH(rows), r, n, w, ahead, alpha, u, y, c);
+    for (; c + 2 * LANES <= n; c += 2 * LANES) expand_columns(rows, 2, r, n, w, ahead, alpha, u, y, c);
     for (; c < n; c++)
         for (int i = 0; i < rows; i++) {
             float total = 0.0f;
@@ -127,6 +125,7 @@ static inline __attribute__((always_inline)) void expand_rows(
 static void expand_segment(
     const Segment *segment, int64_t from, int64_t to, int64_t n, float *y, int64_t y_stride, const float *u,
     int64_t u_stride) {
+    const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
     for (int64_t row = from; row < to; row += ROWS) {
         const float *us[ROWS];
         float *ys[ROWS];
@@ -136,10 +135,10 @@ static void expand_segment(
             ys[i] = y + (row + i) * y_stride;
         }
         switch (rows) {
-        case 4: expand_rows(4, segment->r, n, segment->w, segment->alpha, us, ys); break;
-        case 3: expand_rows(3, segment->r, n, segment->w, segment->alpha, us, ys); break;
-        case 2: expand_rows(2, segment->r, n, segment->w, segment->alpha, us, ys); break;
-        default: expand_rows(1, segment->r, n, segment->w, segment->alpha, us, ys);
+        case 4: expand_rows(4, segment->r, n, segment->w, ahead, segment->alpha, us, ys); break;
+        case 3: expand_rows(3, segment->r, n, segment->w, ahead, segment->alpha, us, ys); break;
+        case 2: expand_rows(2, segment->r, n, segment->w, ahead, segment->alpha, us, ys); break;
+        default: expand_rows(1, segment->r, n, segment->w, ahead, segment->alpha, us, ys);
         }
     }
 }
@@ -148,15 +147,18 @@ static void expand_segment(
 #define FACTORS 4
 
 static inline __attribute__((always_inline)) void shrink_block(
-    const int rows, const int factors, int64_t n, const float *w, float alpha, const float *const *x, float *const *v,
-    int64_t at) {
+    const int rows, const int factors, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *x,
+    float *const *v, int64_t at) {
     vec total[ROWS][FACTORS];
     for (int i = 0; i < rows; i++)
         for (int k = 0; k < factors; k++) total[i][k] = splat(0.0f);
     int64_t c = 0;
     for (; c + LANES <= n; c += LANES) {
         vec own[FACTORS];
-        for (int k = 0; k < factors; k++) own[k] = load(w + k * n + c);
+        for (int k = 0; k < factors; k++) {
+            own[k] = load(w + k * n + c);
+            ask(w + k * n + c, ahead);
+        }
         for (int i = 0; i < rows; i++) {
             const vec a = load(x[i] + c);
             for (int k = 0; k < factors; k++) total[i][k] += a * own[k];
@@ -171,16 +173,18 @@ static inline __attribute__((always_inline)) void shrink_block(
 }
 
 static inline __attribute__((always_inline)) void shrink_rows(
-    const int rows, int64_t r, int64_t n, const float *w, float alpha, const float *const *x, float *const *v) {
+    const int rows, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *x,
+    float *const *v) {
     int64_t k = 0;
     if (rows > 1)
-        for (; k + FACTORS <= r; k += FACTORS) shrink_block(rows, FACTORS, n, w + k * n, alpha, x, v, k);
-    for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, alpha, x, v, k);
+        for (; k + FACTORS <= r; k += FACTORS) shrink_block(rows, FACTORS, n, w + k * n, ahead, alpha, x, v, k);
+    for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, ahead, alpha, x, v, k);
 }
 
 static void shrink_segment(
     const Segment *segment, int64_t from, int64_t to, int64_t n, const float *x, int64_t x_stride, float *v,
     int64_t v_stride) {
+    const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
     for (int64_t row = from; row < to; row += ROWS) {
         const float *xs[ROWS];
         float *vs[ROWS];
@@ -190,10 +194,10 @@ static void shrink_segment(
             vs[i] = v + (row + i) * v_stride + segment->column;
         }
         switch (rows) {
-        case 4: shrink_rows(4, segment->r, n, segment->w, segment->alpha, xs, vs); break;
-        case 3: shrink_rows(3, segment->r, n, segment->w, segment->alpha, xs, vs); break;
-        case 2: shrink_rows(2, segment->r, n, segment->w, segment->alpha, xs, vs); break;
-        default: shrink_rows(1, segment->r, n, segment->w, segment->alpha, xs, vs);
+        case 4: shrink_rows(4, segment->r, n, segment->w, ahead, segment->alpha, xs, vs); break;
+        case 3: shrink_rows(3, segment->r, n, segment->w, ahead, segment->alpha, xs, vs); break;
+        case 2: shrink_rows(2, segment->r, n, segment->w, ahead, segment->alpha, xs, vs); break;
+        default: shrink_rows(1, segment->r, n, segment->w, ahead, segment->alpha, xs, vs);
         }
     }
 }
@@ -218,13 +222,11 @@ void weft_add(
                 if (share++ % threads_here() != thread_here()) continue;
                 const int64_t to = last - from < SHARE ? last : from + SHARE;
                 if (down.w) {
-                    if (from == row) prefetch_after(a, &down, 0);
                     shrink_segment(&down, from, to, a->n, x, x_stride, u, u_stride);
                 }
                 float *own = y;
                 for (int p = 0; p < parts; own += b[p++].n) {
                     if (!up[p].w) continue;
-                    if (from == row) prefetch_after(b + p, up + p, 0);
                     expand_segment(up + p, from, to, b[p].n, own, y_stride, u, u_stride);
                 }
             }
@@ -241,11 +243,16 @@ static inline __attribute__((always_inline)) void outer_block(
     const int factors, const Segment *segment, int64_t n, int64_t k, int64_t from, int64_t to, const float *u,
     int64_t u_stride, const float *y, int64_t y_stride) {
     float *w = segment->w + k * n;
+    const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
     u += segment->column + k;
     int64_t c = from;
     for (; c + 2 * LANES <= to; c += 2 * LANES) {
         vec low[FACTORS], high[FACTORS];
-        for (int i = 0; i < factors; i++) low[i] = high[i] = splat(0.0f);
+        for (int i = 0; i < factors; i++) {
+            low[i] = high[i] = splat(0.0f);
+            ask_to_write(w + i * n + c, ahead);
+            ask_to_write(w + i * n + c + LANES, ahead);
+        }
         for (int64_t row = segment->first; row < segment->last; row++) {
             const float *own = y + row * y_stride + c, *by = u + row * u_stride;
             const vec a = load(own), b = load(own + LANES);
@@ -286,7 +293,6 @@ void weft_outer(const Factor *factor, const float *u, int64_t u_stride, const fl
         Segment segment;
         for (int64_t row = 0; row < factor->rows && from < to; row = segment.last) {
             if (!segment_at(factor, row, &segment)) continue;
-            prefetch_after(factor, &segment, 1);
             int64_t k = 0;
             for (; k + FACTORS <= segment.r; k += FACTORS)
                 outer_block(FACTORS, &segment, n, k, from, to, u, u_stride, y, y_stride);

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.moe import Experts, Names, expert_block
+from workers.model.moe import Away, Experts, Names, expert_block
 from workers.model.parts.frozen import frozen
 from workers.model.parts.mlp import Mlp
 from workers.model.parts.router import Router
@@ -37,6 +37,8 @@ class Mixture(nn.Module):
         self.down = frozen(dtype, e, own, f)
         self.gate_up_bias = frozen(torch.float32, e, parts * f) if config.expert_bias else None
         self.down_bias = frozen(torch.float32, e, d) if config.expert_bias else None
+        #: Where the experts are others' too, and `gate_up`, its bias and `down` are those of this process's own.
+        self.away: Away | None = None
         width = config.shared_intermediate_size
         self.shared = Mlp(config, f"{at}{config.shared_name}.", width, dtype) if width else None
         self.shared_gate = frozen(torch.float32, d) if config.shared_gate else None
@@ -47,14 +49,16 @@ class Mixture(nn.Module):
         weights_TK, experts_TK = self.router(x_TD, lora, forced_TK)
         if on_route is not None:
             on_route(self.layer, experts_TK)
-        experts = Experts(self.gate_up, self.down, self._gate, self.gate_up_bias, self.down_bias)
-        out_TD = self._chosen(x_TD, weights_TK, experts_TK, experts, lora)
+        out_TD = self._chosen(x_TD, weights_TK, experts_TK, self.experts(), lora)
         if self.shared is None:
             return out_TD
         shared_TD: Tensor = self.shared(x_TD, lora)
         if self.shared_gate is not None:  # summed row by row: a product with one row of weights rounds by its batch
             shared_TD = shared_TD * sigmoid_of((x_TD * self.shared_gate).sum(-1, keepdim=True), lora)
         return out_TD + shared_TD
+
+    def experts(self) -> Experts:
+        return Experts(self.gate_up, self.down, self._gate, self.gate_up_bias, self.down_bias, self.away)
 
     def _chosen(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, lora: LoraRows | None

@@ -96,12 +96,31 @@ def numel(config: DecoderConfig) -> int:
     if c.recurrence is not None:
         attention += len(c.recurrent_layers) * c.recurrence.small_numel
     products = 1 + len(c.gate.parts)
-    expert = products * c.expert_size * c.moe_intermediate_size + c.expert_bias * (2 * c.moe_intermediate_size + d)
-    mixture = c.num_experts * (d + expert + c.router.bias + c.router.correction) + c.shared_gate * d
+    mixture = c.num_experts * (d + c.expert_bias * d + c.router.bias + c.router.correction) + c.shared_gate * d
     mixture += products * d * c.shared_intermediate_size + 2 * d * c.expert_latent
-    mlps = len(c.mixture_layers) * mixture + len(c.dense_mlp_layers) * products * d * c.intermediate_size
+    mlps = (
+        experts_numel(c)
+        + len(c.mixture_layers) * mixture
+        + len(c.dense_mlp_layers) * products * d * c.intermediate_size
+    )
     norms = d * (1 + c.num_layers * (1 if c.mlp_layers else 2))
     return embeddings + norms + c.attention_numel + attention + mlps
+
+
+def experts_numel(config: DecoderConfig) -> int:
+    """Of these, what the owners of experts have (owned/): their products and the biases of the first."""
+    c = config
+    expert = (1 + len(c.gate.parts)) * c.expert_size * c.moe_intermediate_size
+    return len(c.mixture_layers) * c.num_experts * (expert + c.expert_bias * 2 * c.moe_intermediate_size)
+
+
+def unequal(config: DecoderConfig, ranks: int) -> str:
+    """Why so many ranks cannot own the experts in equal shares; "" where they can."""
+    if not config.num_experts:
+        return "it has no experts that ranks could own"
+    if config.num_experts % ranks:
+        return f"{ranks} ranks cannot own its {config.num_experts} experts in equal shares"
+    return ""
 
 
 def kept_bytes(config: DecoderConfig) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workers.model.adapters.shape import AdapterShape
-from workers.model.planning.check import ITEM_BYTES, TRAINING_BYTES, Check, kept_bytes
+from workers.model.planning.check import ITEM_BYTES, TRAINING_BYTES, Check, experts_numel, kept_bytes, unequal
 from workers.model.planning.layer_groups import layer_groups
 
 #: Left alone.
@@ -58,11 +58,13 @@ class Device:
 class Wanted:
     """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
     memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers share one copy,
-    except ranks, which have a part each. `spread`: a base that no device holds whole may be spread for sampling.
-    `tenants` runs of `rank` are what is planned for. `vllm_bytes` are vLLM's, and not to be had."""
+    except ranks, which have a part each: with `owned` a share of the experts, and all of the rest. `spread`: a base
+    that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is planned for.
+    `vllm_bytes` are vLLM's, and not to be had."""
 
     trainers: int = 1
     ranks: int = 1
+    owned: bool = False
     generators: int = 1
     one_base: bool = False
     spread: bool = False
@@ -178,9 +180,7 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
         room.take("weights", whole if workers else 0, note, must=must, way_out=way_out)
         return False
     if wanted.trainers:
-        gathered = max(map(_gathered_bytes, models)) if device.count > 1 else 0
-        note = f"a part of {device.count}, and what is gathered of it" if device.count > 1 else ""
-        each = -(-whole // device.count) + gathered
+        each, note = _of_owners(models, device, wanted) if wanted.owned else _of_parts(models, device)
         replicas = -(-wanted.trainers // wanted.ranks)
         room.take("weights of the trainer", replicas * each, note, must=must, way_out=way_out)
     copies = min(1, wanted.generators) if wanted.one_base else wanted.generators
@@ -189,6 +189,26 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
     size = -(-whole // device.count) if spread else whole * copies
     room.take("weights of the generator", size, note, must=must, way_out=way_out)
     return spread
+
+
+def _of_parts(models: Sequence[Check], device: Device) -> tuple[int, str]:
+    """A trainer's on one device, or in parts over several."""
+    whole = sum(model.weight_bytes for model in models)
+    if device.count == 1:
+        return whole, ""
+    gathered = max(map(_gathered_bytes, models))
+    return -(-whole // device.count) + gathered, f"a part of {device.count}, and what is gathered of it"
+
+
+def _of_owners(models: Sequence[Check], device: Device, wanted: Wanted) -> tuple[int, str]:
+    """Of a trainer whose ranks own the experts, one on each device or all on the host."""
+    ranks, size = max(device.count, wanted.ranks), 0
+    for model in models:
+        if problem := unequal(model.card.config, ranks):
+            raise DoesNotFit(f'trainer.shard = "experts" and {model.card.name}: {problem}: set "all", or other ranks')
+        experts = ITEM_BYTES[model.dtype] * experts_numel(model.card.config)
+        size += experts // device.count + (model.weight_bytes - experts) * (ranks // device.count)
+    return size, f"one of {ranks} shares of the experts, and the rest" if device.count > 1 else f"of {ranks} ranks"
 
 
 def _gathered_bytes(model: Check) -> int:
@@ -219,7 +239,8 @@ def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
         kept = all_of_it <= room.free_bytes // 8 // wanted.trainers
         note = f"{tokens:,} tokens, {'kept' if kept else 'layers computed again'}"
         must, way_out = f"trainer.microbatch_tokens = {tokens:,}", "set less, at least the longest sequence"
-        size = wanted.trainers * ((all_of_it if kept else inputs) + logits)
+        travel = max(map(_travelling_bytes, models)) * tokens if wanted.owned else 0
+        size = wanted.trainers * ((all_of_it if kept else inputs) + logits + travel)
         room.take("activations of the trainer", size, note, must=must, way_out=way_out)
     if wanted.generators:
         tokens = wanted.prefill_tokens
@@ -227,6 +248,13 @@ def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
         size = wanted.generators * (max(tokens * kept_bytes(c) for c in configs) + scores)
         must = f"generator.prefill_tokens = {tokens:,}"
         room.take("activations of the generator", size, f"{tokens:,} tokens", must=must, way_out="set less")
+
+
+def _travelling_bytes(model: Check) -> int:
+    """Of a token on its way to the owners of its experts and back, where these have equal work: at both ends what is
+    sent, what comes, and its rows of it."""
+    config = model.card.config
+    return 6 * config.experts_per_token * config.expert_size * ITEM_BYTES[model.dtype]
 
 
 def _packing(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> bool:

@@ -22,7 +22,7 @@ from weft.wire.checks.custom_format import CustomLoss, Node
 from weft.wire.checks.custom_names import DTYPES, FUNCTIONS, METHODS
 from weft.wire.checks.custom_shapes import CustomLossError, Shape, is_number, number
 
-from workers.trainer.out_of_memory import is_out_of_memory
+from workers.model.memory import is_out_of_memory
 
 Call = Callable[..., Any]
 _CPU = torch.device("cpu")

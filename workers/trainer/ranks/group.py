@@ -1,7 +1,8 @@
 """What the ranks of a trainer do together: they vote for what comes next, make each step at the same time, and have
 rank 0 tell the server what they have to say.
 
-The base is sharded (`workers.model.base.sharded`), so a forward or backward on one rank needs all of them. Each rank
+The base is sharded (`workers.model.base.sharded`), or its experts are owned by the ranks (`workers.model.owned`): a
+forward or backward on one rank needs all of them. Each rank
 goes through its own part of a pass; before each step it votes, and takes part in the others' steps until its own turn:
 
     forwards first, then forward_backwards; when nobody wants either, those whose work is spread collect it, and then
@@ -23,6 +24,10 @@ import torch
 import torch.distributed as dist
 
 from workers.model.base.sharded import Sharded
+from workers.model.owned.load import Owned
+
+#: This rank's part of a base.
+Base = Sharded | Owned
 
 #: What may be waited for without end: the next pass. In a pass the watchdog's limit holds.
 FOR_EVER = timedelta(days=365)
@@ -44,10 +49,10 @@ class Group:
 
     def __init__(self, control: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.base: Sharded | None = None  # of the pass in progress
+        self.base: Base | None = None  # of the pass in progress
         self.send: Callable[[msgspec.Struct], None] = lambda message: None
         self.said: list[msgspec.Struct] = []
-        self._control = control
+        self.control = control
 
     @property
     def leads(self) -> bool:
@@ -64,7 +69,7 @@ class Group:
         """Say what this rank wants next, and learn what all do."""
         mine = torch.tensor([want, bool(self.said)])
         votes = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(votes, mine, group=self._control)
+        dist.all_gather(votes, mine, group=self.control)
         if any(int(vote[1]) for vote in votes):
             self._pass_on()
         return Want(min(int(vote[0]) for vote in votes))
@@ -88,27 +93,27 @@ class Group:
     def tell(self, words: list[Any] | None = None) -> Any:
         """Rank 0 gives each rank its word; everyone returns with its own."""
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, words, src=0, group=self._control)
+        dist.scatter_object_list(mine, words, src=0, group=self.control)
         return mine[0]
 
     def exchange(self, own: Any) -> list[Any]:
         """What each rank brings, by rank."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self._control)
+        dist.all_gather_object(found, own, group=self.control)
         return found
 
     def give(self, what: Any, to: int) -> None:
-        dist.send_object_list([what], dst=to, group=self._control)
+        dist.send_object_list([what], dst=to, group=self.control)
 
     def take(self, of: int) -> Any:
         found: list[Any] = [None]
-        dist.recv_object_list(found, src=of, group=self._control)
+        dist.recv_object_list(found, src=of, group=self.control)
         return found[0]
 
     def _pass_on(self) -> None:
         """Rank 0 sends what the others had to say."""
         all_said: list[list[msgspec.Struct] | None] | None = [None] * self.size if self.leads else None
-        dist.gather_object(self.said, all_said, dst=0, group=self._control)
+        dist.gather_object(self.said, all_said, dst=0, group=self.control)
         self.said.clear()
         for said in all_said or ():
             for message in said or ():

@@ -17,10 +17,9 @@ import msgspec
 import torch
 
 from scheduler.links.messages import HandedOver, Pass, PassOver
-from workers.model.base.sharded import Sharded
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Others
-from workers.trainer.ranks.group import Group, Want
+from workers.trainer.ranks.group import Base, Group, Want
 from workers.trainer.ranks.guests import Ranks
 from workers.trainer.runs.held import Send
 from workers.trainer.runs.residency import Residency
@@ -42,7 +41,7 @@ MakeTrainer = Callable[[Others], Trainer]
 class Member:
     """A rank's part in a trainer, for one server."""
 
-    def __init__(self, group: Group, bases: Mapping[str, Sharded], device: torch.device, make: MakeTrainer) -> None:
+    def __init__(self, group: Group, bases: Mapping[str, Base], device: torch.device, make: MakeTrainer) -> None:
         self.group, self._bases = group, bases
         ranks = Ranks(group, device)
         self.trainer = make(ranks)

@@ -22,13 +22,15 @@ from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
 from workers.blobs import blobs_of
 from workers.leave import leave
-from workers.model.base.sharded import Sharded, held_bytes, load_sharded
+from workers.model.base.sharded import held_bytes, load_sharded
+from workers.model.config import UnsupportedModel
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
+from workers.model.owned.load import Owned, load_owned
 from workers.say import say_as
 from workers.trainer.computing import Others
 from workers.trainer.process import StopFlag, serve_all
-from workers.trainer.ranks.group import FOR_EVER, Group
+from workers.trainer.ranks.group import FOR_EVER, Base, Group
 from workers.trainer.ranks.launch import handed
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.trainer import Trainer
@@ -87,18 +89,25 @@ def mesh_of(config: TrainerConfig, where: ModelDevice) -> DeviceMesh:
     return init_device_mesh(where.device.type, (config.nodes * config.ranks,))
 
 
-def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Group) -> dict[str, Sharded]:
+def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Group) -> dict[str, Base]:
     """This rank's parts of the base models. Tenants are packed where every rank finds that they can be."""
-    bases: dict[str, Sharded] = {}
+    bases: dict[str, Base] = {}
     for name, path in config.basics.models.items():
-        bases[name] = base = load_sharded(path, where.dtype, where.device, mesh)
+        base: Base
+        if config.shard == "experts":
+            base = load_owned(path, where.dtype, where.device, group.control)
+        else:
+            base = load_sharded(path, where.dtype, where.device, mesh)
+        bases[name] = base
         probe(base.decoder, Path(config.basics.data_dir) / "isolation")
         found = group.exchange(base.decoder.isolation)
         base.decoder.isolation = "per-segment" if "per-segment" in found else found[0]
+        if isinstance(base, Owned) and base.decoder.isolation == "per-segment":
+            problem = "tenants' rows meet at the owner of an expert, and this machine must compute each tenant's alone"
+            raise UnsupportedModel(name, Path(path), problem, 'trainer.shard = "all"')
         if group.leads:
-            held = held_bytes(base.decoder) >> 20
-            isolation = base.decoder.isolation
-            log.info("loaded %s over %d ranks, %d MiB of it on this one; %s", name, group.size, held, isolation)
+            held, mode = held_bytes(base.decoder) >> 20, base.decoder.isolation
+            log.info("loaded %s over %d ranks, %d MiB of it on this one; %s", name, group.size, held, mode)
     return bases
 
 

@@ -34,6 +34,9 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 QUINTIC_STEPS = 5
 CUBIC_STEPS = 4
 
+#: Elements of the matrices that a CPU iterates on at once, so that they stay in its cache (1 MiB).
+CACHED = 1 << 18
+
 
 @dataclass(frozen=True)
 class Dimuon:
@@ -86,8 +89,10 @@ def _move(step: DimuonStep) -> None:
     by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for weights, momentum in zip(matrices(step.shape, step.weights), matrices(step.shape, step.m), strict=True):
         by_shape[weights.shape[1], weights.shape[2]].append((weights, momentum))
-    for pairs in by_shape.values():
-        directions = orthogonal(torch.cat([momentum for _, momentum in pairs]))
+    for (rows, columns), pairs in by_shape.items():
+        momenta = torch.cat([momentum for _, momentum in pairs])
+        at_once = max(1, CACHED // (rows * columns)) if momenta.device.type == "cpu" else len(momenta)
+        directions = torch.cat([orthogonal(part) for part in torch.split(momenta, at_once)])
         for (weights, _), part in zip(pairs, torch.split(directions, [len(w) for w, _ in pairs]), strict=True):
             weights.sub_(part, alpha=step.params.learning_rate)
 
@@ -116,7 +121,7 @@ def orthogonal(x_NIJ: Tensor) -> Tensor:
     a, b, c = QUINTIC
     for _ in range(QUINTIC_STEPS):
         gram = torch.bmm(x_NIJ, x_NIJ.mT)
-        x_NIJ = a * x_NIJ + torch.bmm(b * gram + c * torch.bmm(gram, gram), x_NIJ)
+        x_NIJ = torch.baddbmm(x_NIJ, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x_NIJ, beta=a)
     for _ in range(CUBIC_STEPS):
-        x_NIJ = 1.5 * x_NIJ - 0.5 * torch.bmm(torch.bmm(x_NIJ, x_NIJ.mT), x_NIJ)
+        x_NIJ = torch.baddbmm(x_NIJ, torch.bmm(x_NIJ, x_NIJ.mT), x_NIJ, beta=1.5, alpha=-0.5)
     return x_NIJ

@@ -115,6 +115,32 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
     assert plan([model], Device("gpu", 80 * GIB), Wanted(generators=0)).resident_bytes >= runs
 
 
+def test_ranks_that_own_experts(folder_of: Any, tmp_path: Path) -> None:
+    """All but the experts of 235B is 16 GB, of 30B 3 GB: what a rank has is that and its share."""
+    card = config_card("235B-A22B", folder_of("235B-A22B"))
+    model = check_model(card)
+    experts = 94 * 128 * 3 * 4096 * 1536
+    owned = Wanted(generators=0, owned=True, microbatch_tokens=8192, rank=8)
+    found = plan([model], Device("gpu", 141 * GIB, 8), owned)
+    assert sizes(found)["weights of the trainer"] == 2 * (experts // 8 + model.parameters - experts)
+    assert sizes(found)["weights of the trainer"] < 73e9
+    in_parts = plan([model], found.device, replace(owned, owned=False))
+    activations = "activations of the trainer"
+    travelling = sizes(found)[activations] - sizes(in_parts)[activations]
+    assert travelling == 8192 * 8 * 4096 * 2 * 6
+    host = plan([model], Device("cpu", 4096 * GIB), replace(owned, trainers=4, ranks=4))
+    assert sizes(host)["weights of the trainer"] == 2 * (experts + 4 * (model.parameters - experts))
+    with pytest.raises(DoesNotFit, match=r"235B-A22B: 6 ranks cannot own its 128 experts in equal shares: set .all."):
+        plan([model], Device("gpu", 999 * GIB, 6), owned)
+    dense = check_model(config_card("4B", folder_of("4B")))
+    with pytest.raises(DoesNotFit, match="4B: it has no experts that ranks could own"):
+        plan([dense], Device("gpu", 80 * GIB, 2), owned)
+    config = tmp_path / "weft.toml"
+    config.write_text('[trainer]\nshard = "experts"\nranks = 8\n')
+    shown = weftd_plan(folder_of("30B-A3B"), "--gpu-gib", "141", "--gpus", "8", "--config", str(config))
+    assert re.search(r"weights of the trainer +9\.6 GiB  one of 8 shares of the experts, and the rest", shown)
+
+
 def test_the_command_plans_small_and_large_models(folder_of: Any) -> None:
     small = weftd_plan(folder_of("4B"), "--gpu-gib", "24")
     assert re.search(r"^weights +7\.5 GiB  one copy for 2 workers$", small, re.MULTILINE)

@@ -17,19 +17,33 @@ from tests.workers.model.models import reference
 ROOT = Path(__file__).parents[4]
 
 
+PART, OWNED = "all", "experts"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "family", "steps", "scenarios"),
+    ("ranks", "layout", "family", "steps", "scenarios"),
     [
-        (2, "moe", 5, ["plain", "recomputed", "short of memory", "paged"]),
-        (4, "moe", 5, ["plain"]),
-        (2, "qwen3.5-moe", 2, ["plain"]),
-        (2, "deepseek", 2, ["plain"]),
+        (2, PART, "moe", 5, ["plain", "recomputed", "short of memory", "paged"]),
+        (4, PART, "moe", 5, ["plain"]),
+        (2, PART, "qwen3.5-moe", 2, ["plain"]),
+        (2, PART, "deepseek", 2, ["plain"]),
+        (2, OWNED, "moe", 5, ["plain", "recomputed", "short of memory", "paged", "owner short"]),
+        (4, OWNED, "moe", 5, ["plain", "owner short, back"]),
+        (2, OWNED, "gpt-oss", 2, ["recomputed", "owner fails"]),
     ],
-    ids=["two ranks", "two nodes of two ranks", "two ranks, a hybrid", "two ranks, latent attention"],
+    ids=[
+        "two ranks",
+        "two nodes of two ranks",
+        "two ranks, a hybrid",
+        "two ranks, latent attention",
+        "two owners",
+        "four owners",
+        "two owners, biases",
+    ],
 )
-def test_as_one_process(tmp_path: Path, ranks: int, family: str, steps: int, scenarios: list[str]) -> None:
+def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, steps: int, scenarios: list[str]) -> None:
     reference(family).save_pretrained(tmp_path / "model")
-    lines = together(ranks, [str(tmp_path / "model"), str(tmp_path), str(steps), *scenarios])
+    lines = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, str(steps), *scenarios])
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert [world["scenario"] for world in found] == scenarios
     for world in found:
@@ -37,9 +51,11 @@ def test_as_one_process(tmp_path: Path, ranks: int, family: str, steps: int, sce
         assert all(world["same"]), world
         assert set(world["homes"]) == set(range(ranks))
         assert world["moves"] >= steps, "the large operation was computed at home alone"
+        share = world["experts"] / ranks + world["total"] - world["experts"] if layout == OWNED else world["total"] / 2
         for size in (*world["held"], *world["read"]):
-            assert size <= 1.1 * world["total"] / 2
+            assert size <= (1.0 if layout == OWNED else 1.1) * share
         assert world["scenario"] != "paged" or world["pages"] > 0
+        assert (world["failures"] > 0) is world["scenario"].startswith("owner")
 
 
 def together(ranks: int, args: list[str]) -> list[str]:

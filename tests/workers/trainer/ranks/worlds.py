@@ -1,6 +1,6 @@
 """One rank of a trainer, beside a trainer of one process.
 
-    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER STEPS SCENARIO ...
+    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER LAYOUT STEPS SCENARIO ...
 
 Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte that
 comes out. It prints what it has found as JSON, a line for each scenario.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,13 +28,16 @@ from scheduler.links.messages import Done, OpKind, loss_ref
 from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
 from workers.leave import leave
-from workers.model.base.sharded import Sharded, held_bytes, load_sharded
+from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.base.sharded import held_bytes, load_sharded
 from workers.model.base.stored import Stored
 from workers.model.base.weights import load_decoder
 from workers.model.device import ModelDevice
+from workers.model.owned.load import is_of_experts, load_owned
+from workers.model.owned.owner import Owner
 from workers.trainer import computing
 from workers.trainer.ranks import guests
-from workers.trainer.ranks.group import Group
+from workers.trainer.ranks.group import Base, Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.ranks.process import mesh_of
 from workers.trainer.trainer import Trainer
@@ -42,6 +46,8 @@ TENANTS = {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))}
 DIMUON = ("r1", "r4")
 #: Whose operations are larger than a rank's share.
 LARGE = "r3"
+#: Whose adapter does not share the outer factors of experts.
+IMPORTED = "r0"
 #: Whose loss is uploaded; they live on different ranks.
 UPLOADED, LOSS_ID = ("r6", "r7"), "s:loss:0"
 
@@ -58,7 +64,8 @@ class ManyRanks(Bench):
 def program(bench: Bench, steps: int) -> list[bytes]:
     """What every operation answers, and every byte of every saved run."""
     bench.blobs.put(loss_ref(LOSS_ID), SUM_OF_LOGPROBS)
-    bench.ok(*(bench.create(run_id, rank, optimizer=optimizer(run_id)) for run_id, rank in TENANTS.items()))
+    imported(bench, TENANTS[IMPORTED])
+    bench.ok(*(create(bench, run_id, rank) for run_id, rank in TENANTS.items()))
     said: list[bytes] = []
     for step in range(steps):
         ops = []
@@ -77,6 +84,19 @@ def program(bench: Bench, steps: int) -> list[bytes]:
         folder = bench.blobs.path(f"saved/{run_id}")
         said += [file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"]
     return said
+
+
+def create(bench: Bench, run_id: str, rank: int) -> Any:
+    source_ref = IMPORTED if run_id == IMPORTED else ""
+    return bench.create(run_id, rank, source_ref=source_ref, optimizer=optimizer(run_id))
+
+
+def imported(bench: Bench, rank: int) -> None:
+    """An adapter of which each expert has a pair of its own."""
+    shape = AdapterShape(bench.decoder.config, rank, shared=False)
+    adapter = Adapter.init(shape, 3, scale=8.0 / rank)  # the alpha of all runs here
+    adapter.flat.add_(0.01)
+    save_adapter(adapter, bench.blobs.path(IMPORTED), base_model=MODEL)
 
 
 def node(op: str, name: str, target: str, *args: Any) -> dict[str, Any]:
@@ -163,28 +183,49 @@ def short_of_memory(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def failing_owner(name: str, error: type[Exception], rank: int) -> Iterator[None]:
+    """Memory runs out on rank 0 whenever all ranks have sent many pairs; or something else happens there once."""
+    real = getattr(Owner, name)
+
+    def serve(self: Owner, *args: Any) -> Any:
+        many = max(len(each) for each in args if isinstance(each, torch.Tensor)) > 70
+        if rank == 0 and many and not (FAILURES and error is ValueError):
+            FAILURES.append(name)
+            raise error("on purpose")
+        return real(self, *args)
+
+    with patch.object(Owner, name, serve):
+        yield
+
+
+#: Of rank 0 as an owner, in one scenario.
+FAILURES: list[str] = []
+
 SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
     "plain": (None, {"microbatch_tokens": 64}),
     "recomputed": (recomputed, {"microbatch_tokens": 64}),
     "short of memory": (short_of_memory, {"microbatch_tokens": 64}),
+    "owner short": (partial(failing_owner, "forward", torch.OutOfMemoryError), {"microbatch_tokens": 64}),
+    "owner short, back": (partial(failing_owner, "backward", torch.OutOfMemoryError), {"microbatch_tokens": 64}),
+    "owner fails": (partial(failing_owner, "forward", ValueError), {"microbatch_tokens": 64}),
     "paged": (None, {"microbatch_tokens": 64, "resident_bytes": 300_000}),
 }
 
 
-def main(model: Path, folder: Path, steps: int, chosen: list[str]) -> None:
+def main(model: Path, folder: Path, layout: str, steps: int, chosen: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group, read = Group(), list[int]()
     with patch.object(Stored, "rows", counted(Stored.rows, read)):
-        where = ModelDevice(torch.device("cpu"), torch.float32)
-        # Four ranks are two nodes, each of which has the whole base.
-        nodes = TrainerConfig(Basics("", {}), ranks=2, nodes=group.size // 2, shard="node")
-        base = load_sharded(model, where.dtype, where.device, mesh_of(nodes, where))
+        base = load(model, layout, group.size)
     held, files = zip(*group.exchange((held_bytes(base.decoder), sum(read))), strict=True)
-    total, wanted = 0, list[bytes]()
+    total, experts, wanted = 0, 0, list[bytes]()
     if group.leads:
         whole = load_decoder(model)
         total = sum(weight.nbytes for weight in whole.parameters())
+        of_experts = [each for name, each in whole.named_parameters() if is_of_experts(whole, name)]
+        experts = sum(weight.nbytes for weight in of_experts)
         wanted = program(Bench(whole, folder / "one", microbatch_tokens=64), steps)
     if not group.leads:  # the server is told of an uploaded loss at once: by rank 0, which computes it
         patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
@@ -197,10 +238,27 @@ def main(model: Path, folder: Path, steps: int, chosen: list[str]) -> None:
             stack.enter_context(patch.object(guests, "spread", counted(guests.spread, moved)))
             found = play(group, base, wanted, folder / name, bounds, steps)
         if group.leads:
-            found |= {"scenario": name, "moves": sum(moved), "total": total, "held": held, "read": files}
+            found |= {
+                "scenario": name,
+                "moves": sum(moved),
+                "total": total,
+                "experts": experts,
+                "failures": len(FAILURES),
+            }
+            found |= {"held": held, "read": files}
             print(json.dumps(found))
         moved.clear()
+        FAILURES.clear()
     dist.barrier()
+
+
+def load(model: Path, layout: str, ranks: int) -> Base:
+    where = ModelDevice(torch.device("cpu"), torch.float32)
+    if layout == "experts":
+        return load_owned(model, where.dtype, where.device)
+    # Four ranks are two nodes, each of which has the whole base.
+    nodes = TrainerConfig(Basics("", {}), ranks=2, nodes=ranks // 2, shard="node")
+    return load_sharded(model, where.dtype, where.device, mesh_of(nodes, where))
 
 
 def counted(real: Any, into: list[int]) -> Any:
@@ -213,7 +271,7 @@ def counted(real: Any, into: list[int]) -> Any:
 
 
 def play(
-    group: Group, base: Sharded, wanted: list[bytes], folder: Path, bounds: dict[str, int], steps: int
+    group: Group, base: Base, wanted: list[bytes], folder: Path, bounds: dict[str, int], steps: int
 ) -> dict[str, Any]:
     def begin() -> Member:
         def make(others: Any) -> Trainer:
@@ -236,5 +294,5 @@ def play(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:])
     leave(0)  # as ranks do: gloo's threads may abort a process that is taken apart

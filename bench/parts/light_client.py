@@ -1,6 +1,6 @@
 """A client that costs next to nothing, in a process of its own: what is measured is the server.
 
-    python bench/light_client.py URL SECONDS < runs.json
+    python bench/parts/light_client.py URL SECONDS < runs.json
 
 Each of the runs in the JSON list [[api key, run id, next number], ...] keeps one empty optim_step in flight: it is
 sent, then its future is asked for, over one connection of HTTP/1.1. Prints one line of JSON: milliseconds of each

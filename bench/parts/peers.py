@@ -120,7 +120,7 @@ def generates(
 
 
 class VllmPeer:
-    """bench/vllm_peer.py in a process of its own, which stands still between two generations."""
+    """bench/parts/vllm_peer.py in a process of its own, which stands still between two generations."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

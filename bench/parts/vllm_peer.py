@@ -1,6 +1,6 @@
 """vLLM as its own users run it, for bench/generator.py: its `LLM` in its own environment, without our server or queue.
 
-    .vllm/bin/python bench/vllm_peer.py MODEL [--adapters FOLDER]
+    .vllm/bin/python bench/parts/vllm_peer.py MODEL [--adapters FOLDER]
 
 For each line on standard input, a JSON list of prompts (lists of tokens), one generation of 32 tokens each at
 temperature 1; answers with a line of seconds by the clock. Compiled, as vLLM is by default. With `--adapters` prompt n

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_measure import distinct_adapters, seconds_of, top_kernels
 
+from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
 from workers.generator.cache.kv_cache import KVCache, pages_of
 from workers.generator.gpu.capture import CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
