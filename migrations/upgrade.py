@@ -6,15 +6,17 @@ together upgrade once. A database that is there already costs one read: Alembic 
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DatabaseError
 
 from store.db import Database
 from store.row_security import protect
+from store.tables import LEADS, JobLease
 from store.wal import use_wal
 
 if TYPE_CHECKING:
@@ -26,14 +28,22 @@ _LOCK = 0x77656674
 _HERE = Path(__file__).parent
 
 
-class UnknownRevision(RuntimeError):
-    """The tables are of a revision that this program does not know; the message says what to do."""
+class CannotMigrate(RuntimeError):
+    """The tables stay as they are; the message says what to do."""
+
+
+class UnknownRevision(CannotMigrate):
+    """They are of a revision that this program does not know."""
+
+
+class InUse(CannotMigrate):
+    """Servers of another version are at work on them."""
 
 
 def migrate(database: Database) -> None:
     """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once. Raises
-    LostCommits when this is not the newest state that the database has had, and UnknownRevision when another version of
-    Weft made it."""
+    LostCommits when this is not the newest state that the database has had, UnknownRevision when another version of
+    Weft made it, and InUse while servers that share it have a leader."""
     database.refuse_lost_commits()
     upgrade(database.url)
 
@@ -63,9 +73,13 @@ def revision_of(engine: Engine) -> str | None:
     """The revision of a database; None when there are no tables at all, and what reads worse the upgrade will tell."""
     with engine.connect() as connection:
         try:
-            found = connection.scalar(text("SELECT version_num FROM alembic_version"))
+            return revision_in(connection)
         except DatabaseError:
             return None
+
+
+def revision_in(connection: Connection) -> str | None:
+    found = connection.scalar(text("SELECT version_num FROM alembic_version"))
     return None if found is None else str(found)
 
 
@@ -94,6 +108,8 @@ def upgrade(url: str) -> None:
         with engine.connect() as connection, connection.begin():
             if engine.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            if found is not None and revision_in(connection) != head():
+                _refuse_led(connection)
             command.upgrade(alembic_config(connection), "head")
             protect(connection)
             if engine.dialect.name == "sqlite":
@@ -102,6 +118,18 @@ def upgrade(url: str) -> None:
                     raise RuntimeError(f"the migration would leave {len(broken)} rows with a broken foreign key")
     finally:
         engine.dispose()
+
+
+def _refuse_led(connection: Connection) -> None:
+    """Raise InUse while a server leads; none may begin to until this transaction is over."""
+    of_leader = select(JobLease.until).where(JobLease.name == LEADS).with_for_update()
+    until = connection.scalar(of_leader)
+    if until is not None and until > datetime.now(UTC):
+        raise InUse(
+            f"the database is of revision {revision_in(connection)}, and servers that share it are at work: stop all "
+            f"servers and workers, then bring it to {head()} (`weftd migrate`). A leader that was killed counts for "
+            "some seconds more (docs/operating.md)"
+        )
 
 
 def _own_transactions(engine: Engine) -> None:

@@ -202,12 +202,12 @@ def _revision(session: Session) -> str:
 def _told(work: Callable[[], T]) -> T:
     """What goes wrong is one line for the operator."""
     from api.server.serve import CannotServe
-    from migrations.upgrade import UnknownRevision
+    from migrations.upgrade import CannotMigrate
     from store.commit_mark import LostCommits
 
     try:
         return work()
-    except (BadBackup, CannotServe, LostCommits, SettingsError, UnknownRevision) as error:
+    except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
         refuse(str(error))
     except (OSError, SQLAlchemyError) as error:
         refuse(str(getattr(error, "orig", error)).splitlines()[0])

@@ -195,7 +195,7 @@ def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    from migrations.upgrade import UnknownRevision, migrate
+    from migrations.upgrade import CannotMigrate, migrate
     from store.commit_mark import LostCommits
     from store.db import Database
 
@@ -204,7 +204,7 @@ def open_database(settings: Settings) -> Database:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         database = Database(settings.effective_database_url, durable=settings.durable)
         migrate(database)
-    except (LostCommits, UnknownRevision) as error:
+    except (LostCommits, CannotMigrate) as error:
         if database is not None:
             database.close()
         raise CannotServe(str(error)) from None

@@ -20,12 +20,11 @@ from store.bulk import Question, ask
 from store.db import Batch, Database
 
 T = TypeVar("T")
-LEASE = "journal"
 #: A leader that did not renew its lease for so long may be followed by another.
 LEADS_S = 5.0
 
 
-_SELECT = select(tables.JobLease.holder).where(tables.JobLease.name == LEASE).with_for_update(read=True)
+_SELECT = select(tables.JobLease.holder).where(tables.JobLease.name == tables.LEADS).with_for_update(read=True)
 _HOLDER: Question = {"postgresql": _SELECT, "sqlite": _SELECT}
 
 
@@ -36,20 +35,20 @@ class Superseded(BaseException):
 def take(session: Session, token: str, now: datetime, lasts_s: float) -> bool:
     """In a write: become the leader, or stay it. False while somebody else is."""
     lease, until = tables.JobLease, now + timedelta(seconds=lasts_s)
-    row = session.get(lease, LEASE)
+    row = session.get(lease, tables.LEADS)
     if row is None:
-        session.add(lease(name=LEASE, holder=token, until=until))
+        session.add(lease(name=tables.LEADS, holder=token, until=until))
         session.flush()
         return True
     free = or_(lease.holder == token, lease.until < now)
-    change = update(lease).where(lease.name == LEASE, free).values(holder=token, until=until)
+    change = update(lease).where(lease.name == tables.LEADS, free).values(holder=token, until=until)
     return session.scalar(change.returning(lease.holder)) == token
 
 
 def give_up(session: Session, token: str, now: datetime) -> None:
     """In a write: the next one need not wait for the lease to end."""
     lease = tables.JobLease
-    session.execute(update(lease).where(lease.name == LEASE, lease.holder == token).values(until=now, holder=""))
+    session.execute(update(lease).where(lease.name == tables.LEADS, lease.holder == token).values(until=now, holder=""))
 
 
 def check(session: Session, token: str) -> None:

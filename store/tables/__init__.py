@@ -19,6 +19,7 @@ from store.tables.money import (
     WalletDefault,
 )
 from store.tables.payments import (
+    LEADS,
     Alert,
     Invoice,
     JobLease,
@@ -31,6 +32,7 @@ from store.tables.people import ApiKey, AuditEntry, Identity, Invitation, Member
 from store.tables.work import Checkpoint, Operation, Run, Sampler, Session, SessionTurn
 
 __all__ = [
+    "LEADS",
     "Alert",
     "ApiKey",
     "AuditEntry",

@@ -122,8 +122,12 @@ class JobRun(Base):
     error: Mapped[str | None] = mapped_column(String(1024))
 
 
+#: The lease of the server that leads those that share a database (`scheduler.cluster.fence`).
+LEADS = "journal"
+
+
 class JobLease(Base):
-    """Who may run a job, and until when: nobody else starts it before."""
+    """Who may run a job, and until when: nobody else starts it before. And who leads."""
 
     __tablename__ = "job_leases"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)

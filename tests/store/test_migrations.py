@@ -12,7 +12,8 @@ from sqlalchemy import Connection, create_engine, delete, insert, inspect, updat
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from migrations.upgrade import alembic_config, migrate
+from migrations.upgrade import InUse, alembic_config, migrate, revision_of
+from scheduler.cluster import fence
 from store.db import Database
 from store.tables import Base, Operation, Organisation, UsageEvent
 
@@ -105,6 +106,23 @@ def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
     assert failures == []
     for database in databases:
         database.close()
+
+
+def test_servers_that_share_the_tables_have_ended_before_these_change(any_database: Database) -> None:
+    """As a new server beside old ones would: theirs is the code that must not meet what the new one writes."""
+    before = inspect(create_engine(any_database.url)).get_columns("operations")
+    with create_engine(any_database.url).connect() as connection, connection.begin():
+        command.downgrade(alembic_config(connection), "0004")
+    now = datetime.now(UTC)
+    assert any_database.write_now(lambda session: fence.take(session, "old", now, fence.LEADS_S))
+    with pytest.raises(InUse, match="revision 0004, and servers that share it are at work: stop all"):
+        migrate(any_database)
+    assert revision_of(create_engine(any_database.url)) == "0004"
+    any_database.write_now(lambda session: fence.give_up(session, "old", datetime.now(UTC)))
+    migrate(any_database)
+    assert [column["name"] for column in inspect(create_engine(any_database.url)).get_columns("operations")] == [
+        column["name"] for column in before
+    ]
 
 
 def test_migrates_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
