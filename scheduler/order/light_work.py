@@ -46,16 +46,16 @@ class Weight:
         return math.ceil(self.fixed + (self.slope + self.turn * rank) * ratio)
 
 
-STEPS = {"adamw": Weight(5, 11.0), "dimuon": Weight(31, 60.0, 4.0)}
+STEPS = {"adamw": Weight(4, 7.0), "dimuon": Weight(23, 29.0, 3.6)}
 WEIGHTS = {
-    OpKind.SAVE_SAMPLER: Weight(35, 41.0),
-    OpKind.SAVE_EXTERNAL: Weight(24, 110.0),
-    OpKind.SAVE_STATE: Weight(14, 140.0),
-    OpKind.LOAD_STATE: Weight(31, 220.0),
-    OpKind.CREATE: Weight(8, 25.0),
+    OpKind.SAVE_SAMPLER: Weight(25, 34.0),
+    OpKind.SAVE_EXTERNAL: Weight(27, 85.0),
+    OpKind.SAVE_STATE: Weight(15, 111.0),
+    OpKind.LOAD_STATE: Weight(25, 199.0),
+    OpKind.CREATE: Weight(7, 19.0),
 }
 #: A create on weights that were saved.
-CREATE_FROM = Weight(31, 235.0)
+CREATE_FROM = Weight(14, 240.0)
 
 
 def cost_of(unit: Unit, spec: RunSpec, sizes: Sizes | None) -> int:
