@@ -126,7 +126,13 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
     ("given", "error", "says"),
     [
         ({"frequency_penalty": 1.0}, openai.BadRequestError, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "ask for the format in a message"),
+        (
+            {"response_format": {"type": "json_object"}},
+            openai.BadRequestError,
+            "response_format: type 'json_object' cannot be honoured here; nothing constrains what a model draws;",
+        ),
+        ({"response_format": {"json": True}}, openai.BadRequestError, "such an object cannot be honoured here"),
+        ({"response_format": ["json"]}, openai.BadRequestError, "such a list cannot be honoured here"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
         ({"extra_body": {"beam_width": 4}}, openai.BadRequestError, "beam_width"),
         ({"tool_choice": "required"}, openai.BadRequestError, 'send "auto", and expect answers without a call'),

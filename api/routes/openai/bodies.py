@@ -83,10 +83,20 @@ class Door(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in self.unused or any(value == given for given in self.neutral.get(name, ())):
                 continue
-            shown = value if isinstance(value, str | int | float) else type(value).__name__
-            known = f"{quote(shown)} cannot be honoured here" if name in self.neutral else "is not supported here"
+            known = f"{_shown(value)} cannot be honoured here" if name in self.neutral else "is not supported here"
             instead = ADVICE.get(name, "leave it out")
             raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
+
+
+_NAMES = {dict: "such an object", list: "such a list"}
+
+
+def _shown(value: Any) -> str:
+    """Of an object its type, which tells most; it may be large."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str):
+        return f"type {quote(kind)}"
+    return quote(value) if isinstance(value, str | int | float) else _NAMES[type(value)]
 
 
 class Sampling(Door):
