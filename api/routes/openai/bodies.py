@@ -88,15 +88,14 @@ class Door(BaseModel):
             raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
 
 
-_NAMES = {dict: "such an object", list: "such a list"}
-
-
 def _shown(value: Any) -> str:
     """Of an object its type, which tells most; it may be large."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str):
         return f"type {quote(kind)}"
-    return quote(value) if isinstance(value, str | int | float) else _NAMES[type(value)]
+    if isinstance(value, str | int | float):
+        return quote(value)
+    return "such a list" if isinstance(value, list) else "such an object"
 
 
 class Sampling(Door):
