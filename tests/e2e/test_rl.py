@@ -418,7 +418,7 @@ def test_an_answer_can_be_ended_while_it_is_drawn(service: weft.ServiceClient) -
     report = rl.train(run, rl.function(impatient, sums()), steps=1, groups=groups, sinks=[], advantage=rl.reinforce)
     assert report.steps[0]["rollouts"] == 2
     assert abs(report.steps[0]["mismatch_kl"]) <= 1e-8
-    assert min(seen) < 5 <= max(seen)
+    assert 5 <= max(seen) < 1500
     billed = {row.kind: row.tokens for row in run.cost().result(60).rows}
     assert billed["sample"] == sum(report.curve("tokens/rollout")) * 2
 
