@@ -42,6 +42,14 @@ MAX_EXPLAINED = 1000
 #: A longer path is not compared with those that there are.
 LONGEST_PATH = 128
 
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    402: "insufficient_quota",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
 
 class ApiError(Exception):
     """A request that is not carried out. `detail` says what, which input, the limit and the value, what to do next."""
@@ -263,6 +271,14 @@ def count(request: Request, error: ApiError) -> None:
         service.journal.meters.rate_limited[reason] += 1
 
 
+def form_of(error: ApiError) -> dict[str, Any]:
+    """In OpenAI's form."""
+    status = 400 if error.status == 422 else error.status  # OpenAI's clients know no other for a bad body
+    kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    param = getattr(error, "param", None)
+    return {"error": {"message": error.detail, "type": kind, "param": param, "code": error.code}}
+
+
 def not_here(request: Request) -> Response:
     """No such path: what may have been meant, in OpenAI's form too, whose clients show nothing else."""
     path = request.scope["path"]
@@ -270,8 +286,7 @@ def not_here(request: Request) -> Response:
     near = get_close_matches(path, [*_paths(request.app.routes, request.method)], 1, cutoff=0.7) if short else []
     advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
     error = NotHere(f"this server has no {request.method} {path}; {advice}")
-    form = {"message": error.detail, "type": "not_found_error", "param": None, "code": error.code}
-    return JSONResponse(body_of(error.detail, error.code) | {"error": form}, error.status)
+    return JSONResponse(body_of(error.detail, error.code) | form_of(error), error.status)
 
 
 def _paths(routes: Iterable[Any], method: str, prefix: str = "") -> Iterator[str]:

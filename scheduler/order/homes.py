@@ -216,15 +216,17 @@ class Homes:
     ) -> Iterator[_Change]:
         """With the emptiest trainer."""
         target = min(at, key=loads.__getitem__)
-        gap = loads[source] - loads[target]
-        if gap < 2 * MARGIN * loads[source]:
+        gap, least = loads[source] - loads[target], MARGIN * loads[source]
+        if gap < 2 * least:
             return
         demands = {claim.run_id: self.demand(claim.run_id) for claim in (*at[source], *at[target])}
         for claim in at[source]:
+            if demands[claim.run_id] < least:
+                continue  # it could not lower the load by that, and all but a few are such
             for back in at[target]:
                 net = demands[claim.run_id] - demands[back.run_id]
                 gain = min(net, gap - net)
-                pays = gain > 0 and gain >= max(MARGIN * loads[source], _paid(claim) + _paid(back))
+                pays = gain > 0 and gain >= max(least, _paid(claim) + _paid(back))
                 if pays and self._may_change(claim, source, back, target, used):
                     yield _Change(claim, target, back, gain)
 

@@ -133,7 +133,8 @@ class Trainers:
         free = [trainer for trainer in self._trainers if not trainer.stages]
         if not free or not self._queue.children():
             return
-        self._moving = {run: name for run, name in self._moving.items() if name not in {one.name for one in free}}
+        over = {trainer.name for trainer in free}
+        self._moving = {run: name for run, name in self._moving.items() if name not in over}
         if self._shared:
             moves = self._homes.even_out(map(self._claim, self._at_home))
             busy = {trainer.name for trainer in self._trainers if trainer.stages}

@@ -10,12 +10,11 @@ from typing import Any
 import orjson
 from weft.wire.binary.sample_codec import SampleResult
 
-from api.errors import ApiError
+from api.errors import ApiError, form_of
 from api.http.events import event
 from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
 from api.routes.openai.asking import Asked
 from api.routes.openai.detokenizing import TextStream
-from api.routes.openai.errors import form_of
 from api.routes.openai.tools import parse_calls
 from scheduler.links.messages import DrawnTokens
 

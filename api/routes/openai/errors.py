@@ -9,15 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
-from api.errors import ApiError, Invalid, NotFound, count
-
-_TYPES = {
-    401: "authentication_error",
-    402: "insufficient_quota",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+from api.errors import ApiError, Invalid, NotFound, count, form_of
 
 
 class Refused(Invalid):
@@ -32,13 +24,6 @@ class Refused(Invalid):
 class NoModel(NotFound):
     code = "model_not_found"
     param = "model"
-
-
-def form_of(error: ApiError) -> dict[str, Any]:
-    status = 400 if error.status == 422 else error.status  # OpenAI's clients know no other for a bad body
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    param = getattr(error, "param", None)
-    return {"error": {"message": error.detail, "type": kind, "param": param, "code": error.code}}
 
 
 class OpenAIRoute(APIRoute):

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from weft.wire.binary.sample_codec import SampleResult
 
 from api.checks.priority import PriorityDep
-from api.errors import ApiError, quote
+from api.errors import ApiError, form_of, quote
 from api.http.auth import PrincipalDep
 from api.http.events import event, event_stream
 from api.routes.openai.answers import Form, Json, logprobs_of, policy_of, rows_of, rows_of_part
@@ -21,7 +21,7 @@ from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import LOGPROBS, ResponsesBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of, stops_of
 from api.routes.openai.detokenizing import TextStream, whole_text
-from api.routes.openai.errors import OpenAIRoute, Refused, form_of
+from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import target_of
 from api.routes.openai.text import in_turn
 from api.routes.openai.tools import Parsed, parse_calls

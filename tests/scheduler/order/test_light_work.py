@@ -177,5 +177,5 @@ def test_no_kind_of_work_is_free() -> None:
     for kind in OpKind:
         queue = Queue()
         queue.push("o", "r", kind, 1 if kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD) else 0)
-        assert queue.costs
         assert all(cost > 0 for cost in queue.costs.values())
+        assert kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD) or next(iter(queue.costs.values())) > 20

@@ -2,8 +2,8 @@
 rank 0 tell the server what they have to say.
 
 The base is sharded (`workers.model.base.sharded`), or its experts are owned by the ranks (`workers.model.owned`): a
-forward or backward on one rank needs all of them. Each rank
-goes through its own part of a pass; before each step it votes, and takes part in the others' steps until its own turn:
+forward or backward on one rank needs all of them. Each rank goes through its own part of a pass; before each step it
+votes, and takes part in the others' steps until its own turn:
 
     forwards first, then forward_backwards; when nobody wants either, those whose work is spread collect it, and then
     the next work is planned; when nobody wants anything, the pass is over.
