@@ -78,7 +78,10 @@ class Prometheus:
         self._http = httpx.Client(base_url=f"{url}/api/v1")
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        answer = self._http.get("query", params={"query": query}).json()
+        answered = self._http.get("query", params={"query": query})
+        if answered.status_code == 503:  # not ready yet
+            answered.raise_for_status()
+        answer = answered.json()
         assert answer["status"] == "success", (query, answer)
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
