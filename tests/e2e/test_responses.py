@@ -135,7 +135,7 @@ def test_functions_are_called_and_their_results_read(client: openai.OpenAI, weft
         ({"store": True}, "store: True cannot be honoured"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text: such an object cannot be honoured here; nothing constrains"),
+        ({"text": {"format": {"type": "json_object"}}}, "text: such an object cannot be honoured here; nothing"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]: only functions"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
