@@ -23,22 +23,20 @@ DONE = event(b"[DONE]")
 
 async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncIterator[bytes]:
     writer = _Writer(asked, form, num_samples)
-    parts = asked.parts()
     try:
-        for choice in writer.opening():
-            yield writer.chunk([choice])
-        async for part in parts:
-            if isinstance(part, DrawnTokens):
-                yield writer.chunk([writer.middle(part)])
-                continue
-            for choice in writer.closing(part):
+        async with asked.parts() as parts:
+            for choice in writer.opening():
                 yield writer.chunk([choice])
-            if include_usage:
-                yield writer.chunk([], usage=usage_of(asked.prompt, part))
+            async for part in parts:
+                if isinstance(part, DrawnTokens):
+                    yield writer.chunk([writer.middle(part)])
+                    continue
+                for choice in writer.closing(part):
+                    yield writer.chunk([choice])
+                if include_usage:
+                    yield writer.chunk([], usage=usage_of(asked.prompt, part))
     except ApiError as error:
         yield event(orjson.dumps(form_of(error)))
-    finally:
-        await parts.aclose()
     yield DONE
 
 

@@ -190,25 +190,23 @@ class _Stream:
         return event(orjson.dumps(data), kind)
 
     async def events(self) -> AsyncIterator[bytes]:
-        parts = self._asked.parts()
         begun = _envelope(self._asked, self._body, "in_progress")
         try:
-            yield self._event("response.created", response=begun)
-            yield self._event("response.in_progress", response=begun)
-            async for part in parts:
-                if isinstance(part, DrawnTokens):
-                    if self._form.logprobs:
-                        self._logprobs += logprobs_of(self._form, *rows_of_part(part))["content"]
-                    for made in self._more(self._text.push(part.tokens)):
+            async with self._asked.parts() as parts:
+                yield self._event("response.created", response=begun)
+                yield self._event("response.in_progress", response=begun)
+                async for part in parts:
+                    if isinstance(part, DrawnTokens):
+                        if self._form.logprobs:
+                            self._logprobs += logprobs_of(self._form, *rows_of_part(part))["content"]
+                        for made in self._more(self._text.push(part.tokens)):
+                            yield made
+                        continue
+                    for made in self._end(part):
                         yield made
-                    continue
-                for made in self._end(part):
-                    yield made
         except ApiError as error:
             told = form_of(error)["error"]
             yield self._event("error", code=told["code"], message=told["message"], param=told["param"])
-        finally:
-            await parts.aclose()
 
     def _more(self, text: str) -> list[bytes]:
         if not text:
