@@ -154,6 +154,10 @@ class Malformed(ApiError):
     status = 422
     code = "malformed"
 
+    def __init__(self, detail: str, param: str | None = None) -> None:
+        super().__init__(detail)
+        self.param = param
+
 
 class PaymentRequired(ApiError):
     """A limit on money does not allow what the operation can cost. Clients wait and ask again, with the same sequence
@@ -255,6 +259,12 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
         lines.append(f"{field}: {item['msg']}{shown}")
     more = found[5:]
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
+
+
+def field_of(error: ValidationError) -> str | None:
+    """The first field of a body that is wrong."""
+    found = error.errors()[0]["loc"] if error.error_count() <= MAX_EXPLAINED else ()
+    return str(found[0]) if found else None
 
 
 def count(request: Request, error: ApiError) -> None:

@@ -42,12 +42,14 @@ from scheduler.order.operations import UNKEPT, Waiting
 from store import tables
 
 IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
-#: Numbers of requests with a key from here; those of clients of the protocol are below, those without a key from UNKEPT.
+#: Numbers of requests with a key from here, without one from UNKEPT; those of clients of the protocol are below.
 FIRST_SEQ = 2**62
 #: Log-probabilities in one answer, at most: while it is written, each takes some 300 bytes.
 MOST_TOLD = 1 << 20
 #: Numbers of experts in one answer, at most; each takes some forty.
 MOST_ROUTED = 1 << 24
+#: What samples call otherwise.
+WORDS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs"}
 #: A stop is told again so often until the sample has ended.
 STOP_AGAIN_S = 1.0
 
@@ -93,8 +95,8 @@ class Asked:
 
     @asynccontextmanager
     async def parts(self) -> AsyncIterator[AsyncIterator[DrawnTokens | SampleResult]]:
-        """Its tokens as they are drawn, then its result. Whoever leaves the block before that has left, also one who has
-        asked for no part: a client may be gone while the first words are written."""
+        """Its tokens as they are drawn, then its result. Who leaves the block before that has left, though they have
+        asked for no part yet: a client may be gone while the first words are written."""
         gone = asyncio.ensure_future(disconnected(self.request))
         parts = drawn(self.service, self.who, self.request_id, until=gone, restarting=self._restarting)
         over = False
@@ -239,8 +241,18 @@ async def _accepted(
     sampler = target.sampler
     if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
-    new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+    try:
+        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+    except Invalid as error:
+        raise _in_their_words(error) from None
     return await accept(service, target.submitter, new, repeat=lane is not None)
+
+
+def _in_their_words(error: Invalid) -> Refused:
+    """A refusal of the sample, with the name that its parameter has at the doors."""
+    field, colon, what = error.detail.partition(": ")
+    name = WORDS.get(field, field.removeprefix("sampling_params."))
+    return Refused(f"{name}{colon}{what}", name if colon else None)
 
 
 def _number(who: Principal, key: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +21,7 @@ from scheduler.links.messages import DrawnTokens
 DONE = event(b"[DONE]")
 
 
-async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncIterator[bytes]:
+async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
     writer = _Writer(asked, form, num_samples)
     try:
         async with asked.parts() as parts:

@@ -4,7 +4,7 @@ conversation is sent whole."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import orjson
@@ -15,7 +15,7 @@ from weft.wire.binary.sample_codec import SampleResult
 from api.checks.priority import PriorityDep
 from api.errors import ApiError, form_of, quote
 from api.http.auth import PrincipalDep
-from api.http.events import event, event_stream
+from api.http.events import EventStream, event
 from api.routes.openai.answers import Form, Json, logprobs_of, policy_of, rows_of, rows_of_part
 from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import LOGPROBS, ResponsesBody, body_of
@@ -37,9 +37,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     messages, tools = messages_of(body), tools_of(body)
-    given = (body.model_extra or {}).get("chat_template_kwargs")
-    options = given if isinstance(given, dict) else {}
-    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, options))
+    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, body.chat_template_kwargs))
     params = params_of(body, body.max_output_tokens, target)
     top = body.top_logprobs or 0
     told = LOGPROBS in (body.include or ())
@@ -53,7 +51,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     }
     asked = await ask(service, who, request, priority, target, prompt, params, **more)
     if body.stream:
-        return event_stream(_Stream(asked, form, body).events())
+        return EventStream(_Stream(asked, form, body).events())
     return await asked.answer(lambda result: _whole(asked, form, body, result))
 
 
@@ -95,9 +93,6 @@ def _text(content: Any, place: int) -> str:
 
 def tools_of(body: ResponsesBody) -> list[Json] | None:
     """Functions in the form of chats."""
-    for place, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise Refused(f"tools[{place}]: only functions can be called here", "tools", "unsupported_parameter")
     if body.chosen_tools == "none" or not body.tools:
         return None
     kept = ("name", "description", "parameters")
@@ -189,7 +184,7 @@ class _Stream:
         self._number += 1
         return event(orjson.dumps(data), kind)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         begun = _envelope(self._asked, self._body, "in_progress")
         try:
             async with self._asked.parts() as parts:

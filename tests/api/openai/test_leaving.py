@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 from weft.wire import SamplingParams
 
-from api.http.events import event_stream
+from api.http.events import EventStream
 from api.routes.openai.answers import Form
 from api.routes.openai.asking import Asked
 from api.routes.openai.bodies import ResponsesBody
@@ -70,7 +70,7 @@ def test_before_the_first_token(door: str, taken: int) -> None:
         asked = Asked(service, who, request, target, [1], SamplingParams(), "id", None, None, keep=False)
         body = ResponsesBody(model="m", input="hi")
         events = chunks(asked, form, 2, include_usage=False) if door == "chat" else _Stream(asked, form, body).events()
-        await event_stream(events)({"type": "http"}, receive, send)
+        await EventStream(events)({"type": "http"}, receive, send)
         await asyncio.wait_for(journal.cancelled.wait(), 5)
 
     asyncio.run(go())
