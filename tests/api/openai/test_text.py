@@ -102,7 +102,7 @@ def test_a_developer_is_a_system_where_the_template_knows_none(text: ModelText, 
     assert own.render([*said, {"role": "ipython", "content": "8"}]) == own.encode("DBe shortD8")
     with pytest.raises(Refused, match="one of assistant, developer, function, ipython, system, tool, user"):
         own.render([{"role": "usr", "content": "x"}])
-    with pytest.raises(Refused, match="messages.1..role: the chat template of this model leaves out what"):
+    with pytest.raises(Refused, match="the chat template of this model leaves out what"):
         own.render([said[1], {"role": "system", "content": "x"}])
 
 
