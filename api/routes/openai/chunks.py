@@ -14,7 +14,6 @@ from api.errors import ApiError, form_of
 from api.http.events import event
 from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
 from api.routes.openai.asking import Asked
-from api.routes.openai.detokenizing import TextStream
 from api.routes.openai.tools import parse_calls
 from scheduler.links.messages import DrawnTokens
 
@@ -43,7 +42,7 @@ async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: b
 class _Writer:
     def __init__(self, asked: Asked, form: Form, num_samples: int) -> None:
         self._asked, self._form = asked, form
-        self._texts = [TextStream(form.decode, form.stops, form.hold) for _ in range(num_samples)]
+        self._texts = [form.stream() for _ in range(num_samples)]
         self._written = Counter[int]()  # characters of each choice's tokens
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:

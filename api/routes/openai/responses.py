@@ -20,7 +20,7 @@ from api.routes.openai.answers import Form, Json, logprobs_of, policy_of, rows_o
 from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import LOGPROBS, ResponsesBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of, stops_of
-from api.routes.openai.detokenizing import TextStream, whole_text
+from api.routes.openai.detokenizing import whole_text
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import target_of
 from api.routes.openai.text import in_turn
@@ -175,7 +175,7 @@ class _Stream:
 
     def __init__(self, asked: Asked, form: Form, body: ResponsesBody) -> None:
         self._asked, self._form, self._body = asked, form, body
-        self._text, self._said, self._logprobs = TextStream(form.decode, form.stops, form.hold), "", list[Json]()
+        self._text, self._said, self._logprobs = form.stream(), "", list[Json]()
         self._number = 0
         self._opened = False
 

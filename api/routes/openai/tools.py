@@ -57,6 +57,13 @@ class Parsed:
     calls: tuple[dict[str, Any], ...] = ()
 
 
+def beginning(template: str) -> tuple[str, bool]:
+    """How a call begins in the format of a template, and whether only space may come before; "" for no format."""
+    if OPEN in template:
+        return OPEN, False
+    return ("{", True) if '"parameters"' in template else ("", False)
+
+
 def parse_calls(text: str, template: str) -> Parsed:
     """Qwen's and Hermes' calls (JSON in tags) and Llama's (all is JSON). What cannot be read stays text."""
     if OPEN in template:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from api.routes.openai.answers import Form
 from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.errors import Refused
 from api.routes.openai.text import AT_ONCE, PIECE, ModelText, in_turn
@@ -190,6 +191,41 @@ def test_text_in_pieces_is_the_whole_text(text: ModelText, words: str, stops: tu
     pieces = [stream.push([token]) for token in tokens]
     assert "".join(pieces) + stream.end() == words[:cut]
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+LLAMA = '{{ "parameters" }}{{ tools }}'
+
+
+@pytest.mark.parametrize(
+    ("written", "told", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
+        ('\n {"name": "add", "parameters": {"a": "}{"}}\n', "", ["add"]),
+        ('So: {"name": "add", "parameters": {}}', 'So: {"name": "add", "parameters": {}}', []),
+        ('{"name": "add"', '{"name": "add"', []),
+        ("  ", "  ", []),
+        ("plain { text }", "plain { text }", []),
+    ],
+)
+def test_a_stream_finds_the_calls_that_the_whole_answer_has(
+    text: ModelText, tmp_path: Path, written: str, told: str, calls: list[str]
+) -> None:
+    """In Llama's format a call is the whole answer."""
+    (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(LLAMA)
+    llama = ModelText(tmp_path, CONTEXT)
+    stream = Form(llama, chat=True, tools=True).stream()
+    said = "".join(stream.push([token]) for token in llama.encode(written, special=False))
+    parsed = parse_calls(stream.end(), llama.template)
+    assert said + parsed.content == told
+    assert [call["function"]["name"] for call in parsed.calls] == calls
+    whole = parse_calls(written, LLAMA).calls
+    assert [call["function"] for call in whole] == [call["function"] for call in parsed.calls]
+
+
+def test_text_that_is_no_call_is_told_as_it_comes(text: ModelText) -> None:
+    stream = TextStream(text.decode, hold="{", alone=True)
+    assert [stream.push(text.encode(words)) for words in ("So", ": {", "a}")] == ["So", ": {", "a}"]
 
 
 # ---- what a tenant may send, or have its model write, to keep the server busy
