@@ -100,6 +100,14 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_with_usage_every_chunk_says_that_it_has_none_but_the_last(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 4, "stream": True}
+    reply = http.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}})
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    assert [bool(chunk["usage"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["choices"] == []
+
+
 def test_the_stream_ends_as_curl_expects(http: httpx.Client) -> None:
     body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 4, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as reply:

@@ -86,6 +86,17 @@ def test_a_stream_says_the_same_in_order(client: openai.OpenAI) -> None:
     assert seen == kinds
 
 
+def test_each_delta_has_its_logprobs(client: openai.OpenAI) -> None:
+    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 3.0}
+    events = list(respond(client, **told, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    row = [(each.token, each.logprob, len(each.top_logprobs)) for delta in deltas for each in delta.logprobs]
+    assert row
+    assert row == [(each.token, each.logprob, 2) for each in done.logprobs][: len(row)]
+    assert "".join(each.token for each in deltas[0].logprobs).startswith(deltas[0].delta)
+
+
 def test_functions_are_called_and_their_results_read(client: openai.OpenAI, weftd: Weftd) -> None:
     """A run that was taught one call makes it; what came of it stands in the next prompt as in a chat."""
     asked = respond(client, tools=[ADD], max_output_tokens=1)

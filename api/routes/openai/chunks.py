@@ -21,7 +21,7 @@ DONE = event(b"[DONE]")
 
 
 async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    writer = _Writer(asked, form, num_samples)
+    writer = _Writer(asked, form, num_samples, {"usage": None} if include_usage else {})
     try:
         async with asked.parts() as parts:
             for choice in writer.opening():
@@ -40,14 +40,16 @@ async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: b
 
 
 class _Writer:
-    def __init__(self, asked: Asked, form: Form, num_samples: int) -> None:
-        self._asked, self._form = asked, form
+    """`every`: what each chunk has."""
+
+    def __init__(self, asked: Asked, form: Form, num_samples: int, every: Json) -> None:
+        self._asked, self._form, self._every = asked, form, every
         self._texts = [form.stream() for _ in range(num_samples)]
         self._written = Counter[int]()  # characters of each choice's tokens
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:
         answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
-        return event(orjson.dumps({**answer, "choices": choices, **more}))
+        return event(orjson.dumps({**answer, "choices": choices, **self._every, **more}))
 
     def opening(self) -> list[Json]:
         if not self._form.chat:

@@ -176,7 +176,7 @@ class _Stream:
     def __init__(self, asked: Asked, form: Form, body: ResponsesBody) -> None:
         self._asked, self._form, self._body = asked, form, body
         self._text, self._said, self._logprobs = form.stream(), "", list[Json]()
-        self._number = 0
+        self._number = self._told = 0  # of events, and of log-probabilities that some event has had
         self._opened = False
 
     def _event(self, kind: str, **more: Any) -> bytes:
@@ -208,7 +208,8 @@ class _Stream:
             return []
         self._said += text
         place = {"item_id": f"msg_{self._asked.request_id}", "output_index": 0, "content_index": 0}
-        return [*self._open(), self._event("response.output_text.delta", **place, delta=text, logprobs=[])]
+        fresh, self._told = self._logprobs[self._told :], len(self._logprobs)
+        return [*self._open(), self._event("response.output_text.delta", **place, delta=text, logprobs=fresh)]
 
     def _open(self) -> list[bytes]:
         if self._opened:
