@@ -54,6 +54,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     "scheduler/order/fair.py": (
         *("--noconftest", "tests/scheduler/order/test_fair.py", "tests/scheduler/order/test_fair_plain.py"),
     ),
+    "scheduler/order/homes.py": (
+        *("--noconftest", "tests/scheduler/order/test_homes.py"),
+        *("--deselect", "tests/scheduler/order/test_homes.py::test_equal_clients_are_split_evenly_wherever_they_begin"),
+        "--deselect",
+        "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
+    ),
+    "store/bulk.py": ("-k", "", "tests/store/test_bulk.py"),
     "store/keys.py": ("tests/store/test_keys.py",),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
     "workers/model/isolation.py": (
