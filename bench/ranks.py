@@ -34,7 +34,7 @@ import numpy as np
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from bench.parts.peers import transformers_model
-from bench.parts.serving import claim, machine
+from bench.parts.serving import as_workers_run, claim, machine
 from bench.trainer import CONFIG, SEQUENCE, toy
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
@@ -219,4 +219,5 @@ def show_layouts(ranks: int, sizes: Sequence[int], rounds: int, out: Path | None
 
 
 if __name__ == "__main__":
+    as_workers_run()
     sys.exit(main(sys.argv[1:]))
