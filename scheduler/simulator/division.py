@@ -48,12 +48,12 @@ class Owned:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: `layer_bytes` are gathered twice in a pass, `end_bytes` (embedding and head) once. Training takes
+    """Of a model: of `weight_bytes` are `gathered_bytes` in a pass, each time that they are. Training takes
     `pair_operations` for each pair of tokens of one sequence, which are its length squared. `ranks`: GPUs of one
     trainer, and `gpus`: of one generator, that it needs at least. `owned`: where ranks may own its experts."""
 
-    layer_bytes: int
-    end_bytes: int
+    weight_bytes: int
+    gathered_bytes: int
     active_parameters: int
     kv_bytes_per_token: int
     ranks: int
@@ -77,7 +77,7 @@ class Division:
 
 def gather_s(shape: Shape, ranks: int, gpu: Gpu) -> float:
     """The layers that one rank receives in a pass that is one step: of all but its own part."""
-    return (2 * shape.layer_bytes + shape.end_bytes) * (ranks - 1) / ranks / gpu.received_bytes_per_s
+    return shape.gathered_bytes * (ranks - 1) / ranks / gpu.received_bytes_per_s
 
 
 def cluster_of(
@@ -93,9 +93,9 @@ def cluster_of(
 ) -> Cluster:
     """`owned` where the ranks own the experts; the `busiest` owner has so many times as much to do as all have on
     average, and the others wait for it."""
-    weights, many = shape.layer_bytes + shape.end_bytes, shape.gpus
+    many = shape.gpus
     operations_s = shape.active_parameters / gpu.operations_per_s / many
-    decode_s = weights / gpu.bytes_per_s / many
+    decode_s = shape.weight_bytes / gpu.bytes_per_s / many
     away = (ranks - 1) / ranks / ranks / gpu.received_bytes_per_s  # what one rank receives of what travels
     waited_for = owned.active * (busiest - 1) if owned else 0
     each_s = shape.kv_bytes_per_token * KEPT_TOKENS / gpu.bytes_per_s / many + 2 * operations_s

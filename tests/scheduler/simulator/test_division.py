@@ -36,32 +36,31 @@ def folder_of(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "gathered_s", "computing_s"),
-    [("30B-A3B", 0.30, (0.05, 0.41, 1.65)), ("235B-A22B", 2.34, (0.34, 2.73, 10.91))],
+    [("30B-A3B", 0.30, (0.05, 0.37, 1.50)), ("235B-A22B", 2.33, (0.33, 2.65, 10.60))],
 )
 def test_a_pass_takes_what_the_page_says(
     tmp_path: Path, name: str, gathered_s: float, computing_s: tuple[float, ...]
 ) -> None:
-    """docs/production.md, "How large a pass": 8 ranks, passes of 8k, 64k and 256k tokens. The page counts
-    the embedding among what is computed, which is looked up."""
+    """docs/production.md, "How large a pass": 8 ranks, passes of 8k, 64k and 256k tokens."""
     shape = shape_of(config_card(name, folder_of(tmp_path, name)), 141 * GIB, slots=64)
-    assert gather_s(shape, 8, Gpu()) == pytest.approx(gathered_s, rel=0.02)
+    assert gather_s(shape, 8, Gpu()) == pytest.approx(gathered_s, abs=0.005)
     assert gather_s(shape, 1, Gpu()) == 0
     cluster = cluster_of(shape, Gpu(), trainers=1, ranks=8, replicas=1, slots=64)
     for tokens, seconds in zip((8192, 65_536, 262_144), computing_s, strict=True):
         longer = max(seconds, gathered_s)
-        assert cluster.pass_takes_s(tokens) - cluster.pass_s == pytest.approx(longer, rel=0.12)
+        assert cluster.pass_takes_s(tokens) - cluster.pass_s == pytest.approx(longer, abs=0.0051)
 
 
 #: docs/production.md, "How large a pass": tokens of a pass, GB that one of 8 ranks receives, and seconds of the pass.
 OWNED = {
-    "30B-A3B": ((2048, 3, 0.02), (8192, 10, 0.08), (65_536, 70, 0.61), (262_144, 275, 2.43)),
-    "235B-A22B": ((2048, 13, 0.12), (8192, 38, 0.45), (65_536, 271, 3.50), (262_144, 1071, 13.97)),
+    "30B-A3B": ((2048, 3, 0.02), (8192, 10, 0.07), (65_536, 70, 0.57), (262_144, 275, 2.28)),
+    "235B-A22B": ((2048, 13, 0.12), (8192, 38, 0.44), (65_536, 271, 3.43), (262_144, 1071, 13.66)),
 }
 
 
-@pytest.mark.parametrize(("name", "below_tokens"), [("30B-A3B", 32_000), ("235B-A22B", 43_000)])
+@pytest.mark.parametrize(("name", "below_tokens"), [("30B-A3B", 34_000), ("235B-A22B", 45_000)])
 def test_owners_of_experts_take_what_the_page_says(tmp_path: Path, name: str, below_tokens: int) -> None:
-    """Eight runs, equal work for all owners. The page counts the embedding among what is computed: 2 to 11 % more."""
+    """Eight runs, equal work for all owners."""
     shape, gpu = shape_of(config_card(name, folder_of(tmp_path, name)), 141 * GIB, slots=64), Gpu()
     owners = cluster_of(shape, gpu, trainers=1, ranks=8, replicas=1, slots=64, owned=shape.owned)
     gathering = cluster_of(shape, gpu, trainers=1, ranks=8, replicas=1, slots=64)
@@ -69,14 +68,14 @@ def test_owners_of_experts_take_what_the_page_says(tmp_path: Path, name: str, be
         received_s = tokens * owners.travel_s + 8 * owners.adapter_s
         assert received_s * gpu.received_bytes_per_s == pytest.approx(received_gb * 1e9, abs=0.5e9)
         pass_s = owners.pass_takes_s(tokens, runs=8) - owners.pass_s
-        assert pass_s == pytest.approx(seconds, rel=0.09, abs=0.005)
+        assert pass_s == pytest.approx(seconds, abs=0.0051)
         faster = pass_s < gathering.pass_takes_s(tokens) - gathering.pass_s
         assert faster == (tokens < below_tokens)
     assert shape.owned is not None
     assert 8 * owners.adapter_s * gpu.received_bytes_per_s == pytest.approx(
         {"30B-A3B": 1.2e9, "235B-A22B": 4.7e9}[name], abs=5e7
     )
-    assert faster_below_tokens(shape, gpu, 8, runs=8) == pytest.approx(below_tokens, rel=0.05)
+    assert faster_below_tokens(shape, gpu, 8, runs=8) == pytest.approx(below_tokens, abs=500)
 
 
 def test_all_wait_for_the_busiest_owner() -> None:
@@ -131,7 +130,7 @@ def test_what_a_model_needs_at_least(tmp_path: Path) -> None:
 
 
 #: Of a model that fits one GPU, with two seconds of training for each second of sampling.
-SMALL = Shape(10**9, 0, 10**9, 1000, ranks=1, gpus=1)
+SMALL = Shape(10**9, 2 * 10**9, 10**9, 1000, ranks=1, gpus=1)
 
 
 def test_candidates_use_all_gpus_and_no_trainer_is_without_a_run() -> None:
