@@ -141,15 +141,20 @@ class Counted:
 
     @classmethod
     def of(cls, window: Window, passes: Sequence[Pass]) -> Counted:
-        load, work, backwards = LOADS[window.load], Work(seconds=window.cpu_s), Counter[str]()
-        inside = [one for one in passes if window.began_s <= one.ended_s < window.ended_s]
-        for one in inside:
+        """A pass that was partly in the window counts in part, as its processor time does."""
+        load, work, passes_s = LOADS[window.load], Work(seconds=window.cpu_s), 0.0
+        tokens = [0.0] * len(load.batches)
+        for one in passes:
+            inside_s = min(one.ended_s, window.ended_s) - max(one.began_s, window.began_s)
+            if inside_s <= 0:
+                continue
+            share = inside_s / (one.ended_s - one.began_s)
             pairs = sum(of * load.pairs(_number(tenant)) for tenant, of in one.backwards.items())
             counts = one.backwards.total(), one.steps.total(), one.tokens, pairs
-            work.add(Work(int(one.tokens > 0), len(one.stages), *counts))
-            backwards += one.backwards
-        tokens = [load.tokens(i) * backwards[f"tenant-{i}"] for i in range(len(load.batches))]
-        passes_s = sum(one.ended_s - one.began_s for one in inside)
+            work.add(Work(*(share * count for count in (one.tokens > 0, len(one.stages), *counts))))
+            passes_s += inside_s
+            for tenant, of in one.backwards.items():
+                tokens[_number(tenant)] += share * of * load.tokens(_number(tenant))
         return cls(work, window.ended_s - window.began_s, passes_s, load.parts(tokens))
 
     @classmethod

@@ -21,16 +21,17 @@ from scheduler.simulator.slots import MODEL
 @dataclass
 class Work:
     """What trainers did: passes that had tokens, and stages of them; slices, light work (steps and saves), tokens, and
-    pairs of tokens of one sequence; the time of all trainers for it; and the runs with data, of each stage."""
+    pairs of tokens of one sequence; the time of all trainers for it; and the runs with data, of each stage.
+    Of what was measured, a pass at the end of the time that counts is counted in part."""
 
-    passes: int = 0
-    stages: int = 0
-    slices: int = 0
-    light: int = 0
-    tokens: int = 0
-    pairs: int = 0
+    passes: float = 0
+    stages: float = 0
+    slices: float = 0
+    light: float = 0
+    tokens: float = 0
+    pairs: float = 0
     seconds: float = 0.0
-    runs: int = 0
+    runs: float = 0
 
     @classmethod
     def of_stage(cls, units: Sequence[Unit], pairs_of: Callable[[Unit], int]) -> Work:
