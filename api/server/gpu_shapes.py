@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from scheduler.simulator.division import Owned, Shape
-from workers.model.card import ModelCard
-from workers.model.config import DecoderConfig
+from workers.model.card import DecoderConfig, ModelCard
 from workers.model.planning.check import Check, check_model
 from workers.model.planning.plan import Device, DoesNotFit, Wanted, plan
 from workers.model.planning.vllm_plan import plan_vllm
