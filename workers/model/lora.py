@@ -25,7 +25,6 @@ from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import Group, LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
-from workers.model.native.launch import PARTS, NativeProducts
 
 __all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear"]
 
@@ -65,9 +64,8 @@ def lora_linear(
     trigger = rows.trigger(groups) if rows is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
         return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, found))  # type: ignore[no-untyped-call]
-    if (panels := packed(weight_OI)) is not None and len(found) < 2 and len(site.b) <= PARTS:
-        only, products = found[0] if found else (site, None)
-        assert products is None or isinstance(products, NativeProducts)  # what is packed is on a CPU
+    only, products = found[0] if found else (site, None)
+    if (panels := packed(weight_OI)) is not None and len(found) < 2 and joined.takes_parts(products, only.parts):
         return joined.linear(x_TI.contiguous(), panels, products, only.a, only.parts)
     y_TO = base_mm(x_TI, weight_OI)
     for each, products in found:

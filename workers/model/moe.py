@@ -109,15 +109,18 @@ def expert_block(
 def _in_one_call(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor | None:
-    """`expert_block` by the kernels, where nothing needs a gradient, weights are packed and these experts are such that
-    they serve them; None elsewhere."""
+    """`expert_block` by the kernels, in inference, where weights are packed and these experts are such that they serve
+    them; None elsewhere."""
     gate_up, down = packed(experts.gate_up_EGD), packed(experts.down_EDF)
     biased = experts.gate_up_bias_EG is not None or experts.down_bias_ED is not None
-    if torch.is_grad_enabled() or gate_up is None or down is None or experts.away is not None or biased:
+    if not torch.is_inference_mode_enabled() or gate_up is None or down is None or experts.away is not None or biased:
         return None
     if not joined.takes(experts.gate) or (rows is not None and rows.groups(names.each_gate_up_a)):
         return None
-    adapted = rows if rows is not None and rows.groups(names.down_a) else None
+    products = products_of(rows, names.down_a, experts.down_EDF)
+    if not joined.takes_parts(products, ()):
+        return None
+    adapted = rows if products is not None else None
     gate_b, up_b = names.inner_b
     of_adapters = (names.gate_up_a, gate_b, up_b, names.down_a, names.down_b)
     return joined.mixture(x_TD, weights_TK, experts_TK, gate_up, down, of_adapters, adapted)

@@ -25,15 +25,20 @@
 
 int64_t weft_panel(void) { return PANEL; }
 
-/* Steps of the sum in which a block of what is needed soon is asked for, and cache lines in each. */
-#define STEPS 8
-#define LINES (BLOCK / STEPS / 64)
+/* What is fetched for later on the way, QUARTER bytes of a block at a time: the `at`th quarter next, in `pace` steps. */
+typedef struct {
+    const char *const *blocks;
+    int64_t at, end, pace;
+} Errand;
+
+#define QUARTER (BLOCK / 4)
 
 /* y[i][0..PANEL] = x[i] . panel, for `rows` rows. On the way, every `share` steps, `next` is asked for, step by step, and
- * of the blocks in `soon`, unless it is NULL, one every STEPS steps. */
+ * every `errand->pace` steps what is needed later. */
 static inline __attribute__((always_inline)) void tile(
     const int rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-    const float *next, int64_t share, const char *const *soon) {
+    const float *next, int64_t share, Errand *errand) {
+    int64_t wait = errand->pace;
     int64_t due = share;
     vec total[ROWS][WIDTH];
     for (int i = 0; i < rows; i++)
@@ -52,9 +57,10 @@ static inline __attribute__((always_inline)) void tile(
             for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next + j * LANES, 0, 2);
             next += PANEL, due = share;
         }
-        if (soon) {
-            const char *block = soon[k / STEPS] + k % STEPS * (BLOCK / STEPS);
-            for (int j = 0; j < LINES; j++) __builtin_prefetch(block + j * 64, 0, 2);
+        if (--wait == 0) {
+            const char *later = errand->blocks[errand->at / 4] + errand->at % 4 * QUARTER;
+            for (int j = 0; j < QUARTER; j += 64) __builtin_prefetch(later + j, 0, 2);
+            wait = ++errand->at < errand->end ? errand->pace : 0;
         }
     }
     for (int i = 0; i < rows; i++)
@@ -64,39 +70,49 @@ static inline __attribute__((always_inline)) void tile(
 /* The same for the first `columns` columns of y alone. */
 static void tile_of(
     int64_t rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-    int64_t columns, const float *next, int64_t share, const char *const *soon) {
+    int64_t columns, const float *next, int64_t share, Errand *errand) {
     float whole[ROWS * PANEL], *to = columns < PANEL ? whole : y;
     const int64_t stride = columns < PANEL ? PANEL : y_stride;
-#define either(n) \
-    soon ? tile(n, in, panel, x, x_stride, to, stride, next, share, soon) \
-         : tile(n, in, panel, x, x_stride, to, stride, next, share, NULL)
     switch (rows) {
-    case 6: either(6); break;
-    case 5: either(5); break;
-    case 4: either(4); break;
-    case 3: either(3); break;
-    case 2: either(2); break;
-    default: either(1);
+    case 6: tile(6, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 5: tile(5, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 4: tile(4, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 3: tile(3, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 2: tile(2, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    default: tile(1, in, panel, x, x_stride, to, stride, next, share, errand);
     }
     if (to == whole)
         for (int64_t i = 0; i < rows; i++) memcpy(y + i * y_stride, whole + i * PANEL, columns * sizeof *y);
 }
 
-/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. `soon`, or NULL, is fetched
- * by the last tiles, so that the weights that they read do not push it out of the caches again. */
+/* The fastest pace, and how many bytes of weights may come between what is fetched and its use: with more of them it would be
+ * pushed out of the caches again. */
+#define PACE 2
+#define BETWEEN (8 << 20)
+
+/* How fast the errand must run to be done with the last of `tiles` tiles; 0: it has not begun, or is done. */
+static inline int64_t pace_of(const Errand *errand, int64_t tiles, int64_t begins, int64_t in) {
+    const int64_t left = errand->end - errand->at;
+    if (left <= 0 || tiles > begins) return 0;
+    const int64_t pace = in * tiles / left;
+    return pace < PACE ? PACE : pace;
+}
+
+/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. `soon` or NULL. */
 void weft_gemm(
     const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
     int64_t y_stride, const Soon *soon) {
-    const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL, each = (in + STEPS - 1) / STEPS;
-    int64_t tiles_of_a_panel = 0;
-    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) tiles_of_a_panel += (ends[e] - first + ROWS - 1) / ROWS;
+    const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
+    int64_t tiles_each = 0;
+    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) tiles_each += (ends[e] - first + ROWS - 1) / ROWS;
 #pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
     {
         const int64_t from = panels * thread_here() / threads_here(), to = panels * (thread_here() + 1) / threads_here();
-        /* The blocks of this thread, and the tiles that it has yet to do. */
-        const char *const *asked = soon ? soon->blocks + soon->count * thread_here() / threads_here() : NULL;
-        const char *const *end = soon ? soon->blocks + soon->count * (thread_here() + 1) / threads_here() : NULL;
-        int64_t left = tiles_of_a_panel * (to - from);
+        const int64_t count = soon ? soon->count : 0, bytes = (to - from) * weight->experts * in * PANEL * (int64_t)sizeof *x;
+        Errand errand = {soon ? soon->blocks : NULL, 4 * (count * thread_here() / threads_here()),
+                         4 * (count * (thread_here() + 1) / threads_here()), 0};
+        int64_t left = tiles_each * (to - from);
+        const int64_t begins = bytes > BETWEEN ? left * BETWEEN / bytes : left;
         for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
             const int64_t tiles = (ends[e] - first + ROWS - 1) / ROWS;
             for (int64_t p = from; p < to; p++) {
@@ -105,11 +121,9 @@ void weft_gemm(
                 /* Tiles as even as can be: a short one waits for its own sums. */
                 for (int64_t row = first, rows, t = 0; row < ends[e]; row += rows, t++) {
                     rows = (ends[e] - row + tiles - t - 1) / (tiles - t);
-                    const int asking = end - asked >= each && left * each <= end - asked + each;
-                    left--;
+                    errand.pace = pace_of(&errand, left--, begins, in);
                     tile_of(rows, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride, columns,
-                            panel + (in + in / tiles * t) * PANEL, tiles, asking ? asked : NULL);
-                    if (asking) asked += each;
+                            panel + (in + in / tiles * t) * PANEL, tiles, &errand);
                 }
             }
         }

@@ -5,6 +5,7 @@
  * row gets depends on itself and its adapter alone, bit for bit: everything here goes row by row in one order.
  */
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "products.h"
@@ -34,6 +35,81 @@ int weft_linear(
     free(blocks);
     free(u);
     return failed;
+}
+
+typedef struct {
+    int64_t rows, heads, dim, turned, threads;
+    float eps;
+} Heads;
+
+/* Of every head of every row: its numbers over the root of their mean square, times `norm` (unless NULL); and then the first
+ * `turned` of them turned by the row's angles, whose cosines and sines are [rows, turned]. `out` may be x. */
+void weft_heads(
+    const Heads *h, const float *x, int64_t x_stride, const float *norm, const float *cosines, const float *sines, float *out,
+    int64_t out_stride) {
+    const int64_t dim = h->dim, half = h->turned / 2;
+#pragma omp parallel for schedule(static) num_threads(h->threads) if (h->threads > 1)
+    for (int64_t row = 0; row < h->rows; row++) {
+        for (int64_t head = 0; head < h->heads; head++) {
+            const float *from = x + row * x_stride + head * dim;
+            float *to = out + row * out_stride + head * dim;
+            if (norm) {
+                vec squares = splat(0.0f);
+                int64_t c = 0;
+                for (; c + LANES <= dim; c += LANES) squares += load(from + c) * load(from + c);
+                float total = 0.0f;
+                for (int i = 0; i < LANES; i++) total += squares[i];
+                for (; c < dim; c++) total += from[c] * from[c];
+                const float scale = 1.0f / sqrtf(total / (float)dim + h->eps);
+                for (c = 0; c < dim; c++) to[c] = from[c] * scale * norm[c];
+            } else if (to != from)
+                memcpy(to, from, dim * sizeof *to);
+            const float *cosine = cosines + row * h->turned, *sine = sines + row * h->turned;
+            for (int64_t c = 0; c < half; c++) {
+                const float first = to[c], second = to[half + c];
+                to[c] = first * cosine[c] - second * sine[c];
+                to[half + c] = second * cosine[half + c] + first * sine[half + c];
+            }
+        }
+    }
+}
+
+typedef struct {
+    int64_t rows, experts, choices, normed, threads;
+    float scaling;
+} Router;
+
+/* The `choices` likeliest experts of each row, the likeliest first and of equals the first, and softmax(logits) of each times
+ * `scaling`; `normed`: over their sum. */
+void weft_choose(const Router *r, const float *logits, int64_t stride, float *weights, int64_t *chosen) {
+#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
+    for (int64_t row = 0; row < r->rows; row++) {
+        const float *own = logits + row * stride;
+        float *weight = weights + row * r->choices, total = 0.0f, taken = 0.0f;
+        int64_t *to = chosen + row * r->choices;
+        for (int64_t k = 0; k < r->choices; k++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < r->experts; e++) {
+                if (best >= 0 && !(own[e] > own[best])) continue;
+                int64_t i = 0;
+                while (i < k && to[i] != e) i++;
+                if (i == k) best = e;
+            }
+            to[k] = best;
+        }
+        const vec top = splat(own[to[0]]);
+        for (int64_t e = 0; e < r->experts; e += LANES) {
+            vec own_e = splat(-INFINITY);
+            memcpy(&own_e, own + e, (r->experts - e < LANES ? r->experts - e : LANES) * sizeof *own);
+            const vec p = exp_of(own_e - top);
+            for (int i = 0; i < LANES && e + i < r->experts; i++) total += p[i];
+        }
+        for (int64_t k = 0; k < r->choices; k++) {
+            weight[k] = exp_of(splat(own[to[k]]) - top)[0] / total;
+            taken += weight[k];
+        }
+        for (int64_t k = 0; k < r->choices; k++) weight[k] *= r->scaling / (r->normed ? taken : 1.0f);
+    }
 }
 
 typedef struct {

@@ -9,17 +9,25 @@ Shapes: T tokens, K choices, O out, I in, D hidden.
 from __future__ import annotations
 
 import ctypes
+from typing import TypeGuard
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.config import GateConfig
 from workers.model.lora_rows import LoraRows
 from workers.model.native.build import library
 from workers.model.native.gemm import Packed, at, rows_at
-from workers.model.native.launch import Factor, NativeProducts, Parts, table_of
+from workers.model.native.launch import PARTS, Factor, NativeProducts, Parts, table_of
 
 #: The tensors of an MLP's adapter: gate_up_A, gate_B, up_B, down_A and down_B.
 Names = tuple[str, str, str, str, str]
+
+
+def takes_parts(products: object, parts: Parts) -> TypeGuard[NativeProducts | None]:
+    """Whether `linear` computes so many parts of these adapters."""
+    return products is None or (isinstance(products, NativeProducts) and len(parts) <= PARTS)
 
 
 def linear(x_TI: Tensor, panels: Packed, products: NativeProducts | None, a: str, parts: Parts) -> Tensor:
@@ -42,6 +50,65 @@ def linear(x_TI: Tensor, panels: Packed, products: NativeProducts | None, a: str
     ):
         raise MemoryError(f"no memory for a linear of {len(x_TI)} rows")
     return y_TO
+
+
+def serves(x_TI: Tensor) -> bool:
+    """Whether `heads` and `rms_norm` in C take these rows."""
+    fits = x_TI.dtype == torch.float32 and x_TI.device.type == "cpu" and x_TI.stride(-1) == 1
+    return fits and torch.is_inference_mode_enabled() and library() is not None
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, packed: bool) -> Tensor:
+    """x over the root of the mean of its squares, times the weight (arXiv 1910.07467). `packed`: in C where it can be,
+    beside weights that are packed for it."""
+    if packed and serves(x_TD):
+        return heads(x_TD, 1, weight_D, eps)
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+class _Heads(ctypes.Structure):
+    """Heads of joined.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "dim", "turned", "threads")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def heads(
+    x_TI: Tensor, count: int, norm_D: Tensor | None, eps: float, angles: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """[T, count * D]: each head normed (`norm_D`: RMSNorm) and turned (as `parts.rotary.turn`)."""
+    native, dim = library(), x_TI.shape[1] // count
+    assert native is not None
+    out_TI = x_TI.new_empty(x_TI.shape)
+    turned = angles[0].shape[-1] if angles is not None else 0
+    of = _Heads(len(x_TI), count, dim, turned, torch.get_num_threads(), eps)
+    norm, cosines, sines = (
+        at(tensor) if tensor is not None else None for tensor in (norm_D, *(angles or (None, None)))
+    )
+    native.weft_heads(ctypes.byref(of), *rows_at(x_TI), norm, cosines, sines, *rows_at(out_TI))
+    return out_TI
+
+
+class _Router(ctypes.Structure):
+    """Router of joined.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "experts", "choices", "normed", "threads")),
+        ("scaling", ctypes.c_float),
+    )
+
+
+def choose(logits_TE: Tensor, choices: int, *, normed: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """softmax(logits) of each token's likeliest experts, over their sum if `normed`, and which they are: [T, K]."""
+    native, (tokens, experts) = library(), logits_TE.shape
+    assert native is not None
+    of = _Router(tokens, experts, choices, normed, torch.get_num_threads(), scaling)
+    weights_TK = logits_TE.new_empty(tokens, choices)
+    experts_TK = torch.empty(tokens, choices, dtype=torch.int64)
+    native.weft_choose(ctypes.byref(of), *rows_at(logits_TE), at(weights_TK), at(experts_TK))
+    return weights_TK, experts_TK
 
 
 class _Mixture(ctypes.Structure):
