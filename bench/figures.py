@@ -84,7 +84,8 @@ def training_peers() -> str:
 
 
 def decoding() -> str:
-    return claims("generator", only=lambda name: not is_of_peer(name))
+    shown, floor = claims("generator", only=lambda name: not is_of_peer(name)), read("generator")["decode"].get("floor")
+    return shown + (f"\n\n{grid(('64 distinct adapters beside one', 'measured'), floor.items())}" if floor else "")
 
 
 def decoding_peers() -> str:

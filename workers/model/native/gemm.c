@@ -105,8 +105,12 @@ void weft_gemm(
     const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
     int64_t y_stride, const Soon *soon) {
     const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
-    int64_t tiles_each = 0;
-    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) tiles_each += (ends[e] - first + ROWS - 1) / ROWS;
+    int64_t tiles_each = 0, used = 0;
+    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
+        tiles_each += (ends[e] - first + ROWS - 1) / ROWS;
+        used += ends[e] > first;
+    }
+    if (tiles_each < 2 * used) soon = NULL; /* a panel that serves one tile is waited for itself: the memory is busy */
 #pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
     {
         const int64_t from = panels * thread_here() / threads_here(), to = panels * (thread_here() + 1) / threads_here();
