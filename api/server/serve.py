@@ -59,7 +59,7 @@ def serve(settings: Settings) -> int:
     check_store(settings)
     cards = read_cards(settings.models)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
-    with alone, _listening(settings.host, settings.port) as sock:
+    with alone, listening(settings.host, settings.port) as sock:
         tables: list[str] = []
         if not settings.redis_url:
             settings, tables = with_plan(settings, cards)
@@ -249,8 +249,12 @@ def _ahead(programs: Sequence[WorkerProgram]) -> Iterator[dict[str, WorkerProces
             process.discard()
 
 
+#: A client whose machine or network is gone closes nothing; it is asked after 30 s of silence, and given up 30 s later.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+
+
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket at the address that takes connections, which nobody answers yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -261,6 +265,9 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         raise CannotServe(f"cannot use the address {host}: {error.strerror}") from None
     with sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections have it from here
+        for option, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             sock.bind(address)
             sock.listen(BACKLOG)
