@@ -193,6 +193,8 @@ def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[
 
 def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
+    import sqlite3
+
     from sqlalchemy.exc import SQLAlchemyError
 
     from migrations.upgrade import CannotMigrate, migrate
@@ -208,7 +210,7 @@ def open_database(settings: Settings) -> Database:
         if database is not None:
             database.close()
         raise CannotServe(str(error)) from None
-    except (OSError, SQLAlchemyError, ImportError) as error:
+    except (OSError, SQLAlchemyError, sqlite3.Error, ImportError) as error:
         if database is not None:
             database.close()
         reason = str(getattr(error, "orig", error)).splitlines()[0]
