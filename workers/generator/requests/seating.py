@@ -85,7 +85,12 @@ class Seating:
             for own in shared:
                 own.pages += self.pool.take(1)
             ends = zip(shared, source.pages, strict=True)
-            self._cache.copy([(held.pages[whole - held.gone], own.pages[-1]) for own, held in ends])
+            try:
+                self._cache.copy([(held.pages[whole - held.gone], own.pages[-1]) for own, held in ends])
+            except Exception:
+                for own in shared:
+                    self.pool.release(own.pages)
+                raise
         self._sit(sequence, shared)
         return True
 
