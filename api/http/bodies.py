@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Message)
 
 #: Larger bodies are parsed in a thread.
 INLINE_BYTES = 16_384
-#: Larger protobuf is. Whatever it holds, one of this size takes 0.2 ms at most, and two threads half of that by themselves.
+#: Larger protobuf, too. One of this size takes 0.2 ms at most, whatever it holds; the way to threads takes 0.1.
 INLINE_PROTOBUF_BYTES = 32_768
 #: A compressed body may unpack to this many times its size; what stays below the floor, to any. Tokens and numbers
 #: shrink to a third, constant weights more.
