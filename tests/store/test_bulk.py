@@ -125,9 +125,13 @@ def test_rows_that_were_just_inserted_can_be_changed(database: Database) -> None
     def write(session: Session) -> None:
         insert_rows(session.connection(), Operation, [row("x", 1)])
         update_rows(session.connection(), Operation, [{"id": "x", "state": "done"}])
+        insert_rows(session.connection(), Organisation, [{"id": "b", "name": "b", "created_at": AT}])
+        update_rows(session.connection(), Organisation, [{"id": "b", "name": "changed"}])
 
     database.write_now(write)
     assert [op.state for op in operations(database)] == ["done"]
+    with database.read() as session:
+        assert session.get_one(Organisation, "b").name == "changed"
 
 
 def test_a_connection_that_breaks_before_commit_fails_all_of_its_works_and_the_next_one_is_fine(
@@ -216,9 +220,9 @@ def test_whoever_writes_has_the_locks_of_all_until_the_end_and_batches_are_plann
     def batch(session: Session, items: list[str]) -> list[Any]:
         return [held(session) for _ in items]
 
-    async def several() -> list[Any]:
+    async def several(*more: Any) -> list[Any]:
         works = [database.write_batched(batch, name, lock=name) for name in ("a", "b", "a")]
-        return await asyncio.gather(*works, database.write(held, lock="c"))
+        return await asyncio.gather(*works, *more)
 
     def takes(session: Session) -> Any:
         take_locks(session, {"a", "b"})
@@ -230,7 +234,8 @@ def test_whoever_writes_has_the_locks_of_all_until_the_end_and_batches_are_plann
     assert (one[1], two[1]) == (planned, planned)
     three = asyncio.run(database.write(held, lock="c"))
     assert (len(three[0]), three[1]) == (1, plain)
-    assert asyncio.run(several()) == [(one[0] | two[0] | three[0], plain)] * 4
+    assert asyncio.run(several()) == [(one[0] | two[0], planned)] * 3
+    assert asyncio.run(several(database.write(held, lock="c"))) == [(one[0] | two[0] | three[0], plain)] * 4
     assert database.write_now(takes) == (one[0] | two[0], plain)
     assert database.write_now(held) == (frozenset(), plain)
 
