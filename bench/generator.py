@@ -48,7 +48,7 @@ from bench.parts.peers import (
     shape_of,
     transformers_model,
 )
-from bench.parts.serving import claim, machine
+from bench.parts.serving import as_workers_run, claim, machine
 from bench.trainer import CONFIG, toy
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -342,4 +342,5 @@ def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

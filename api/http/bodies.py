@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain
+from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain, field_of
 from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
 from api.http.structure import MAX_VALUES, check_json, check_protobuf
 from api.state.service import service_of
@@ -101,8 +101,8 @@ def _parse(body: bytes, model: type[M]) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        wrong = explain(error)
-    raise Malformed(wrong)  # here, where it does not keep the other alive, which may be large
+        wrong, field = explain(error), field_of(error)
+    raise Malformed(wrong, field)  # here, where it does not keep the other alive, which may be large
 
 
 def parse_protobuf(body: bytes, form: type[P]) -> P:

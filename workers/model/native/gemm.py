@@ -1,7 +1,8 @@
-"""Products with frozen float32 weights on a CPU, from a copy packed in the order in which it is read (gemm.c).
+"""Products with frozen float32 weights on a CPU (gemm.c).
 
-A row comes out with the same bits in any batch, and weights are not packed anew in every call. The copy doubles the
-weights' memory, so it is made only for decoders that only run forward (`Decoder.pack`).
+A row comes out with the same bits in any batch. A weight is packed in the order in which it is read: panel by panel in
+every call (`product`), which many rows bear, or once (`pack`). That copy doubles the weights' memory, so it is made
+only for decoders that only run forward (`Decoder.pack`).
 
 Shapes: P rows, E experts, O out, I in.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,15 +43,50 @@ class Packed:
             raise ValueError(f"rows must be float32 of {inner} numbers side by side: {x_PI.dtype}, {list(x_PI.shape)}")
         y_PO = x_PI.new_empty(len(x_PI), out) if out_PO is None else out_PO
         weight = _Weight(experts, inner, out, torch.get_num_threads())
-        ends = ctypes.byref(ctypes.c_int32(len(x_PI))) if ends_E is None else _at(ends_E)
+        ends = _ends(x_PI, ends_E)
         self._native.weft_gemm(ctypes.byref(weight), _at(self._panels), ends, *_rows(x_PI), *_rows(y_PO))
         return y_PO
+
+
+def product(
+    x_PI: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None, ends_E: Tensor | None = None
+) -> Tensor | None:
+    """y_P = x W^T, or x W when `transposed`, of a weight [O, I] or of one for each expert, in `out` when given. Rows
+    sorted by expert have `ends_E` int32: where those of each end. None where the kernel cannot serve them."""
+    given = (x_PI, weight) if out is None else (x_PI, weight, out)
+    plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.stride(-1) == 1 for t in given)
+    native = library(_SOURCE) if plain else None
+    if native is None:
+        return None
+    experts, (wide, inner) = len(weight) if weight.dim() == 3 else 1, weight.shape[-2:]
+    if transposed:
+        wide, inner = inner, wide
+    if x_PI.shape[1] != inner:
+        raise ValueError(f"rows must be of {inner} numbers: {list(x_PI.shape)}")
+    y_PO = x_PI.new_empty(len(x_PI), wide) if out is None else out
+    shape = _Weight(experts, inner, wide, torch.get_num_threads())
+    apart = weight.stride(0) if weight.dim() == 3 else 0
+    where = _Plain(weight.data_ptr(), weight.stride(-2), apart, transposed)
+    both = ctypes.byref(shape), ctypes.byref(where)
+    native.weft_mm(*both, _ends(x_PI, ends_E), *_rows(x_PI), *_rows(y_PO))
+    return y_PO
 
 
 class _Weight(ctypes.Structure):
     """Weight of gemm.c."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("experts", "in", "out", "threads"))
+
+
+class _Plain(ctypes.Structure):
+    """Plain of gemm.c."""
+
+    _fields_ = (
+        ("w", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("apart", ctypes.c_int64),
+        ("transposed", ctypes.c_int64),
+    )
 
 
 _PACKED: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
@@ -75,3 +112,7 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 def _rows(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
     return _at(tensor), ctypes.c_int64(tensor.stride(0))
+
+
+def _ends(x_PI: Tensor, ends_E: Tensor | None) -> Any:
+    return ctypes.byref(ctypes.c_int32(len(x_PI))) if ends_E is None else _at(ends_E)

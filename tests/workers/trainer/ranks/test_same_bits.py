@@ -19,7 +19,7 @@ from tests.workers.model.models import reference
 ROOT = Path(__file__).parents[4]
 
 
-PART, OWNED = "all", "experts"
+PART, OWNED, MAPPED = "all", "experts", "mapped"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ PART, OWNED = "all", "experts"
         (4, PART, "moe", 5, ["plain"]),
         (2, PART, "qwen3.5-moe", 2, ["plain"]),
         (2, PART, "deepseek", 2, ["plain"]),
+        (2, MAPPED, "moe", 5, ["plain", "recomputed", "short of memory", "paged"]),
         (2, OWNED, "moe", 5, ["plain", "recomputed", "short of memory", "paged", "owner short"]),
         (4, OWNED, "moe", 5, ["plain", "owner short, back"]),
         (2, OWNED, "gpt-oss", 2, ["recomputed", "owner fails"]),
@@ -38,6 +39,7 @@ PART, OWNED = "all", "experts"
         "two nodes of two ranks",
         "two ranks, a hybrid",
         "two ranks, latent attention",
+        "two ranks, one mapping",
         "two owners",
         "four owners",
         "two owners, biases",

@@ -33,6 +33,7 @@ from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.base.sharded import held_bytes, load_sharded
+from workers.model.base.shared import Mapped
 from workers.model.base.stored import Stored
 from workers.model.base.weights import load_decoder
 from workers.model.device import ModelDevice
@@ -43,7 +44,7 @@ from workers.trainer import computing
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Base, Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
-from workers.trainer.ranks.process import mesh_of
+from workers.trainer.ranks.process import map_together, mesh_of
 from workers.trainer.trainer import Trainer
 
 #: The rank of each run. "few" leave ranks without any.
@@ -253,8 +254,8 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group, read = Group(), list[int]()
     with patch.object(Stored, "rows", counted(Stored.rows, read)):
-        base = load(model, layout, group.size)
-    held, files = zip(*group.exchange((held_bytes(base.decoder), sum(read))), strict=True)
+        base = load(model, layout, group, folder)
+    held, files = zip(*group.exchange((memory_of(base, group), sum(read))), strict=True)
     total, experts, wanted = 0, 0, list[bytes]()
     if group.leads:
         whole = load_decoder(model)
@@ -287,13 +288,36 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
     dist.barrier()
 
 
-def load(model: Path, layout: str, ranks: int) -> Base:
+def load(model: Path, layout: str, group: Group, folder: Path) -> Base:
     where = ModelDevice(torch.device("cpu"), torch.float32)
     if layout == "experts":
         return load_owned(model, where.dtype, where.device)
     # Four ranks are two nodes, each of which has the whole base.
-    nodes = TrainerConfig(Basics("", {}), ranks=2, nodes=ranks // 2, shard="node")
+    nodes = TrainerConfig(Basics("", {}, base_dir=str(folder)), ranks=2, nodes=group.size // 2, shard="node")
+    if layout == "mapped":
+        base = map_together(model, nodes, where, group)
+        assert base is not None
+        return base
     return load_sharded(model, where.dtype, where.device, mesh_of(nodes, where))
+
+
+def memory_of(base: Base, group: Group) -> int:
+    """Of the base, what this rank has of it; of what is mapped, its share by the kernel's account, once all use it."""
+    if not isinstance(base, Mapped):
+        return held_bytes(base.decoder)
+    for weight in base.decoder.parameters():
+        weight.sum()
+    group.exchange(None)
+    start = min(weight.data_ptr() for weight in base.decoder.parameters())
+    pss_kb = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first:
+            low, high = (int(end, 16) for end in first.split("-"))
+        elif first == "Pss:" and low <= start < high:
+            pss_kb = int(line.split()[1])
+    group.exchange(None)
+    return pss_kb << 10
 
 
 def counted(real: Any, into: list[int]) -> Any:
