@@ -8,7 +8,7 @@ import pytest
 
 from billing.accounts import OutOfMoney, Payer, check_left, period_start
 from billing.budgets import Period, Scope, remove_budget, set_budget, states
-from billing.grants import give
+from billing.grants import expire, give
 from store import tables
 from tests.billing.conftest import Till
 
@@ -97,6 +97,31 @@ def test_several_count_each_its_own(till: Till) -> None:
     assert till.refused(13, Payer("a", "q", 1), NOVEMBER).available_nusd == 12
     assert till.refused(43, Payer("a"), NOVEMBER).available_nusd == 42
     assert till.agrees()
+
+
+def test_the_last_of_it_can_be_had_and_nothing_beyond(till: Till) -> None:
+    put(till, 1)
+    till.accept(0, at=NOVEMBER)
+    till.end(till.accept(1, at=NOVEMBER), train=1)
+    till.refused(0, at=NOVEMBER)
+    put(till, 0)  # less than is spent
+    till.refused(0, at=NOVEMBER)
+    assert till.agrees()
+
+
+def test_what_helps_an_empty_wallet(till: Till) -> None:
+    till.mode("prepaid")
+    assert till.refused(1).remedy.startswith("top up, or wait until running operations")
+    assert till.refused(0).remedy == "top up"
+
+
+def test_of_a_grant_that_has_expired_nothing_is_taken_that_is_held_or_owed(till: Till) -> None:
+    till.database.write_now(lambda session: give(session, "a", 5, expires_at=NOVEMBER, now=NOVEMBER))
+    till.accept(5)
+    assert expire(till.database, DECEMBER) == {"expired": 0}
+    till.accept(2)  # unlimited: more is held than there is
+    assert expire(till.database, DECEMBER) == {"expired": 0}
+    assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (5, 7)
 
 
 @pytest.mark.parametrize(
