@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from store.bulk import Question, among, ask, insert_rows, take_locks, update_rows
 from store.db import Database
-from store.tables import Operation, Organisation
+from store.tables import Budget, BudgetPeriod, Operation, Organisation
 
 AT = datetime(2026, 3, 1, 1, 2, 3, 456_789, tzinfo=timezone(timedelta(hours=2)))
 PLAN = {"text": 'a "quoted" \\ line\nand ünïcode 漢', "list": [1, None, {"deep": True}], "number": 2**60 + 1}
@@ -159,6 +159,24 @@ def test_a_connection_that_breaks_before_commit_fails_all_of_its_works_and_the_n
     assert operations(database) == []
     assert asyncio.run(story()) == [None] * 2
     assert [op.id for op in operations(database)] == ["x", "y"]
+
+
+def test_rows_with_a_key_of_two_columns_are_told_apart_by_both(database: Database) -> None:
+    budget = {"id": "b", "org_id": "a", "scope": "org", "scope_id": "a", "period": "month", "limit_nusd": 9}
+    budget |= {"hard": True, "alert_pcts": [], "created_at": AT}
+    months = [AT.replace(month=month) for month in (1, 2, 3)]
+
+    def write(session: Session) -> None:
+        take_locks(session, {"a"})
+        periods = [{"budget_id": "b", "start": at, "spent_nusd": 0, "held_nusd": 0} for at in months]
+        insert_rows(session.connection(), Budget, [budget])
+        insert_rows(session.connection(), BudgetPeriod, periods)
+        changed = [{"budget_id": "b", "start": at, "held_nusd": 1} for at in months[1:]]
+        update_rows(session.connection(), BudgetPeriod, changed, key=("budget_id", "start"))
+
+    database.write_now(write)
+    with database.read() as session:
+        assert [p.held_nusd for p in session.query(BudgetPeriod).order_by(BudgetPeriod.start)] == [0, 1, 1]
 
 
 NAMED: Question = {dialect: select(Operation.id).where(one) for dialect, one in among(Operation.id, "ids").items()}
