@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -115,6 +114,13 @@ class NotFound(ApiError):
     code = "not_found"
 
 
+class NoMethod(ApiError):
+    """The path is there, for other methods."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
 class NotHere(ApiError):
     """Something of the protocol that this server does not have."""
 
@@ -153,6 +159,10 @@ class Malformed(ApiError):
 
     status = 422
     code = "malformed"
+
+    def __init__(self, detail: str, param: str | None = None) -> None:
+        super().__init__(detail)
+        self.param = param
 
 
 class PaymentRequired(ApiError):
@@ -257,6 +267,12 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 
 
+def field_of(error: ValidationError) -> str | None:
+    """The first field of a body that is wrong."""
+    found = error.errors()[0]["loc"] if error.error_count() <= MAX_EXPLAINED else ()
+    return str(found[0]) if found else None
+
+
 def count(request: Request, error: ApiError) -> None:
     """What is counted of refusals: polls that found nothing, and what the operator's monitoring shows."""
     service = getattr(request.app.state, "service", None)
@@ -279,14 +295,19 @@ def form_of(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.detail, "type": kind, "param": param, "code": error.code}}
 
 
+def anywhere(error: ApiError) -> Response:
+    """A refusal that any path may have: in OpenAI's form too, whose clients read nothing else."""
+    body = body_of(error.detail, error.code, error.request_id) | form_of(error)
+    return JSONResponse(body, error.status, error.headers)
+
+
 def not_here(request: Request) -> Response:
-    """No such path: what may have been meant, in OpenAI's form too, whose clients show nothing else."""
+    """No such path: what may have been meant."""
     path = request.scope["path"]
     short = len(path) <= LONGEST_PATH
     near = get_close_matches(path, [*_paths(request.app.routes, request.method)], 1, cutoff=0.7) if short else []
     advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
-    error = NotHere(f"this server has no {request.method} {path}; {advice}")
-    return JSONResponse(body_of(error.detail, error.code) | form_of(error), error.status)
+    return anywhere(NotHere(f"this server has no {request.method} {path}; {advice}"))
 
 
 def _paths(routes: Iterable[Any], method: str, prefix: str = "") -> Iterator[str]:
@@ -314,14 +335,14 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(PoolTimeout)
     async def database_error(_request: Request, error: Exception) -> Response:
         log.warning("the database does not answer: %s", error)
-        return CannotStore(f"{what_failed(error)}; send the request again").response()
+        return anywhere(CannotStore(f"{what_failed(error)}; send the request again"))
 
     @app.exception_handler(OSError)
     async def disk_error(_request: Request, error: OSError) -> Response:
         if is_lasting(error):
             raise error
         log.error("the disk does not answer: %s", error)
-        return CannotStore(f"{what_failed(error)}; send the request again").response()
+        return anywhere(CannotStore(f"{what_failed(error)}; send the request again"))
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
@@ -332,8 +353,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             return not_here(request)
         if error.status_code == 405:
-            why = f"{request.scope['path']} does not take {request.method}"
-            return JSONResponse(body_of(why, "method_not_allowed"), 405, error.headers)
+            return anywhere(NoMethod(f"{request.scope['path']} does not take {request.method}", headers=error.headers))
         return JSONResponse(body_of(str(error.detail), "http_error"), error.status_code, error.headers)
 
     app.add_middleware(LastResort)
@@ -366,5 +386,4 @@ class LastResort:
             if started:
                 raise  # half an answer is out: only closing the connection can tell the client
             why = f"internal error {error_id}: the operator finds it in the server's log under this id"
-            body = body_of(why, "internal", error_id)
-            await Response(orjson.dumps(body), 500, media_type="application/json")(scope, receive, send)
+            await anywhere(ApiError(why, request_id=error_id))(scope, receive, send)

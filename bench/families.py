@@ -32,7 +32,7 @@ from peft import LoraConfig, get_peft_model
 
 from bench.generator import BATCH, RANK, running, step_times, write_adapters
 from bench.parts.peers import with_adapters
-from bench.parts.serving import claim, machine
+from bench.parts.serving import as_workers_run, claim, machine
 from bench.trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 from tests.workers.model.models import FAMILIES, ours, reference
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter
@@ -187,4 +187,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

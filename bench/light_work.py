@@ -28,7 +28,7 @@ import torch
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
-from bench.parts.serving import BASE_MODEL, machine
+from bench.parts.serving import BASE_MODEL, as_workers_run, machine
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
@@ -160,4 +160,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

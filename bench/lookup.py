@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from bench.parts.serving import claim, machine
+from bench.parts.serving import as_workers_run, claim, machine
 from bench.trainer import CONFIG, toy
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -140,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
+from api.server.worker_programs import memory_of_workers
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, WorkerConfig
 from scheduler.links.messages import (
     Done,
@@ -105,7 +106,7 @@ class Worker:
                 [sys.executable, "-m", "workers", role, "--link-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **memory_of_workers(), "OMP_NUM_THREADS": "1"},
                 stderr=subprocess.PIPE,
                 text=True,
             )

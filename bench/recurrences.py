@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from bench.generator import BATCH, running
-from bench.parts.serving import claim, machine
+from bench.parts.serving import as_workers_run, claim, machine
 from bench.trainer import toy
 from workers.generator.torch_engine import TorchEngine
 from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
@@ -125,4 +125,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

@@ -26,7 +26,7 @@ import torch
 from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine, make_key, serve
 from bench.path import ADAM, batch
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
@@ -128,4 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

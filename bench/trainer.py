@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from bench.parts.peers import adapter_parameters, peft_model, shape_of
-from bench.parts.serving import claim, machine
+from bench.parts.serving import as_workers_run, claim, machine
 from workers.model import base_mm
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
@@ -345,4 +345,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    as_workers_run()
     main()

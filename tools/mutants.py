@@ -39,6 +39,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "api/who/principal.py": ("tests/api/who/test_principal.py",),
     "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
     "api/who/tokens.py": ("tests/api/test_tokens.py", "--deselect", "tests/api/test_tokens.py::TestOverHttp"),
+    "billing/accounts.py": (
+        *("tests/billing/test_charges.py", "tests/billing/test_budgets.py", "tests/billing/test_storage.py"),
+        "tests/scheduler/journal/ending/test_settlement.py",
+        *("--deselect", "tests/billing/test_charges.py::test_a_summary_is_the_sum_of_first_endings"),
+    ),
     "billing/charges.py": (
         "tests/billing/test_charges.py",
         "tests/billing/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
@@ -47,6 +52,13 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/billing/test_wallet_defaults.py", "tests/billing/test_charges.py::TestModes"),
         *("--deselect", "tests/billing/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
+    "scheduler/journal/accepting/backlog.py": (*("--noconftest", "tests/scheduler/journal/accepting/test_backlog.py"),),
+    "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py",),
+    "scheduler/journal/ending/completions.py": (
+        *("--noconftest", "tests/scheduler/journal/ending/test_completions.py"),
+    ),
+    "scheduler/journal/ending/outcomes.py": ("tests/scheduler/journal/ending/test_outcomes.py",),
+    "scheduler/journal/ending/results.py": ("tests/scheduler/journal/ending/test_results.py",),
     "scheduler/journal/ending/settlement.py": (
         *("tests/scheduler/journal/ending/test_settlement.py", "tests/scheduler/journal/ending/test_made.py"),
     ),
@@ -54,6 +66,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     "scheduler/order/fair.py": (
         *("--noconftest", "tests/scheduler/order/test_fair.py", "tests/scheduler/order/test_fair_plain.py"),
     ),
+    "scheduler/order/homes.py": (
+        *("--noconftest", "tests/scheduler/order/test_homes.py"),
+        *("--deselect", "tests/scheduler/order/test_homes.py::test_equal_clients_are_split_evenly_wherever_they_begin"),
+        "--deselect",
+        "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
+    ),
+    "store/bulk.py": (*("-k", "", "tests/store/test_bulk.py", "tests/scheduler/journal/test_statements.py"),),
     "store/keys.py": ("tests/store/test_keys.py",),
     "store/roles.py": ("tests/tenancy/test_routes.py",),
     "workers/model/isolation.py": (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 #: Proxies in between hand on what they get at once.
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -15,5 +17,13 @@ def event(data: bytes, name: str = "") -> bytes:
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
 
-def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
-    return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+class EventStream(StreamingResponse):
+    """Its events end with it: a client that leaves is noticed at once, wherever in them its leaving was met."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)

@@ -32,14 +32,18 @@ class SampleFailed(ApiError):
     code = "sample_failed"
 
 
-async def ended(service: Service, who: Principal, request_id: str) -> Outcome:
-    """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable when the server stops first."""
+#: What is told when the server stops first.
+RESTARTING = "the server is restarting: the operation is kept"
+
+
+async def ended(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> Outcome:
+    """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable, which says that it is
+    `restarting`, when the server stops first."""
     while True:
         waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
         found = await service.polls.hold(waiting, None)
         if found is None:
-            stopping = "the server is restarting: the operation is kept"
-            raise (Unavailable(stopping) if service.polls.released else NotFound(f"no request {quote(request_id)}"))
+            raise (Unavailable(restarting) if service.polls.released else NotFound(f"no request {quote(request_id)}"))
         if isinstance(found, Outcome):
             return found
         if not isinstance(found, Waiting):
@@ -54,8 +58,8 @@ def result_of(outcome: Outcome, request_id: str) -> SampleResult:
     return decode_sample_response(outcome.payload)
 
 
-async def sampled(service: Service, who: Principal, request_id: str) -> SampleResult:
-    return result_of(await ended(service, who, request_id), request_id)
+async def sampled(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> SampleResult:
+    return result_of(await ended(service, who, request_id, restarting), request_id)
 
 
 async def drawn(
@@ -64,13 +68,14 @@ async def drawn(
     request_id: str,
     timeout_s: float | None = None,
     until: asyncio.Future[None] | None = None,
+    restarting: str = RESTARTING,
 ) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
     """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
     Raises TimeoutError when it has not ended `timeout_s` later, and ClientDisconnect when `until` comes first."""
     loop = asyncio.get_running_loop()
     deadline = None if timeout_s is None else loop.time() + timeout_s
     stream = await service.journal.streams.follow(request_id)
-    ending = asyncio.ensure_future(sampled(service, who, request_id))
+    ending = asyncio.ensure_future(sampled(service, who, request_id, restarting))
     told = Counter[int]()
     try:
         while not ending.done():

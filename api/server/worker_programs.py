@@ -7,6 +7,7 @@ Only what must be there before the process runs is in its environment.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,13 @@ from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSe
 from workers.model.planning.plan import MOST_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[2]
+#: What glibc reads when a program starts: huge pages where the kernel leaves that to programs, and memory of one pass
+#: kept for the next instead of given back to the system (docs/performance.md, "Memory of the workers").
+_TUNABLES = {
+    "glibc.malloc.hugetlb": "1",
+    "glibc.malloc.mmap_threshold": str(32 << 20),
+    "glibc.malloc.trim_threshold": str(128 << 20),
+}
 
 
 def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
@@ -158,8 +166,20 @@ def _vllm_program(settings: Settings) -> Path:
     return found
 
 
+def memory_of_workers() -> dict[str, str]:
+    """For the environment of a program that computes: our tunables beside the operator's own, which win. Empty without
+    glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return {}
+    own = [setting for setting in os.environ.get("GLIBC_TUNABLES", "").split(":") if setting]
+    named = {setting.partition("=")[0] for setting in own}
+    ours = [f"{name}={value}" for name, value in _TUNABLES.items() if name not in named]
+    return {"GLIBC_TUNABLES": ":".join([*own, *ours])}
+
+
 def _program(role: str, config: WorkerConfig) -> WorkerProgram:
     threads, paths = str(config.basics.threads), [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    vllm = isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)
     return WorkerProgram(
         role,
         # -P: a folder named `workers` in the working directory must not be taken for ours.
@@ -169,8 +189,8 @@ def _program(role: str, config: WorkerConfig) -> WorkerProgram:
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": "PASSIVE",
+            **({} if vllm else memory_of_workers()),  # vLLM inherits this environment, and has ways of its own
         },
         replace(config, basics=replace(config.basics, role=role)),
-        # What takes long with vLLM is not this process.
-        stands_by=not (isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)),
+        stands_by=not vllm,  # what takes long with vLLM is not this process
     )

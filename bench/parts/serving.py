@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from api.server.worker_programs import memory_of_workers
+
 BIN = Path(sys.executable).parent
 BASE_MODEL = "weft/tiny-moe"
 
@@ -43,6 +45,14 @@ def serve(*options: str, program: Sequence[str] = (str(BIN / "weftd"),)) -> Iter
 def make_key(data_dir: Path, organisation: str) -> str:
     command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(data_dir), "--org", organisation]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def as_workers_run() -> None:
+    """Begin this program anew with the memory of workers, which is set by the environment in which a program starts. So
+    what computes in this process, a peer too, and what it starts have what users get."""
+    if memory_of_workers().items() - os.environ.items():
+        os.environ.update(memory_of_workers())
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def machine() -> dict[str, Any]:

@@ -6,6 +6,7 @@ one. Errors of status 408, 429 and 5xx reach the user only when retrying has gon
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 __all__ = [
@@ -121,6 +122,9 @@ class GradientMissingError(WeftError):
     been taken without its gradient."""
 
 
+#: Of HTML.
+_TAG = re.compile(r"<[^>]*>")
+
 _BY_STATUS: dict[int, type[APIStatusError]] = {
     400: BadRequestError,
     401: AuthenticationError,
@@ -134,7 +138,7 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 }
 
 
-def status_error(status: int, body: Any, request_id: str | None) -> APIStatusError:
+def status_error(status: int, body: Any, request_id: str | None = None) -> APIStatusError:
     """The typed error of an answer with an error status; `body` is its JSON, or its text. Its `request_id` is what the
     body names, the operation's where one is meant; else `request_id`, of the answer's header."""
     kind = _BY_STATUS.get(status) or (InternalServerError if status >= 500 else APIStatusError)
@@ -146,6 +150,9 @@ def status_error(status: int, body: Any, request_id: str | None) -> APIStatusErr
 def _message_of(body: Any) -> str:
     """The server's words in any of the shapes in use: {"detail" | "error" | "message": ...} or plain text."""
     if isinstance(body, str):
+        if body.lstrip().startswith("<"):  # a page
+            said = " ".join(_TAG.sub(" ", body).split())[:200]
+            return f"a proxy in between, or another server, says: {said}" if said else ""
         return body.strip()[:500]
     if not isinstance(body, dict):
         return ""

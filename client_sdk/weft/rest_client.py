@@ -202,7 +202,7 @@ class RestClient(AdminClient):
         return APIFuture.start(self._archive_url(tinker_path))
 
     async def _archive_url(self, tinker_path: str) -> CheckpointArchiveUrlResponse:
-        call = Call("GET", f"{checkpoint_route(tinker_path)}/archive", follow=False, timeout_s=600.0)
+        call = Call("GET", f"{checkpoint_route(tinker_path)}/archive", redirected=True, timeout_s=600.0)
         response = await self._transport.send(call)
         if "location" not in response.headers:
             raise APIResponseValidationError(f"the server does not say where the archive of {tinker_path} is")

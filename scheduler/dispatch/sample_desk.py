@@ -14,7 +14,7 @@ from typing import Any
 
 from scheduler.dispatch.handing_out import Offer, announce, hand_out
 from scheduler.journal.journal import Journal
-from scheduler.journal.samples.sampling import GAVE_UP, message_of, samples_of, undrawn
+from scheduler.journal.samples.sampling import GAVE_UP, cut_off, message_of, samples_of, undrawn
 from scheduler.links.contract import Lease
 from scheduler.links.messages import (
     Cancel,
@@ -111,8 +111,13 @@ class SampleDesk:
                 generator.link.send(moved)
 
     def drain(self) -> None:
+        """Generators finish what somebody may come back for."""
         for generator in self._generators.values():
             generator.offer.free = 0
+            for held in generator.held.values():
+                if (end := cut_off(held.op)) is not None:
+                    self._journal.finish(end)
+                    generator.link.send(Cancel(held.op.id))
             generator.link.send(Drain())
 
     @property

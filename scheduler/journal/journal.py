@@ -29,7 +29,7 @@ from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
-from scheduler.journal.samples.sampling import item_of
+from scheduler.journal.samples.sampling import cut_off, item_of
 from scheduler.journal.samples.streams import LocalStreams
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training, in_line, moves_samplers, under_way
@@ -144,9 +144,17 @@ class Journal:
         self.training.skip(op.lane, op.seq)
 
     def enqueue(self, op: Operation) -> None:
-        """Queue an operation that an earlier process accepted."""
+        """Queue an operation that was accepted already."""
         self._admission.take_over(op)
         self.put(op)
+
+    def recover(self, op: Operation) -> None:
+        """Queue a sample that an earlier process accepted, unless it died with that."""
+        if (end := cut_off(op)) is None:
+            self.enqueue(op)
+        else:
+            self._admission.take_over(op)
+            self.finish(end)
 
     def put(self, op: Operation) -> None:
         if op.kind == SAMPLE:

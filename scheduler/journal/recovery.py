@@ -30,7 +30,7 @@ def recover(journal: Journal, database: Database) -> None:
     with database.read() as session:
         unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
         for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
-            journal.enqueue(from_row(row))
+            journal.recover(from_row(row))
 
 
 def recover_runs(training: Training, database: Transactions, enqueue: Callable[[Operation], None]) -> None:

@@ -15,6 +15,8 @@ from scheduler.order.timings import Timings
 from store.tracing import request_of
 
 SAMPLE = "sample"
+#: Numbers from here are of samples that only the connection they were asked for on can answer (`api.routes.openai`).
+UNKEPT = 2**62 + 2**61
 
 #: The priority of an operation when nobody says otherwise (`scheduler.links.contract.PRIORITY_SHARES`).
 INTERACTIVE = "interactive"

@@ -7,6 +7,7 @@ also refuse a write although space is free (a quota, an unreachable server): the
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import time
@@ -19,6 +20,8 @@ from store.blobs.contract import StoreAway
 LEAST_FREE_BYTES = 128 << 20
 #: Seconds between two looks at the disk; one that has refused a write counts as full for as long.
 LOOK_EVERY_S = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class NoRoom(Exception):
@@ -38,7 +41,11 @@ class Room:
     def check(self) -> None:
         """Raise NoRoom if new work cannot be taken."""
         if self._clock() - self._looked >= LOOK_EVERY_S:
-            self._looked, self._why = self._clock(), self._look()
+            before, self._looked, self._why = self._why, self._clock(), self._look()
+            if self._why and not before:
+                log.warning("%s: nothing new is accepted until there is room", self._why)
+            elif before and not self._why:
+                log.info("there is room again for new work")
         if self._why:
             raise NoRoom(f"{self._why}: nothing new is accepted until there is room; results can be had")
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
 import pytest
 import zstandard
 from pydantic import BaseModel, ValidationError
+from sqlalchemy.exc import OperationalError
 from weft.wire.binary.codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote
@@ -67,6 +69,35 @@ def test_a_wrong_method_has_a_body(world: World) -> None:
     reply = world.call("GET", "create_model")
     assert reply.status_code == 405
     assert "GET" in reply.json()["detail"]
+    assert "POST" in reply.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fault", "error"),
+    [
+        ("GET", None, openai.APIStatusError),
+        ("POST", RuntimeError("secret"), openai.InternalServerError),
+        ("POST", OperationalError("SELECT", {}, Exception("locked")), openai.InternalServerError),
+        ("POST", OSError(28, "no space"), openai.InternalServerError),
+    ],
+    ids=["405", "500", "database", "disk"],
+)
+def test_what_any_path_may_have_openais_client_can_read(
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str, fault: Exception | None, error: type[Exception]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise fault or AssertionError
+
+    monkeypatch.setattr("api.routes.openai.chat.target_of", broken)
+    client = openai.OpenAI(base_url="http://testserver/v1", api_key=world.key, http_client=world.http, max_retries=0)
+    ask: Any = client.post if method == "POST" else client.get
+    body = {"body": {"model": "m", "messages": [{"role": "user", "content": "x"}]}} if method == "POST" else {}
+    with pytest.raises(error) as caught:
+        ask("/chat/completions", cast_to=object, **body)
+    told: Any = caught.value
+    assert told.body["message"]
+    assert told.code in ("method_not_allowed", "internal", "cannot_store")
+    assert "secret" not in str(told)
 
 
 def test_an_unexpected_error_shows_an_id_and_nothing_inside(world: World, monkeypatch: Any, caplog: Any) -> None:

@@ -12,14 +12,17 @@ import pytest
 import weft.wire
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from weft.wire.base import Response
+from weft import Plan, PlannedSample
+from weft.plan.validate import validate
+from weft.wire.account.limits import LimitsResponse
+from weft.wire.base import SEEDS, Response
 
 import api
 from api.server.app import front
-from tests.api.conftest import World
+from tests.api.conftest import MODEL, World
 
-#: Of seeds, which are any 64 bits.
-MOST = 2**64 - 1
+#: Given as the largest, or as the first that is too large.
+MOST = 2**63
 #: Elements of arrays, which are read by numpy.
 ARRAYS = {"SampleRequest.target_prompt_logprobs.data"}
 
@@ -78,6 +81,25 @@ def test_integers_of_addresses_are_bounded() -> None:
                     ]
                     assert any(most is not None and most <= MOST for most in bounds), (own.path, parameter.name)
     assert looked_at > 5
+
+
+def test_every_seed_has_the_same_limits_in_the_same_words(world: World) -> None:
+    """Of a run, of a sample by either door, and where a plan is looked at before it is sent."""
+    limits = LimitsResponse.model_validate(world.get("weft/limits"))
+    for seed, good in ((-(2**63), True), (2**63 - 1, True), (2**63, False), (-(2**63) - 1, False)):
+        says = "" if good else f"seed: {SEEDS} (got {seed})"
+        lora = {"rank": 4, "seed": seed}
+        run = {"session_id": world.session(), "model_seq_id": 0, "base_model": MODEL, "lora_config": lora}
+        told = [world.post("create_model", run, status=200 if good else 422).get("detail", "")]
+        params = {"prompt": {"chunks": []}, "num_samples": 1, "sampling_params": {"seed": seed}, "seq_id": 0}
+        told.append(world.post("asample", params | {"sampling_session_id": "x"}, status=404 if good else 422)["detail"])
+        body = {"model": "x", "prompt": [1], "seed": seed}
+        answer = world.http.post("/v1/completions", headers={"x-api-key": world.key}, json=body)
+        told.append(answer.json()["error"]["message"])
+        plan = Plan(MODEL, [PlannedSample([[1]], 1, {"max_tokens": 1})], rank=4, seed=seed)
+        told += [str(problem) for problem in validate(plan, limits) if problem.where == "seed"]
+        assert all(says in each for each in told), told
+        assert good or len(told) == 4
 
 
 @pytest.mark.parametrize("field", ["cloned_sampler_id", "prev_cursor"])

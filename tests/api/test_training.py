@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from weft.wire.base import SEEDS
 from weft.wire.binary.codec import decode_train_request
 
 from scheduler.journal.rows import plan_of
@@ -46,7 +47,7 @@ class TestCreate:
                 422,
                 "at least one",
             ),
-            ({"lora_config": {"rank": 4, "seed": -1}}, 400, "seed"),
+            ({"lora_config": {"rank": 4, "seed": 2**63}}, 422, f"lora_config.seed: {SEEDS} (got {2**63})"),
             ({"optimizer_config": {"type": "sgd", "version": 1}}, 400, "'sgd'"),
             ({"model_seq_id": 2**31}, 400, "model_seq_id"),
             ({"session_id": "nowhere"}, 404, "no session 'nowhere'"),

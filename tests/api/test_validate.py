@@ -212,10 +212,9 @@ class TestRuns:
     def test_ranks(self, rank: int) -> None:
         check_lora(LoraConfig(rank=rank), 16)
 
-    @pytest.mark.parametrize(("changes", "says"), [({"rank": 17}, "1 to 16, got 17"), ({"seed": -1}, "seed.*-1")])
-    def test_bad_shapes(self, changes: dict[str, Any], says: str) -> None:
-        with pytest.raises(Invalid, match=says):
-            check_lora(LoraConfig(**{"rank": 4} | changes), 16)
+    def test_bad_ranks(self) -> None:
+        with pytest.raises(Invalid, match="1 to 16, got 17"):
+            check_lora(LoraConfig(rank=17), 16)
 
     @pytest.mark.parametrize("ttl", [None, 3600, 10 * 365 * 86_400])
     def test_lives(self, ttl: int | None) -> None:

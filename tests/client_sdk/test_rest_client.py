@@ -90,6 +90,42 @@ def test_an_answer_that_is_not_one(service: ServiceClient, stub: Stub) -> None:
         asyncio.run(service.create_rest_client().list_sessions_async())
 
 
+PAGE = (
+    "<html>\n<head><title>413 Request Entity Too Large</title></head>\n<body><hr><center>nginx</center></body></html>"
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (
+            Response(PAGE, 413, media_type="text/html"),
+            "a proxy in between, or another server, says: 413 Request Entity",
+        ),
+        (Response(PAGE, 200, media_type="text/html"), "Invalid JSON.*; it begins with '<html>"),
+        (Response('{"hits": [', 200), "Invalid JSON.*; it begins with '{\"hits\": \\['"),
+        (
+            Response("", 302, {"location": "https://login.example/x"}),
+            "is redirected to https://login.example/x, where no",
+        ),
+    ],
+)
+def test_an_answer_of_another_is_told_as_such(service: ServiceClient, stub: Stub, fault: Response, says: str) -> None:
+    stub.faults["/sessions"] = [fault]
+    with pytest.raises(weft.APIError, match=says):
+        service.create_rest_client().list_sessions().result(10)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_the_key_goes_to_nobody_whom_the_server_names(service: ServiceClient, stub: Stub, status: int) -> None:
+    """httpx takes away only the header that it knows, which is not ours."""
+    elsewhere = stub.base_url.replace("127.0.0.1", "localhost") + "/api/v1/sessions?elsewhere=1"
+    stub.faults["/sessions"] = [Response("", status, {"location": elsewhere})]
+    with pytest.raises(weft.APIStatusError, match="is redirected to"):
+        service.create_rest_client().list_sessions().result(10)
+    assert not [asked for asked in stub.asked if "elsewhere" in asked.query]
+
+
 def test_usage_of_one_run_and_its_cost(service: ServiceClient, stub: Stub) -> None:
     stub.replies["GET /weft/usage"] = USAGE
     assert service.create_rest_client().get_usage().result(10).total_nusd == 5_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import numpy as np
@@ -114,6 +115,16 @@ def test_billing_gives_up_in_the_end(service: ServiceClient, stub: Stub) -> None
     stub.faults["/optim_step"] = [status(402, "out of credit")] * 100
     with pytest.raises(weft.BillingError, match="out of credit"):
         run_of(service).optim_step(AdamParams()).result(10)
+
+
+def test_who_waits_for_a_server_that_cannot_serve_is_told_why_once(
+    service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.transport.http.TOLD_AFTER_S", 0.0)
+    stub.faults["/optim_step"] = [status(503, "the disk is nearly full")] * 5
+    with caplog.at_level(logging.WARNING, "weft"):
+        run_of(service).optim_step(AdamParams()).result(10)
+    assert [record.getMessage().partition(": ")[2][:23] for record in caplog.records] == ["the disk is nearly full"]
 
 
 def test_an_operation_of_unknown_fate_breaks_the_lane(service: ServiceClient, stub: Stub) -> None:

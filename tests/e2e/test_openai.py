@@ -100,6 +100,14 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_with_usage_every_chunk_says_that_it_has_none_but_the_last(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 4, "stream": True}
+    reply = http.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}})
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    assert [bool(chunk["usage"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["choices"] == []
+
+
 def test_the_stream_ends_as_curl_expects(http: httpx.Client) -> None:
     body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 4, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as reply:
@@ -143,10 +151,21 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
             "maximum context length",
         ),
         ({"stop": ["a"] * 5000}, openai.BadRequestError, "at most 4096 items"),
+        (
+            {"messages": [{"role": "usr", "content": "x"}]},
+            openai.BadRequestError,
+            "messages[0].role: 'usr' is not known",
+        ),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools[0].function: must be an object"),
+        ({"max_tokens": 3}, openai.BadRequestError, "max_tokens, max_completion_tokens: they differ"),
+        ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options: only with stream: true"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: only with logprobs: true"),
+        ({"extra_body": {"chat_template_kwargs": 1}}, openai.BadRequestError, "chat_template_kwargs: "),
+        ({"extra_body": {"add_generation_prompt": False}}, openai.BadRequestError, "add_generation_prompt"),
         ({"model": "nope"}, openai.NotFoundError, "nope"),
         ({"model": "run:nobody:train:0"}, openai.NotFoundError, "nobody"),
         ({"model": "tinker://nobody:train:0/sampler_weights/x"}, openai.NotFoundError, "nobody"),
-        ({"n": 100_000}, openai.BadRequestError, "num_samples"),
+        ({"n": 100_000}, openai.BadRequestError, "n: must be 1 to 1024, got 100000"),
         (
             {"n": 200, "max_completion_tokens": 1500, "logprobs": True, "top_logprobs": 20},
             openai.BadRequestError,
@@ -159,6 +178,24 @@ def test_refusals(client: openai.OpenAI, given: dict[str, Any], error: type[Exce
         chat(client, **given)
     assert says in caught.value.body["message"]  # type: ignore[attr-defined]
     assert caught.value.body["type"] in ("invalid_request_error", "not_found_error")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"extra_body": {"stop_token_ids": ["x"]}}, "stop_token_ids"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
+        ({"n": 100_000}, "n"),
+        ({"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"extra_body": {"top_k": -5}}, "top_k"),
+    ],
+)
+def test_a_refusal_names_the_parameter(client: openai.OpenAI, given: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **given)
+    assert caught.value.param == param
 
 
 def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:

@@ -45,10 +45,17 @@ def train(server: Weftd, seed: int, found: dict[str, list[float]], before_step: 
             update.result(timeout=120)
 
 
-@pytest.mark.parametrize("shard", ["all", pytest.param("experts", marks=pytest.mark.long)])
-def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(own_weftd: Start, tmp_path: Any, shard: str) -> None:
+@pytest.mark.parametrize(
+    ("shard", "base_dir"),
+    [("all", ""), ("all", "/dev/shm"), pytest.param("experts", "", marks=pytest.mark.long)],
+    ids=["in parts", "one mapping", "owners"],
+)
+def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
+    own_weftd: Start, tmp_path: Any, shard: str, base_dir: str
+) -> None:
     config = tmp_path / "weft.toml"
-    config.write_text(f"[trainer]\nthreads = 1\npass_limit_s = 8.0\nshard = '{shard}'\n")
+    bounds = f"threads = 1\npass_limit_s = 8.0\nshard = '{shard}'\n"
+    config.write_text(f"base_dir = '{base_dir}'\n[trainer]\n{bounds}")
     server = own_weftd("--config", str(config), "--trainer-ranks", "2")
     calm: dict[str, list[float]] = {}
     train(server, 7, calm, lambda step: None)

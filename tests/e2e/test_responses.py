@@ -86,6 +86,17 @@ def test_a_stream_says_the_same_in_order(client: openai.OpenAI) -> None:
     assert seen == kinds
 
 
+def test_each_delta_has_its_logprobs(client: openai.OpenAI) -> None:
+    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 3.0}
+    events = list(respond(client, **told, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    row = [(each.token, each.logprob, len(each.top_logprobs)) for delta in deltas for each in delta.logprobs]
+    assert row
+    assert row == [(each.token, each.logprob, 2) for each in done.logprobs][: len(row)]
+    assert "".join(each.token for each in deltas[0].logprobs).startswith(deltas[0].delta)
+
+
 def test_functions_are_called_and_their_results_read(client: openai.OpenAI, weftd: Weftd) -> None:
     """A run that was taught one call makes it; what came of it stands in the next prompt as in a chat."""
     asked = respond(client, tools=[ADD], max_output_tokens=1)
@@ -135,9 +146,15 @@ def test_functions_are_called_and_their_results_read(client: openai.OpenAI, weft
         ({"store": True}, "store: True cannot be honoured"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text: such an object cannot be honoured here; nothing"),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            "text.format: type 'json_object' cannot be honoured here; nothing",
+        ),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: is not supported here"),
+        ({"top_logprobs": 2}, "top_logprobs: only with include"),
+        ({"tools": [ADD, ADD]}, "tools[1].name: 'add' is the name of an earlier tool"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]: only functions"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: type 'web_search'; only functions"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: type 'item_reference'"),

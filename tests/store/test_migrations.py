@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from alembic import command
-from sqlalchemy import Connection, create_engine, delete, insert, inspect, update
+from sqlalchemy import Connection, create_engine, delete, insert, inspect, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from billing.reconcile import reconcile
 from migrations.upgrade import InUse, alembic_config, migrate, revision_of
 from scheduler.cluster import fence
 from store.db import Database
-from store.tables import Base, Operation, Organisation, UsageEvent
+from store.tables import Base, Budget, BudgetPeriod, Operation, Organisation, UsageEvent
 
 
 def _event() -> UsageEvent:
@@ -123,6 +124,44 @@ def test_servers_that_share_the_tables_have_ended_before_these_change(any_databa
     assert [column["name"] for column in inspect(create_engine(any_database.url)).get_columns("operations")] == [
         column["name"] for column in before
     ]
+
+
+def test_budgets_of_keys_that_were_of_no_key_limit_theirs(any_database: Database) -> None:
+    """ "01" was never found by what key 1 spends. Beside a budget of "1" the stricter of the two stays."""
+    with create_engine(any_database.url).connect() as connection, connection.begin():
+        command.downgrade(alembic_config(connection), "0005")
+    now = datetime.now(UTC)
+    facts = {"org_id": "o", "alert_pcts": [], "created_at": now, "scope": "key"}
+    given = [
+        ("1", "01", "month", 50, True), ("2", "01", "total", 60, True), ("3", "2", "month", 90, False),
+        ("4", "002", "month", 80, True), ("5", "02", "month", 70, False), ("6", "3", "total", 40, True),
+    ]  # fmt: skip
+
+    def write(session: Session) -> None:
+        session.add(Organisation(id="o", name="o", created_at=now))
+        session.flush()
+        for name, key, period, limit, hard in given:
+            session.add(Budget(id=name, scope_id=key, period=period, limit_nusd=limit, hard=hard, **facts))
+        session.flush()
+        session.add(BudgetPeriod(budget_id="1", start=datetime(1999, 1, 1, tzinfo=UTC), spent_nusd=7, held_nusd=7))
+        for number, (key_id, amount, at) in enumerate(
+            ((1, 5, now), (1, 6, datetime(2020, 2, 29, tzinfo=UTC)), (2, 8, now))
+        ):
+            event = _event()
+            event.operation_id, event.key_id, event.amount_nusd, event.accepted_at = str(number), key_id, amount, at
+            session.add(event)
+
+    any_database.write_now(write)
+    migrate(any_database)
+    with any_database.read() as session:
+        budgets = [(b.id, b.scope_id, b.period, b.limit_nusd, b.hard) for b in session.scalars(select(Budget))]
+        periods = [(p.budget_id, p.start.year, p.spent_nusd) for p in session.scalars(select(BudgetPeriod))]
+        assert not [drift for drift in reconcile(session) if "budget" in drift.what]
+    assert sorted(budgets) == [
+        ("1", "1", "month", 50, True), ("2", "1", "total", 60, True), ("3", "2", "month", 80, True),
+        ("6", "3", "total", 40, True),
+    ]  # fmt: skip
+    assert sorted(periods) == [("1", 2020, 6), ("1", now.year, 5), ("2", 1970, 11)]
 
 
 def test_migrates_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.native.gemm import packed
+from workers.model.native.gemm import packed, product
 
 #: Below this many rows matrix libraries use other kernels, with other rounding. Measured on MKL with 1 and 2 threads.
 MIN_ROWS = 16
@@ -24,6 +24,8 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
     at start-up, on the machine and the threads in use."""
     if not transposed and (panels := packed(weight_OI)) is not None:
         return panels.product(x_TI.contiguous(), out)
+    if (own := product(x_TI.contiguous(), weight_OI, transposed=transposed, out=out)) is not None:
+        return own
     weight = weight_OI if transposed else weight_OI.t()
     x, rows = x_TI.to(weight.dtype), x_TI.shape[0]
     if 0 < rows < MIN_ROWS:
@@ -68,6 +70,8 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
     expert. `ends_E` int32 on the device: where the rows of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
+    if (own := product(x_PI.contiguous(), weight_EOI, transposed=transposed, ends_E=ends_E)) is not None:
+        return own
     x_PI = x_PI.to(weight_EOI.dtype)
     weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
     grouped = takes(x_PI, weight_EIO)

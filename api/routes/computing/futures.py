@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -22,7 +22,7 @@ from api.errors import ApiError, Gone, Invalid, NotFound, quote
 from api.http.access import WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
-from api.http.events import event, event_stream
+from api.http.events import EventStream, event
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
 from api.operations.streaming import drawn
 from api.state.service import Service, ServiceDep
@@ -90,10 +90,10 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
     row = await service.read(lambda session: operation_by_id(session, who, body.request_id))
     if row.kind != operations.SAMPLE:
         raise Invalid(f"request_id: {body.request_id} is no sample; only these are streamed")
-    return event_stream(_events(service, who, body))
+    return EventStream(_events(service, who, body))
 
 
-async def _events(service: Service, who: Principal, asked: StreamFutureRequest) -> AsyncIterator[bytes]:
+async def _events(service: Service, who: Principal, asked: StreamFutureRequest) -> AsyncGenerator[bytes, None]:
     try:
         async for part in drawn(service, who, asked.request_id, asked.timeout):
             if isinstance(part, DrawnTokens):

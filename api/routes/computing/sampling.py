@@ -121,7 +121,7 @@ def _seed(service: Service, body: SampleRequest, sampler_id: str, seq: int) -> d
     if not body.stream or body.sampling_params.seed is not None:
         return {}
     digest = hmac.digest(service.secret, f"{sampler_id} {seq}".encode(), "sha256")
-    return {"seed": int.from_bytes(digest[:8], "little")}
+    return {"seed": int.from_bytes(digest[:8], "little", signed=True)}
 
 
 def new_sampler(

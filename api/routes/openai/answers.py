@@ -13,9 +13,9 @@ import numpy.typing as npt
 from orjson import Fragment, dumps
 from weft.wire.binary.sample_codec import SampleResult, SequenceResult
 
-from api.routes.openai.detokenizing import whole_text
+from api.routes.openai.detokenizing import TextStream, whole_text
 from api.routes.openai.text import ModelText
-from api.routes.openai.tools import OPEN, parse_calls
+from api.routes.openai.tools import beginning, parse_calls
 from scheduler.links.messages import DrawnTokens
 
 Json = dict[str, Any]
@@ -47,10 +47,10 @@ class Form:
         """Log-probabilities of each token."""
         return 1 + self.top if self.logprobs else 0
 
-    @property
-    def hold(self) -> str:
-        """From where on text may be a tool call."""
-        return OPEN if self.tools and OPEN in self.text.template else ""
+    def stream(self) -> TextStream:
+        """The text of one sequence; what may be a tool call is kept back."""
+        hold, alone = beginning(self.text.template) if self.tools else ("", False)
+        return TextStream(self.decode, self.stops, hold, alone=alone)
 
 
 def envelope(form: Form, request_id: str, model: str, *, chunk: bool = False) -> Json:

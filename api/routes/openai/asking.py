@@ -10,7 +10,8 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +38,18 @@ from api.state.coming_turns import ComingTurn
 from api.state.service import Service
 from api.who.principal import Principal
 from scheduler.links.messages import DrawnTokens, sequence_id
-from scheduler.order.operations import Waiting
+from scheduler.order.operations import UNKEPT, Waiting
 from store import tables
 
 IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
-#: Numbers of requests from here; those of clients of the protocol are below.
+#: Numbers of requests with a key from here, without one from UNKEPT; those of clients of the protocol are below.
 FIRST_SEQ = 2**62
 #: Log-probabilities in one answer, at most: while it is written, each takes some 300 bytes.
 MOST_TOLD = 1 << 20
 #: Numbers of experts in one answer, at most; each takes some forty.
 MOST_ROUTED = 1 << 24
+#: What samples call otherwise.
+WORDS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs"}
 #: A stop is told again so often until the sample has ended.
 STOP_AGAIN_S = 1.0
 
@@ -68,7 +71,7 @@ class Asked:
 
     async def result(self) -> SampleResult:
         """The result; raises ClientDisconnect when the client is gone."""
-        ending = asyncio.ensure_future(sampled(self.service, self.who, self.request_id))
+        ending = asyncio.ensure_future(sampled(self.service, self.who, self.request_id, self._restarting))
         gone = asyncio.ensure_future(disconnected(self.request))
         try:
             await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -90,20 +93,35 @@ class Asked:
         written = await in_turn(self.who.org_id, lambda: orjson.dumps(write(result)))
         return Response(written, media_type="application/json")
 
-    async def parts(self) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
-        """Its tokens as they are drawn, then its result."""
+    @asynccontextmanager
+    async def parts(self) -> AsyncIterator[AsyncIterator[DrawnTokens | SampleResult]]:
+        """Its tokens as they are drawn, then its result. Who leaves the block before that has left, though they have
+        asked for no part yet: a client may be gone while the first words are written."""
         gone = asyncio.ensure_future(disconnected(self.request))
+        parts = drawn(self.service, self.who, self.request_id, until=gone, restarting=self._restarting)
         over = False
-        try:
-            async for part in drawn(self.service, self.who, self.request_id, until=gone):
+
+        async def read() -> AsyncIterator[DrawnTokens | SampleResult]:
+            nonlocal over
+            async for part in parts:
                 if isinstance(part, SampleResult):
                     over = True
                     await self._record(part)
                 yield part
+
+        try:
+            yield read()
         finally:
             gone.cancel()
             if not over:
                 self._leave()
+            await parts.aclose()
+
+    @property
+    def _restarting(self) -> str:
+        if self.keep:
+            return "the server is restarting, and finishes this sample: send the request again with its Idempotency-Key"
+        return "the server is restarting: send the request again"
 
     def _leave(self) -> None:
         self.service.afterwards.run(self._stop())
@@ -212,19 +230,29 @@ async def ask(
         if turn is not None:
             service.turns_coming.discard(turn)
         raise
-    return Asked(service, who, request, target, list(prompt), params, request_id, session, turn, keep=key is not None)
+    return Asked(service, who, request, target, list(prompt), params, request_id, session, turn, keep=bool(key))
 
 
 async def _accepted(
     service: Service, who: Principal, target: Target, priority: str, key: str | None, body: SampleRequest
 ) -> str:
-    seq = FIRST_SEQ + (_number(who, key) if key else secrets.randbits(61))
+    seq = FIRST_SEQ + _number(who, key) if key else UNKEPT + secrets.randbits(61)
     lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
     sampler = target.sampler
     if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
-    new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+    try:
+        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+    except Invalid as error:
+        raise _in_their_words(error) from None
     return await accept(service, target.submitter, new, repeat=lane is not None)
+
+
+def _in_their_words(error: Invalid) -> Refused:
+    """A refusal of the sample, with the name that its parameter has at the doors."""
+    field, colon, what = error.detail.partition(": ")
+    name = WORDS.get(field, field.removeprefix("sampling_params."))
+    return Refused(f"{name}{colon}{what}", name if colon else None)
 
 
 def _number(who: Principal, key: str) -> int:

@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
-from weft.wire.base import Count, Integer, Positive
+from weft.wire.base import Count, Integer, Positive, Seed
 from weft.wire.inputs import Token
 
 from api.errors import quote
 from api.http.bodies import read_json
 from api.routes.openai.errors import Refused
+from api.routes.openai.tools import check_tools
 from api.state.service import service_of
 
 B = TypeVar("B", bound=BaseModel)
@@ -36,12 +37,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
+    "add_generation_prompt": (True,),
 }
 #: Fields that say something to others than the sampler: taken and not used.
 UNUSED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    *("cache_salt", "priority", "return_tokens_as_token_ids", "spaces_between_special_tokens", "add_generation_prompt"),
-    *("include_reasoning", "request_id", "chat_template_kwargs"),
+    *("cache_salt", "priority", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
+    *("include_reasoning", "request_id"),
 }
 
 
@@ -50,14 +52,12 @@ _FREE = "nothing constrains what a model draws;"
 ADVICE = {
     "tool_choice": f'{_FREE} send "auto", and expect answers without a call',
     "response_format": f"{_FREE} ask for the format in a message, and check what comes",
-    "text": f"{_FREE} ask for the format in a message, and check what comes",
+    "text.format": f"{_FREE} ask for the format in a message, and check what comes",
 }
 
 
 #: What `include` may ask for in the Responses API.
 LOGPROBS = "message.output_text.logprobs"
-#: Folded into a sampler's seed; it comes to no database.
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 #: The first element that is wrong ends it: each of two million errors would take hundreds of bytes.
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -79,11 +79,12 @@ class Door(BaseModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
     unused: ClassVar[set[str]] = UNUSED
 
-    def refuse_unknown(self) -> None:
+    def refuse_unknown(self, within: str = "") -> None:
         for name, value in (self.model_extra or {}).items():
             if value is None or name in self.unused or any(value == given for given in self.neutral.get(name, ())):
                 continue
             known = f"{_shown(value)} cannot be honoured here" if name in self.neutral else "is not supported here"
+            name = within + name
             instead = ADVICE.get(name, "leave it out")
             raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
 
@@ -96,6 +97,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, str | int | float):
         return quote(value)
     return "such a list" if isinstance(value, list) else "such an object"
+
+
+class StreamOptions(Door):
+    neutral = {"include_obfuscation": (True, False), "continuous_usage_stats": (False,)}
+    unused = set()
+    include_usage: bool | None = None
 
 
 class Sampling(Door):
@@ -112,20 +119,24 @@ class Sampling(Door):
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
 
-    def refuse_unknown(self) -> None:
-        super().refuse_unknown()
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
         if self.stop and self.stop_token_ids:
             raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
+        if self.stream_options is not None:
+            if not self.stream:
+                raise Refused("stream_options: only with stream: true", "stream_options")
+            self.stream_options.refuse_unknown("stream_options.")
 
     @property
     def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatBody(Sampling):
@@ -134,16 +145,20 @@ class ChatBody(Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        check_tools(self.tools or ())
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise Refused("max_tokens, max_completion_tokens: they differ; give one of them", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise Refused("top_logprobs: only with logprobs: true", "top_logprobs")
 
     @property
     def most(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        """For the chat template, as vLLM takes them: `enable_thinking`, ..."""
-        given = (self.model_extra or {}).get("chat_template_kwargs")
-        return dict(given) if isinstance(given, dict) else {}
 
     @property
     def shown_tools(self) -> Objects | None:
@@ -162,13 +177,20 @@ class CompletionBody(Sampling):
     logprobs: Count | None = None
 
 
+class Format(Door):
+    """What the Responses API has as `text`."""
+
+    neutral = {"format": ({"type": "text"},)}
+    unused = set()
+
+
 class ResponsesBody(Door):
     """OpenAI's Responses API, of which nothing is kept: `input` is the whole conversation. `seed`, `stop`,
     `stop_token_ids`, `top_k`, `return_token_ids`, `max_staleness` and `chat_template_kwargs` are as in a chat."""
 
     neutral = {
         **{"background": (False,), "store": (False,), "truncation": ("disabled",), "reasoning": ({},)},
-        **{"text": ({}, {"format": {"type": "text"}}), "previous_response_id": (), "conversation": (), "prompt": ()},
+        **{"previous_response_id": (), "conversation": (), "prompt": ()},
         **{"tool_choice": ("auto", "none"), "max_tool_calls": ()},
     }
     unused = UNUSED - {"store"}
@@ -181,6 +203,8 @@ class ResponsesBody(Door):
     top_k: Integer | None = None
     top_logprobs: Count | None = None
     include: Strings | None = None
+    text: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
@@ -189,14 +213,18 @@ class ResponsesBody(Door):
     return_token_ids: bool | None = None
     max_staleness: Count | None = None
 
-    def refuse_unknown(self) -> None:
+    def refuse_unknown(self, within: str = "") -> None:
         if self.stop and self.stop_token_ids:
             raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
         for name in ("previous_response_id", "conversation"):
             if (self.model_extra or {}).get(name) is not None:
                 said = f"{name}: no response is kept here; send the whole conversation as input"
                 raise Refused(said, name, "unsupported_parameter")
-        super().refuse_unknown()
+        super().refuse_unknown(within)
+        check_tools(self.tools or (), "")
+        Format.model_validate(self.text or {}).refuse_unknown("text.")
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise Refused(f"top_logprobs: only with include: [{LOGPROBS!r}]", "top_logprobs")
         for name in self.include or ():
             if name not in (LOGPROBS, "reasoning.encrypted_content"):
                 raise Refused(f"include: {quote(name)} is not supported here; leave it out", "include")

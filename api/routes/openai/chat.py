@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from weft.wire import SamplingParams
 
 from api.checks.priority import PriorityDep
-from api.errors import explain
+from api.errors import explain, field_of
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.events import event_stream
+from api.http.events import EventStream
 from api.routes.openai.answers import Form, whole
 from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling, body_of
@@ -37,8 +37,9 @@ async def chat_completions(request: Request, service: ServiceDep, who: Principal
     body = await body_of(request, ChatBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
-    options = body.template_options
-    prompt = await in_turn(who.org_id, lambda: target.text.render(body.messages, body.shown_tools, options))
+    prompt = await in_turn(
+        who.org_id, lambda: target.text.render(body.messages, body.shown_tools, body.chat_template_kwargs)
+    )
     return await _chat(request, service, who, priority, body, target, prompt)
 
 
@@ -117,7 +118,7 @@ def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
             stop=stop,
         )
     except ValidationError as error:  # a number that no tokenizer and no generator has
-        raise Refused(explain(error)) from None
+        raise Refused(explain(error), field_of(error)) from None
 
 
 def _options(body: Sampling, form: Form) -> dict[str, Any]:
@@ -133,5 +134,5 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
 
 async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
     if body.stream:
-        return event_stream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
+        return EventStream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
     return await asked.answer(lambda result: whole(form, asked.request_id, asked.target.name, asked.prompt, result))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import groupby
 from typing import Any
 
@@ -14,43 +14,42 @@ from api.errors import ApiError, form_of
 from api.http.events import event
 from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
 from api.routes.openai.asking import Asked
-from api.routes.openai.detokenizing import TextStream
 from api.routes.openai.tools import parse_calls
 from scheduler.links.messages import DrawnTokens
 
 DONE = event(b"[DONE]")
 
 
-async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncIterator[bytes]:
-    writer = _Writer(asked, form, num_samples)
-    parts = asked.parts()
+async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    writer = _Writer(asked, form, num_samples, {"usage": None} if include_usage else {})
     try:
-        for choice in writer.opening():
-            yield writer.chunk([choice])
-        async for part in parts:
-            if isinstance(part, DrawnTokens):
-                yield writer.chunk([writer.middle(part)])
-                continue
-            for choice in writer.closing(part):
+        async with asked.parts() as parts:
+            for choice in writer.opening():
                 yield writer.chunk([choice])
-            if include_usage:
-                yield writer.chunk([], usage=usage_of(asked.prompt, part))
+            async for part in parts:
+                if isinstance(part, DrawnTokens):
+                    yield writer.chunk([writer.middle(part)])
+                    continue
+                for choice in writer.closing(part):
+                    yield writer.chunk([choice])
+                if include_usage:
+                    yield writer.chunk([], usage=usage_of(asked.prompt, part))
     except ApiError as error:
         yield event(orjson.dumps(form_of(error)))
-    finally:
-        await parts.aclose()
     yield DONE
 
 
 class _Writer:
-    def __init__(self, asked: Asked, form: Form, num_samples: int) -> None:
-        self._asked, self._form = asked, form
-        self._texts = [TextStream(form.decode, form.stops, form.hold) for _ in range(num_samples)]
+    """`every`: what each chunk has."""
+
+    def __init__(self, asked: Asked, form: Form, num_samples: int, every: Json) -> None:
+        self._asked, self._form, self._every = asked, form, every
+        self._texts = [form.stream() for _ in range(num_samples)]
         self._written = Counter[int]()  # characters of each choice's tokens
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:
         answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
-        return event(orjson.dumps({**answer, "choices": choices, **more}))
+        return event(orjson.dumps({**answer, "choices": choices, **self._every, **more}))
 
     def opening(self) -> list[Json]:
         if not self._form.chat:

@@ -12,16 +12,17 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
-    """The text of one sequence. `stops` end it and are left out; text from `hold` on is kept back until the end."""
+    """The text of one sequence. `stops` end it and are left out; text from `hold` on is kept back until the end, with
+    `alone` only where nothing but space is before it."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = (), hold: str = "") -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), hold: str = "", *, alone: bool = False) -> None:
         self._decode, self._stops, self._hold = decode, [stop for stop in stops if stop], hold
+        self._alone = alone
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens from _start to _read are the context of those behind
         self._waited = 0  # pushes in a row that ended within a character
         self._waiting = ""  # decoded and not given out
         self._over = False
-        self.held = False
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make certain."""
@@ -49,9 +50,11 @@ class TextStream:
         cut = min((place for stop in self._stops if (place := waiting.find(stop)) >= 0), default=None)
         if cut is not None:
             waiting, self._over = waiting[:cut], True
-        if self._hold and (place := waiting.find(self._hold)) >= 0:
-            self.held = True
-        else:
+        if self._alone and (begun := waiting.lstrip()) and not begun.startswith(self._hold):
+            self._hold, self._alone = "", False
+        if self._alone:
+            place = 0
+        elif not self._hold or (place := waiting.find(self._hold)) < 0:
             marks = [*([] if self._over else self._stops), *([self._hold] if self._hold else [])]
             place = len(waiting) - max((_beginning(waiting, mark) for mark in marks), default=0)
         self._waiting = waiting[place:]

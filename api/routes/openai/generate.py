@@ -19,6 +19,7 @@ from api.routes.openai.chat import SAMPLES, params_of
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
 from api.routes.openai.text import in_turn
+from api.routes.openai.tools import check_tools
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 
@@ -78,6 +79,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
     body = await body_of(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise Refused("prompt, messages: give one of them", "prompt")
+    check_tools(body.tools or ())
     target = await _target(service, who, body.model)
 
     def read() -> list[int]:

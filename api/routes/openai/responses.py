@@ -4,7 +4,7 @@ conversation is sent whole."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import orjson
@@ -15,12 +15,12 @@ from weft.wire.binary.sample_codec import SampleResult
 from api.checks.priority import PriorityDep
 from api.errors import ApiError, form_of, quote
 from api.http.auth import PrincipalDep
-from api.http.events import event, event_stream
+from api.http.events import EventStream, event
 from api.routes.openai.answers import Form, Json, logprobs_of, policy_of, rows_of, rows_of_part
 from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import LOGPROBS, ResponsesBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of, stops_of
-from api.routes.openai.detokenizing import TextStream, whole_text
+from api.routes.openai.detokenizing import whole_text
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import target_of
 from api.routes.openai.text import in_turn
@@ -37,9 +37,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     messages, tools = messages_of(body), tools_of(body)
-    given = (body.model_extra or {}).get("chat_template_kwargs")
-    options = given if isinstance(given, dict) else {}
-    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, options))
+    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, body.chat_template_kwargs))
     params = params_of(body, body.max_output_tokens, target)
     top = body.top_logprobs or 0
     told = LOGPROBS in (body.include or ())
@@ -53,7 +51,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     }
     asked = await ask(service, who, request, priority, target, prompt, params, **more)
     if body.stream:
-        return event_stream(_Stream(asked, form, body).events())
+        return EventStream(_Stream(asked, form, body).events())
     return await asked.answer(lambda result: _whole(asked, form, body, result))
 
 
@@ -95,9 +93,6 @@ def _text(content: Any, place: int) -> str:
 
 def tools_of(body: ResponsesBody) -> list[Json] | None:
     """Functions in the form of chats."""
-    for place, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise Refused(f"tools[{place}]: only functions can be called here", "tools", "unsupported_parameter")
     if body.chosen_tools == "none" or not body.tools:
         return None
     kept = ("name", "description", "parameters")
@@ -180,8 +175,8 @@ class _Stream:
 
     def __init__(self, asked: Asked, form: Form, body: ResponsesBody) -> None:
         self._asked, self._form, self._body = asked, form, body
-        self._text, self._said, self._logprobs = TextStream(form.decode, form.stops, form.hold), "", list[Json]()
-        self._number = 0
+        self._text, self._said, self._logprobs = form.stream(), "", list[Json]()
+        self._number = self._told = 0  # of events, and of log-probabilities that some event has had
         self._opened = False
 
     def _event(self, kind: str, **more: Any) -> bytes:
@@ -189,33 +184,32 @@ class _Stream:
         self._number += 1
         return event(orjson.dumps(data), kind)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        parts = self._asked.parts()
+    async def events(self) -> AsyncGenerator[bytes, None]:
         begun = _envelope(self._asked, self._body, "in_progress")
         try:
-            yield self._event("response.created", response=begun)
-            yield self._event("response.in_progress", response=begun)
-            async for part in parts:
-                if isinstance(part, DrawnTokens):
-                    if self._form.logprobs:
-                        self._logprobs += logprobs_of(self._form, *rows_of_part(part))["content"]
-                    for made in self._more(self._text.push(part.tokens)):
+            async with self._asked.parts() as parts:
+                yield self._event("response.created", response=begun)
+                yield self._event("response.in_progress", response=begun)
+                async for part in parts:
+                    if isinstance(part, DrawnTokens):
+                        if self._form.logprobs:
+                            self._logprobs += logprobs_of(self._form, *rows_of_part(part))["content"]
+                        for made in self._more(self._text.push(part.tokens)):
+                            yield made
+                        continue
+                    for made in self._end(part):
                         yield made
-                    continue
-                for made in self._end(part):
-                    yield made
         except ApiError as error:
             told = form_of(error)["error"]
             yield self._event("error", code=told["code"], message=told["message"], param=told["param"])
-        finally:
-            await parts.aclose()
 
     def _more(self, text: str) -> list[bytes]:
         if not text:
             return []
         self._said += text
         place = {"item_id": f"msg_{self._asked.request_id}", "output_index": 0, "content_index": 0}
-        return [*self._open(), self._event("response.output_text.delta", **place, delta=text, logprobs=[])]
+        fresh, self._told = self._logprobs[self._told :], len(self._logprobs)
+        return [*self._open(), self._event("response.output_text.delta", **place, delta=text, logprobs=fresh)]
 
     def _open(self) -> list[bytes]:
         if self._opened:

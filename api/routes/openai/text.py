@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -19,10 +21,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from starlette.concurrency import run_in_threadpool
 from tokenizers import Tokenizer
 
+from api.errors import quote
 from api.routes.openai.errors import Refused
 
 #: Characters of a long text that are made into tokens together, to find whether it can fit at all.
 PIECE = 1 << 16
+#: What OpenAI's API knows.
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+#: What a template compares a role with, and words of it in quotes.
+_COMPARED, _QUOTED = re.compile(r"role\W{0,4}(?:==|!=|in\b)([^%}]*)"), re.compile(r"['\"](\w+)['\"]")
 
 
 class ModelText:
@@ -40,6 +47,8 @@ class ModelText:
         self._special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
         jinja = folder / "chat_template.jinja"
         self.template = jinja.read_text() if jinja.is_file() else _default(config.get("chat_template"))
+        self._own = {role for words in _COMPARED.findall(self.template) for role in _QUOTED.findall(words)}
+        self._roles = sorted({*ROLES, *self._own})
         self._chat: Template | None = _environment().from_string(self.template) if self.template else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -82,9 +91,10 @@ class ModelText:
             raise Refused("messages: this model has no chat template; use /v1/completions", "messages")
         if tools and "tools" not in self.template:
             raise Refused("tools: the chat template of this model has no place for them", "tools")
+        said = [self._plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
         try:
             text = self._chat.render(
-                messages=[_plain(message) for message in messages],
+                messages=said,
                 tools=tools,
                 documents=None,
                 **self._special,
@@ -93,7 +103,27 @@ class ModelText:
             text.encode()  # half of a character, as JSON in JSON may spell it, has no tokens
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Refused(f"messages: the chat template of this model refuses them: {error}", "messages") from None
+        for place, message in enumerate(said):
+            role, content = message["role"], message["content"].strip()
+            if role not in {"assistant", "user", *self._own} and content not in text:
+                what = f"the chat template of this model leaves out what role {quote(role)} says"
+                raise Refused(f"messages[{place}].role: {what}", f"messages[{place}].role", "unsupported_value")
         return self.encode(text, special=False)
+
+    def _plain(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """A message as templates expect it: text in one piece, and a tool call's arguments as an object. A developer's
+        is a system's where the template knows no developers."""
+        role = message.get("role")
+        if role not in self._roles:
+            what = "missing" if role is None else f"{quote(role)} is not known"
+            raise Refused(f"{where}.role: {what}; it must be one of {', '.join(self._roles)}", f"{where}.role")
+        plain = {name: value for name, value in message.items() if value is not None}
+        if role == "developer" and role not in self._own:
+            plain["role"] = "system"
+        plain["content"] = _text(message.get("content"), where)
+        if plain.get("tool_calls"):
+            plain["tool_calls"] = _plain_calls(plain["tool_calls"], f"{where}.tool_calls")
+        return plain
 
 
 @functools.lru_cache(maxsize=32)
@@ -129,31 +159,29 @@ def _default(template: Any) -> str:
     return template or ""
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text in one piece, and a tool call's arguments as an object."""
-    plain = {name: value for name, value in message.items() if value is not None or name == "content"}
-    content = plain.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-            raise Refused("messages: only text can be read here", "messages", "unsupported_content")
-        plain["content"] = "".join(str(text) for text in texts)
-    elif content is None:
-        plain["content"] = ""
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise Refused(f"{where}.content: only text can be read here", f"{where}.content", "unsupported_content")
+    return "".join(str(text) for text in texts)
+
+
+def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    plain = []
+    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            here = f"{where}[{place}]"
+            raise Refused(f"{here}: must be {{'type': 'function', 'function': {{'name', 'arguments'}}}}", here)
+        function = dict(function)
+        if isinstance(function.get("arguments"), str):
+            with suppress(ValueError, RecursionError):
+                function["arguments"] = json.loads(function["arguments"])
+        plain.append({**call, "function": function})
     return plain
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            function["arguments"] = json.loads(arguments)
-        except (ValueError, RecursionError):
-            function["arguments"] = arguments
-    return {**call, "function": function}
 
 
 @functools.cache

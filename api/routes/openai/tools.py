@@ -1,14 +1,52 @@
-"""Tool calls in what a model has written, in the format that its chat template teaches."""
+"""Tools that a model is shown, and its calls of them: in the format that its chat template teaches."""
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from api.errors import quote
+from api.routes.openai.errors import Refused
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+#: As the Model Context Protocol has names of tools; OpenAI's are among them.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
+
+
+def check_tools(tools: Iterable[Mapping[str, Any]], inner: str = "function") -> None:
+    """Raise Refused for what is no function, and for one that cannot be told from another. `inner` is where a tool has
+    its name; "" for the tool itself, as in the Responses API."""
+    names: set[str] = set()
+    for place, tool in enumerate(tools):
+        where = f"tools[{place}]"
+        if tool.get("type") != "function":
+            kind = "no type" if tool.get("type") is None else f"type {quote(tool['type'])}"
+            raise _wrong(f"{where}.type", f"{kind}; only functions can be called here, of type 'function'")
+        function: Any = tool.get(inner) if inner else tool
+        where = f"{where}.{inner}" if inner else where
+        if not isinstance(function, Mapping):
+            raise _wrong(where, "must be an object with the function's name, and its description and parameters")
+        name, schema = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            got = "missing" if name is None else f"{quote(name)} is no name"
+            raise _wrong(f"{where}.name", f"{got}; it must be 1 to 128 characters of A-Z a-z 0-9 _ - .")
+        if name in names:
+            raise _wrong(f"{where}.name", f"{quote(name)} is the name of an earlier tool; each needs its own")
+        names.add(name)
+        if not isinstance(function.get("description"), str | None):
+            raise _wrong(f"{where}.description", "must be text")
+        if schema is not None and not (isinstance(schema, Mapping) and schema.get("type", "object") == "object"):
+            raise _wrong(f"{where}.parameters", "must be a JSON schema of type 'object', or left out")
+
+
+def _wrong(where: str, what: str) -> Refused:
+    return Refused(f"{where}: {what}", where, "invalid_value")
 
 
 @dataclass(frozen=True)
@@ -17,6 +55,13 @@ class Parsed:
 
     content: str
     calls: tuple[dict[str, Any], ...] = ()
+
+
+def beginning(template: str) -> tuple[str, bool]:
+    """How a call begins in the format of a template, and whether only space may come before; "" for no format."""
+    if OPEN in template:
+        return OPEN, False
+    return ("{", True) if '"parameters"' in template else ("", False)
 
 
 def parse_calls(text: str, template: str) -> Parsed:

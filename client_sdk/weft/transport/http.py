@@ -39,6 +39,8 @@ log = logging.getLogger("weft")
 API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 MAX_CALLS, MAX_POLLS = 64, 512
+#: Who waits for a server that answers and cannot serve is told why after so long, once for each request.
+TOLD_AFTER_S = 5.0
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -81,8 +83,9 @@ class Call:
     patient: bool = False
     #: Long polls have their own pool.
     poll: bool = False
-    #: A redirect is an answer: where it points is fetched without our credential.
-    follow: bool = True
+    #: A redirect is an answer: where it points is fetched without our credential. Otherwise it is an error, since
+    #: nobody but the server is sent that.
+    redirected: bool = False
     #: Sent with the API key itself even where tokens are used.
     with_key: bool = False
 
@@ -146,7 +149,6 @@ class Transport:
                 params=call.params,
                 headers=headers,
                 timeout=timeout,
-                follow_redirects=call.follow,
             )
             self._contact.there()
             return response
@@ -182,7 +184,8 @@ class Transport:
         """Send until it is answered well, or finally refused, or the budget is spent. Resends the same bytes."""
         key = {"X-Idempotency-Key": str(uuid.uuid4())} if call.method != "GET" else {}
         call = replace(call, headers={**key, **(call.headers or {})})
-        attempts = Attempts(policy or self.policy, time.monotonic(), call.patient)
+        began = time.monotonic()
+        attempts, told = Attempts(policy or self.policy, began, call.patient), False
         while True:
             answer, retry_after_s = await self._attempt(call)
             if isinstance(answer, httpx.Response):
@@ -191,7 +194,10 @@ class Transport:
             pause_s = attempts.pause_after(status, time.monotonic(), retry_after_s)
             if pause_s is None or (status is None and self._contact.hopeless(pause_s)):
                 raise answer
-            log.log(logging.WARNING if status == 402 else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
+            failing = status is not None and status >= 500 and time.monotonic() - began > TOLD_AFTER_S
+            loud = status == 402 or (failing and not told)
+            told = told or failing
+            log.log(logging.WARNING if loud else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, call: Call) -> tuple[httpx.Response | APIStatusError | APIConnectionError, float | None]:
@@ -200,7 +206,7 @@ class Transport:
             response = await self.once(call)
         except APIConnectionError as error:
             return error, None
-        if response.is_success or (response.has_redirect_location and not call.follow):
+        if response.is_success or (response.has_redirect_location and call.redirected):
             return response, None
         return error_of(response), _retry_after_s(response)
 
@@ -232,6 +238,13 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 def error_of(response: httpx.Response) -> APIStatusError:
     """The typed error of an answer that is not a success."""
+    if response.has_redirect_location:
+        there = response.headers["location"]
+        return status_error(
+            response.status_code,
+            f"{response.request.url} is redirected to {there}, where no API key is sent: give the server's own address "
+            "(base_url, else WEFT_BASE_URL)",
+        )
     try:
         body: Any = response.json()
     except ValueError:
@@ -247,7 +260,8 @@ def parse(response: httpx.Response, answer: type[M]) -> M:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise APIResponseValidationError(
-            f"{response.request.url.path}: unexpected answer, {where or 'body'}: {first['msg']}"
+            f"{response.request.url.path}: unexpected answer, {where or 'body'}: {first['msg']}; it begins with "
+            f"{response.text[:60]!r}"
         ) from error
 
 

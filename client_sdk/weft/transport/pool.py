@@ -29,9 +29,7 @@ class Shard:
 
     def __init__(self, headers: Mapping[str, str], connections: int) -> None:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30)
-        self.client = httpx.AsyncClient(
-            headers=dict(headers), limits=limits, follow_redirects=True, verify=_ssl_context()
-        )
+        self.client = httpx.AsyncClient(headers=dict(headers), limits=limits, verify=_ssl_context())
         self.slots = asyncio.Semaphore(connections)
         self.load = 0
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 #: `model_id` and the like are names of the protocol; `defer_build` keeps `import weft` fast.
 _SHARED = ConfigDict(protected_namespaces=(), defer_build=True, frozen=True, populate_by_name=True)
@@ -42,5 +43,19 @@ SampleSeq = Annotated[int, Field(ge=0, le=MAX_INT)]
 CloneId = Annotated[int, Field(ge=0, le=MAX_INT // 10**9 - 1)]
 #: Microseconds since 1970, in years of four digits.
 Instant = Annotated[int, Field(ge=0, le=250 * 10**15)]
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+SEEDS = f"must be {MIN_SEED} to {MAX_SEED}"
+
+
+def _seed(value: int) -> int:
+    if not MIN_SEED <= value <= MAX_SEED:
+        raise PydanticCustomError("seed", SEEDS)
+    return value
+
+
+#: Of an adapter's start or of a sample: 64 bits, as OpenAI's API has it too.
+Seed = Annotated[
+    int, AfterValidator(_seed), WithJsonSchema({"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED})
+]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 UserMetadata = dict[str, str]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq
+from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq, Seed
 from weft.wire.binary.sample_codec import (
     PolicySpan,
     SampleResult,
@@ -42,7 +42,7 @@ class SamplingParams(Request):
     `top_p` 1 are off."""
 
     max_tokens: Count | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
+    seed: Seed | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Token], Field(fail_fast=True)] | None = (
         None
     )

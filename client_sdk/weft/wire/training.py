@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from weft.wire.base import Count, Finite, Positive, Request, Response, TrainSeq
+from weft.wire.base import Count, Finite, Positive, Request, Response, Seed, TrainSeq
 from weft.wire.inputs import Datum
 from weft.wire.tensor import TensorData
 
@@ -44,7 +44,7 @@ class LoraConfig(Request):
     """Shape of a run's adapter: its rank, the seed of its start, and which parts of each layer it adapts."""
 
     rank: Positive
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

@@ -126,7 +126,9 @@ class Acceptance:
         return runs + ((claim(self._limits, "stored_bytes", new.stores_bytes),) if new.stores_bytes else ())
 
     async def _write(self, taking: Taking) -> None:
-        """Insert, again if the database was away for a moment; then it may have been inserted the first time."""
+        """Insert, again if the database was away for a moment; then it may have been inserted the first time, and what
+        it holds itself may be what there is too little of now."""
+        again = False
         for pause_s in (*INSERT_AGAIN_S, None):
             try:
                 await self._database.write_batched(insert_all, taking, lock=taking.row["org_id"])
@@ -136,8 +138,9 @@ class Acceptance:
                     raise
                 log.warning("operation %s: the database does not answer; again in %.1f s", taking.row["id"], pause_s)
                 await asyncio.sleep(pause_s)
-            except IntegrityError:
-                there = self._stored(taking.row["lane"], taking.row["seq"])
+                again = True
+            except (IntegrityError, OutOfMoney, QuotaReached):
+                there = self._stored(taking.row["lane"], taking.row["seq"]) if again else None
                 if there is None or there.id != taking.row["id"]:
                     raise
                 return

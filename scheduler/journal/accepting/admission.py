@@ -13,6 +13,8 @@ from typing import Protocol
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from billing.accounts import OutOfMoney
+from billing.quotas import QuotaReached
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.accepting.in_flight import InFlight
@@ -66,7 +68,8 @@ class Admission:
             request_id = await self._acceptance.known(new, maybe_stored=self._queues.maybe_stored(new))
             if request_id is None:
                 op = await self._take(new, rows)
-        except IntegrityError:  # somebody has accepted it: another replica just now, or this one without knowing it
+        except (IntegrityError, OutOfMoney, QuotaReached):
+            # Another replica may just have accepted it, or this one without knowing it; what it holds is held then.
             request_id = await self._acceptance.known(new, maybe_stored=True)
             if request_id is None:
                 raise

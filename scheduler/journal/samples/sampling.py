@@ -7,10 +7,12 @@ from weft.wire.binary.sample_codec import SampleUsage, SequenceResult, encode_sa
 
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.contract import LIVES, Item
-from scheduler.links.messages import Done, SampleOp
-from scheduler.order.operations import INTERACTIVE, Operation
+from scheduler.links.messages import Done, Failure, SampleOp
+from scheduler.order.operations import INTERACTIVE, SAMPLE, UNKEPT, Operation
 
 GAVE_UP = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
+
+CUT_OFF = "the server was restarted while the connection for this sample was open; nothing is billed: send it again"
 
 
 def samples_of(op: Operation) -> int:
@@ -21,6 +23,11 @@ def undrawn(op: Operation) -> Done:
     """The end of a sample that was cancelled before it started: its sequences are empty, and nothing is billed."""
     empty = SequenceResult(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
     return Done(op.id, encode_sample_response([empty] * samples_of(op), usage=SampleUsage()))
+
+
+def cut_off(op: Operation) -> Done | None:
+    """The end of a sample when its server ends: nobody can be given it after that. None: somebody may come for it."""
+    return Done(op.id, failure=Failure(CUT_OFF)) if op.kind == SAMPLE and op.seq >= UNKEPT else None
 
 
 def needed(op: Operation, sampler: SamplerFacts) -> str:

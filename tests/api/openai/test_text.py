@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from api.routes.openai.answers import Form
 from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.errors import Refused
 from api.routes.openai.text import AT_ONCE, PIECE, ModelText, in_turn
-from api.routes.openai.tools import parse_calls
+from api.routes.openai.tools import check_tools, parse_calls
 from workers.model.tiny import TINY_PATH
 
 CONTEXT = 2048
@@ -70,6 +71,84 @@ def test_a_clients_messages_are_made_plain(text: ModelText) -> None:
         text.render([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (
+            {"role": "usr"},
+            "messages[1].role: 'usr' is not known; it must be one of assistant, developer, function, system, tool",
+        ),
+        ({"content": "x"}, "messages[1].role: missing; it must be one of assistant,"),
+        ({"role": ["user"]}, "messages[1].role: ['user'] is not known"),
+        ({"role": "user", "content": 5}, "messages[1].content: only text can be read here"),
+        ({"role": "user", "content": {"text": "x"}}, "messages[1].content: only text can be read here"),
+        ({"role": "assistant", "tool_calls": "add"}, "messages[1].tool_calls[0]: must be {'type': 'function',"),
+        ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "messages[1].tool_calls[0]: must be"),
+    ],
+)  # fmt: skip
+def test_a_message_that_cannot_be_read_is_named(text: ModelText, message: Any, says: str) -> None:
+    with pytest.raises(Refused) as caught:
+        text.render([{"role": "user", "content": "What is 3 + 5?"}, message])
+    assert says in caught.value.detail
+    assert caught.value.param == says.partition(":")[0]
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none(text: ModelText, tmp_path: Path) -> None:
+    said = [{"role": "developer", "content": "Be short"}, {"role": "user", "content": "What is 3 + 5?"}]
+    assert text.render(said) == text.render([{**said[0], "role": "system"}, said[1]])
+    (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
+    shown = "{% if m['role'] == 'developer' or m.role in ['ipython'] %}D{{ m.content }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}" + shown + "{% endfor %}")
+    own = ModelText(tmp_path, CONTEXT)
+    assert own.render([*said, {"role": "ipython", "content": "8"}]) == own.encode("DBe shortD8")
+    with pytest.raises(Refused, match="one of assistant, developer, function, ipython, system, tool, user"):
+        own.render([{"role": "usr", "content": "x"}])
+    with pytest.raises(Refused, match="the chat template of this model leaves out what"):
+        own.render([said[1], {"role": "system", "content": "x"}])
+
+
+@pytest.mark.parametrize("inner", ["function", ""])
+@pytest.mark.parametrize(
+    ("given", "where", "says"),
+    [
+        ([{"name": "f", "parameters": []}], "tools[0]{}.parameters", "must be a JSON schema of type 'object'"),
+        ([{"name": "f", "parameters": {"type": "array"}}], "tools[0]{}.parameters", "must be a JSON schema of type"),
+        ([{"name": "f", "description": 5}], "tools[0]{}.description", "must be text"),
+        ([{}], "tools[0]{}.name", "missing; it must be 1 to 128 characters of A-Z a-z 0-9 _ - ."),
+        ([{"name": "f"}, {"name": "a b"}], "tools[1]{}.name", "'a b' is no name"),
+        ([{"name": "f"}, {"name": "f"}], "tools[1]{}.name", "'f' is the name of an earlier tool"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named(given: Any, where: str, says: str, inner: str) -> None:
+    tools = [{"type": "function", **({inner: function} if inner else function)} for function in given]
+    with pytest.raises(Refused) as caught:
+        check_tools(tools, inner)
+    assert caught.value.param == where.format(f".{inner}" if inner else "")
+    assert caught.value.detail.startswith(f"{caught.value.param}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        ({"type": "web_search"}, "tools[0].type: type 'web_search'; only functions can be called here"),
+        ({"function": {"name": "f"}}, "tools[0].type: no type; only functions can be called here"),
+        ({"type": "function"}, "tools[0].function: must be an object with the function's name"),
+        ({"type": "function", "function": ["f"]}, "tools[0].function: must be an object"),
+    ],
+)
+def test_a_tool_that_is_no_function_is_named(tool: Any, says: str) -> None:
+    with pytest.raises(Refused) as caught:
+        check_tools([tool])
+    assert says in caught.value.detail
+
+
+def test_tools_that_others_send_are_taken() -> None:
+    """Of OpenAI's own helpers, of MCP, and without parameters."""
+    check_tools([{"type": "function", "function": {"name": "files.read-1", "strict": True, "parameters": {}}}])
+    check_tools([{"type": "function", "function": {"name": "now", "parameters": None}}, *TOOLS])
+    check_tools([{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}], "")
+
+
 def test_a_template_is_the_models_own(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
     with pytest.raises(Refused, match="no chat template"):
@@ -112,6 +191,41 @@ def test_text_in_pieces_is_the_whole_text(text: ModelText, words: str, stops: tu
     pieces = [stream.push([token]) for token in tokens]
     assert "".join(pieces) + stream.end() == words[:cut]
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+LLAMA = '{{ "parameters" }}{{ tools }}'
+
+
+@pytest.mark.parametrize(
+    ("written", "told", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
+        ('\n {"name": "add", "parameters": {"a": "}{"}}\n', "", ["add"]),
+        ('So: {"name": "add", "parameters": {}}', 'So: {"name": "add", "parameters": {}}', []),
+        ('{"name": "add"', '{"name": "add"', []),
+        ("  ", "  ", []),
+        ("plain { text }", "plain { text }", []),
+    ],
+)
+def test_a_stream_finds_the_calls_that_the_whole_answer_has(
+    text: ModelText, tmp_path: Path, written: str, told: str, calls: list[str]
+) -> None:
+    """In Llama's format a call is the whole answer."""
+    (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(LLAMA)
+    llama = ModelText(tmp_path, CONTEXT)
+    stream = Form(llama, chat=True, tools=True).stream()
+    said = "".join(stream.push([token]) for token in llama.encode(written, special=False))
+    parsed = parse_calls(stream.end(), llama.template)
+    assert said + parsed.content == told
+    assert [call["function"]["name"] for call in parsed.calls] == calls
+    whole = parse_calls(written, LLAMA).calls
+    assert [call["function"] for call in whole] == [call["function"] for call in parsed.calls]
+
+
+def test_text_that_is_no_call_is_told_as_it_comes(text: ModelText) -> None:
+    stream = TextStream(text.decode, hold="{", alone=True)
+    assert [stream.push(text.encode(words)) for words in ("So", ": {", "a}")] == ["So", ": {", "a}"]
 
 
 # ---- what a tenant may send, or have its model write, to keep the server busy

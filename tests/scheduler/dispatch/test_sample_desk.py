@@ -18,13 +18,14 @@ from sqlalchemy.exc import OperationalError
 from weft.wire.binary.sample_codec import decode_sample_response
 
 from scheduler.dispatch.handing_out import Offer, announce, hand_out
+from scheduler.journal.recovery import recover
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.journal.samples.sampling import needed
 from scheduler.links.contract import LIVES, Item, Lease
-from scheduler.links.messages import Cancel, Declined, Done, Occupancy, PullSamples, SampleWork
+from scheduler.links.messages import Cancel, Declined, Done, Drain, Occupancy, PullSamples, SampleWork
 from scheduler.links.sockets import WorkerLink
 from scheduler.order.local_queue import LocalQueue
-from scheduler.order.operations import Operation, Outcome
+from scheduler.order.operations import UNKEPT, Operation, Outcome
 from scheduler.order.plans import Sample
 from store import tables
 from tests.scheduler.journal.test_journal import Service, go, organisation, sample
@@ -367,3 +368,36 @@ def test_counts_of_each(folder: Path) -> None:
             }
 
     go(scenario())
+
+
+def test_what_only_its_connection_can_answer_ends_with_its_server(folder: Path) -> None:
+    """Whether the server is stopped or killed, nothing of it is billed; what somebody may come back for goes on."""
+
+    async def stopped() -> None:
+        service = Service(folder)
+        async with service.worker(service.generator) as link:
+            await offer(service, link, 8)
+            kept, unkept = [await service.journal.accept(sample(seq)) for seq in (UNKEPT - 1, UNKEPT)]
+            work = [*(await heard(link)).ops, *(await heard(link)).ops]
+            assert [op.op_id for op in work] == [kept, unkept]
+            service.generator.drain()
+            assert isinstance(await heard(link), Cancel)
+            assert isinstance(await heard(link), Drain)
+            finish(link, SampleWork(work))
+            assert (await outcome(service, kept)).payload == b"text"
+            assert "nothing is billed" in str((await outcome(service, unkept)).error)
+        billed = {event.operation_id for event in service.rows(tables.UsageEvent)}
+        assert billed == {kept}
+
+    async def killed() -> None:
+        service = Service(folder)
+        kept, unkept = [await service.journal.accept(sample(seq)) for seq in (UNKEPT - 2, UNKEPT + 1)]
+        service = Service(folder)
+        recover(service.journal, service.database)
+        assert "nothing is billed" in str((await outcome(service, unkept)).error)
+        async with service.worker(service.generator) as link:
+            link.send(PullSamples(["m"], 8))
+            assert [op.op_id for op in (await heard(link)).ops] == [kept]
+
+    go(stopped())
+    go(killed())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event, text
@@ -13,14 +16,15 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from billing import ledger
-from billing.prices import load_prices
+from billing.accounts import OutOfMoney
+from billing.prices import KINDS, load_prices
 from billing.reconcile import check
 from billing.wallets import set_mode, wallet_of
 from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
-from scheduler.links.messages import Done
-from scheduler.order.operations import NewOperation, Outcome
-from scheduler.order.plans import Sample
+from scheduler.links.messages import Done, OpKind, RunSpec
+from scheduler.order.operations import INTERACTIVE, NewOperation, Outcome
+from scheduler.order.plans import BODY_ONLY, Create, Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom
@@ -34,7 +38,7 @@ CLIENTS, EACH = 8, 20
 RECOVERS_WITHIN_S = 120.0
 
 
-def set_up(session: Session) -> None:
+def set_up(session: Session, balance_nusd: int = 10**12) -> None:
     session.add(tables.Organisation(id="org", name="org", created_at=NOW))
     session.flush()
     session.add(session_row("org", NOW))
@@ -46,7 +50,7 @@ def set_up(session: Session) -> None:
         )
     )  # fmt: skip
     set_mode(session, "org", "prepaid", 0)
-    ledger.post(session, org_id="org", type="topup", amount_nusd=10**12, ref_type="t", ref_id="t")
+    ledger.post(session, org_id="org", type="topup", amount_nusd=balance_nusd, ref_type="t", ref_id="t")
 
 
 def sample(seq: int) -> NewOperation:
@@ -184,3 +188,46 @@ def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_
         assert session.get(tables.Operation, request_id) is not None
         assert session.get(tables.Run, "s:train:0") is not None
     database.close()
+
+
+@pytest.mark.parametrize("pauses", [(0.0,), ()], ids=["asked again", "its client asks again"])
+def test_what_was_stored_is_not_refused_for_what_it_holds_itself(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: tuple[float, ...]
+) -> None:
+    """Its commit is done and the answer lost: of money, there is no more than for one."""
+    monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", pauses)
+    nano = {"version": "n", "effective_from": NOW.replace(year=2020), "models": {"*": dict.fromkeys(KINDS, 1000)}}
+    database.write_now(lambda session: set_up(session, 100))
+    blobs = FolderBlobs(tmp_path / "blobs")
+    commit, lost = database._write_engine.dialect.do_commit, list[None]()
+
+    def lose(connection: Any) -> None:
+        commit(connection)
+        if lost:
+            lost.pop()
+            raise sqlite3.OperationalError("the answer is lost")
+
+    monkeypatch.setattr(database._write_engine.dialect, "do_commit", lose)
+
+    async def story() -> str:
+        journal = Journal(database, blobs, load_prices([nano | {"storage_uusd_per_gb_month": 1}]))
+        plan = Create(RunSpec("s:train:0", "m", 8, 32.0, 0, True, True, True), INTERACTIVE)
+        new = NewOperation("org", "s", "s:train:0", 0, OpKind.CREATE, "m", 0, b"{}", plan)
+        await journal.accept(new, run_row("org", NOW))
+        new = replace(new, seq=1, kind=OpKind.FORWARD_BACKWARD, tokens=100, body=b"data", plan=BODY_ONLY)
+        lost.append(None)
+        if not pauses:
+            with pytest.raises(NoRoom):
+                await journal.accept(new)
+        request_id = await journal.accept(new)
+        assert await journal.accept(new) == request_id
+        assert journal.training.opened(request_id) is not None
+        with pytest.raises(OutOfMoney):
+            await journal.accept(replace(new, seq=2))
+        return request_id
+
+    request_id = asyncio.run(story())
+    with database.read() as session:
+        row = session.get_one(tables.Operation, request_id)
+    assert (row.seq, row.hold_nusd, blobs.get(row.body_ref)) == (1, 100, b"data")
+    assert check(database) == []

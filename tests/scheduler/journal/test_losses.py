@@ -121,10 +121,15 @@ def test_a_body_that_cannot_be_stored_leaves_its_number_free(
     go(scenario())
 
 
-def test_a_disk_that_is_nearly_full_takes_no_new_work(tmp_path: Path) -> None:
-    room = Room(tmp_path, least_free_bytes=1 << 60)
-    with pytest.raises(NoRoom, match="nearly full"):
-        room.check()
+def test_a_disk_that_is_nearly_full_takes_no_new_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    room = Room(tmp_path, least_free_bytes=1 << 60, clock=lambda: clock[0])
+    for _ in range(3):
+        clock[0] += 2.0
+        with pytest.raises(NoRoom, match="nearly full"):
+            room.check()
+    assert len(caplog.records) == 1  # what the operator is told, once
+    assert "nearly full" in caplog.text
     Room(tmp_path, least_free_bytes=1).check()
     with pytest.raises(NoRoom, match="does not answer"):
         Room(tmp_path / "gone").check()

@@ -165,6 +165,116 @@ def test_where_no_move_pays_two_runs_are_exchanged_if_both_fit(memory: int, move
         assert set(world.loads(claims).values()) == {150}
 
 
+# ---- by numbers: at a load of 80 a move or an exchange must lower it by 5, and so the gap must be 10
+
+
+def moved(here: list[int], there: list[int], fixed: int = 0, move_tokens: int = 0) -> list[tuple[str, str]]:
+    """The moves between "one" and "two" that pay at once; the last so many cannot move."""
+    world = World("one", "two")
+    claims = [
+        Claim(claim.run_id, "m", move_tokens=move_tokens, fixed=number >= len(here) + len(there) - fixed)
+        for number, claim in enumerate(world.runs(*here, *there))
+    ]
+    world.settle(claims[: len(here)], "one")
+    world.settle(claims[len(here) :], "two")
+    return [(move.run_id, move.target) for move in world.homes.even_out(claims)]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "fixed", "found"),
+    [
+        ([4, 76], [70], 1, [("r0", "two")]),
+        ([4, 76], [71], 1, []),
+        ([7, 73], [68], 1, [("r0", "two")]),
+        ([7, 73], [69], 1, []),
+        ([1, 79], [40], 1, [("r0", "two")]),
+        ([55, 25], [50, 20], 0, [("r0", "two"), ("r2", "one")]),
+        ([54, 26], [50, 21], 0, []),
+        ([5, 3], [4, 2], 0, [("r0", "two"), ("r2", "one")]),
+        ([0, 100, 100], [50, 50], 0, [("r1", "two"), ("r3", "one")]),
+    ],
+    ids=str,
+)
+def test_what_moves(here: list[int], there: list[int], fixed: int, found: list[tuple[str, str]]) -> None:
+    assert moved(here, there, fixed) == found
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "move_tokens", "moves"),
+    [([12, 12], [], 96, 1), ([12, 12], [], 100, 0), ([100, 100], [50, 50], 200, 2), ([100, 100], [50, 50], 201, 0)],
+)
+def test_what_moves_is_paid_in_eight_passes(here: list[int], there: list[int], move_tokens: int, moves: int) -> None:
+    assert len(moved(here, there, move_tokens=move_tokens)) == moves
+
+
+def test_two_of_different_length_are_paid_together() -> None:
+    for back, moves in ((160, 2), (168, 0)):  # 30 and 20, or 21, of the 50 by which the load falls
+        world = World("one", "two")
+        world.runs(100, 100, 50, 50)
+        tokens = [240, 10**6, back, 10**6]
+        claims = [Claim(f"r{i}", "m", move_tokens=each) for i, each in enumerate(tokens)]
+        world.settle(claims[:2], "one")
+        world.settle(claims[2:], "two")
+        assert len(world.homes.even_out(claims)) == moves
+
+
+def test_a_move_is_from_the_fullest_and_needs_room_where_it_goes() -> None:
+    world = World("middle", "full", "empty", memory=4)
+    claims = [Claim(c.run_id, "m", 1) for c in world.runs(60, 60, 100, 100, 0)]
+    world.settle(claims[:2], "middle")
+    world.settle(claims[2:4], "full")
+    world.settle([Claim("held", "m", 3)], "empty")
+    assert world.homes.even_out(claims[:4])[0].source == "full"
+    world = World("one", "two", memory=3)
+    claims = [Claim(c.run_id, "m", 1) for c in world.runs(100, 100)]
+    world.settle(claims, "one")
+    world.settle([Claim("held", "m", 3)], "two")
+    assert world.homes.even_out(claims) == []
+    world.homes.offer("two", ["m"])  # of memory that is not known there is enough
+    world.now += LOOK_S
+    assert [move.target for move in world.homes.even_out(claims)] == ["two"]
+
+
+def test_moves_are_looked_for_from_the_start_and_every_half_second() -> None:
+    world = World("one", "two")
+    claims = [Claim(f"r{i}", "m") for i in range(2)]
+    assert world.homes.without({"r0", "r1", "r2"}) == {"r0", "r1", "r2"}
+    world.settle(claims, "one")
+    assert world.homes.without({"r1", "r2"}) == {"r2"}
+    assert len(world.homes.even_out(claims)) == 1  # at a clock of 0
+    more = [Claim(f"m{i}", "m") for i in range(40)]
+    world.settle(more, "one")
+    world.now += LOOK_S / 2
+    assert world.homes.even_out(more) == []
+    world.now += LOOK_S / 2
+    assert len(world.homes.even_out(more)) == MOST_MOVES
+
+
+def test_what_has_moved_may_move_again_when_it_has_stayed() -> None:
+    world = World("one", "two")
+    claims = world.runs(100, 100)
+    world.settle(claims, "one")
+    (move,) = world.homes.even_out(claims)
+    (other,) = [claim for claim in claims if claim.run_id != move.run_id]
+    world.homes.settle(other, "two")
+    for waits_s, moves in ((STAY_S - LOOK_S, 0), (LOOK_S, 1)):
+        world.now += waits_s
+        assert len(world.homes.even_out([claim for claim in claims if claim != other])) == moves
+
+
+def test_one_that_nobody_can_serve_keeps_nobody_from_a_place() -> None:
+    assert World("one").homes.place([Claim("x", "none"), Claim("y", "m")]) == {"y": "one"}
+
+
+def test_what_is_guessed_of_a_new_run_weighs_as_a_second_of_it() -> None:
+    """After another second it is a second older: both halves of the last two seconds, at a half-life of 10."""
+    world = World("one")
+    world.homes.outstanding("r0", 60)
+    world.now += 1
+    older = 0.5 ** (1 / 10)
+    assert world.homes.demand("r0") == pytest.approx((60 + older * 12.5) / (1 + older))
+
+
 loads = st.lists(st.tuples(st.integers(0, PASS), st.integers(0, 2)), min_size=1, max_size=24)
 
 

@@ -12,7 +12,10 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from workers.generator import forward
+from workers.generator.cache import prefix_cache
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.requests.progress import SequenceProgress
+from workers.generator.requests.seating import Seating
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
 from workers.model.base_mm import base_mm
@@ -155,6 +158,57 @@ def test_a_step_that_raises_costs_only_the_culprit(
     assert engine.free_slots == 6
 
 
+def test_a_sequence_that_has_ended_goes_no_further_though_its_routes_are_lost(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, routes = list[str](), Seating.routes
+
+    def loses(seating: Seating, sequence: SequenceProgress) -> object:
+        if not lost:
+            lost.append(sequence.owner.request.id)
+            raise RuntimeError("the device does not answer")
+        return routes(seating, sequence)
+
+    requests = [
+        ask(f"r{length}", length, SamplingParams(max_tokens=9, seed=1), return_routed_experts=True)
+        for length in (9, 20)
+    ]
+    expected = {request.id: run(make(decoder), request)[request.id] for request in requests}
+    monkeypatch.setattr(Seating, "routes", loses)
+    engine = make(decoder)
+    finished = run(engine, *requests)
+    (failed,) = lost
+    assert finished[failed].error is not None
+    (other,) = finished.keys() - {failed}
+    assert same(finished[other], expected[other])
+    assert engine.free_slots == 6
+
+
+def test_what_of_a_prompt_could_not_be_kept_is_computed_again(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, copy_pages = list[str](), prefix_cache.copy_pages
+
+    request = ask("r", 70, SamplingParams(max_tokens=9, seed=1))
+    expected = run(make(decoder), request)["r"]
+    engine = make(decoder)
+
+    def fails(*pages: object) -> None:
+        if pages[1] is engine._prefix._flat and not failures:
+            failures.append("once")
+            raise RuntimeError("out of memory")
+        copy_pages(*pages)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefix_cache, "copy_pages", fails)
+    hits = []
+    for _ in range(3):
+        finished = run(engine, request)["r"]
+        assert same(finished, expected)
+        hits.append(finished.facts.cache_hit)
+    assert failures
+    assert hits[0] == hits[1] < hits[2]
+
+
 def test_a_damaged_adapter_does_not_tell_its_folder(decoder: Decoder, tmp_path: Path) -> None:
     result: Finished = run(make(decoder), ask("r", adapter="x", adapter_folder=tmp_path))["r"]
     assert result.error is not None
@@ -190,6 +244,7 @@ def test_where_rows_mind_their_neighbours_each_is_computed_alone(
         y += 1e-3 * len(x)
         return y
 
+    monkeypatch.setattr("workers.model.lora.packed", lambda _: None)
     monkeypatch.setattr("workers.model.lora.base_mm", minding)
     monkeypatch.setattr("workers.model.base_mm.base_mm", minding)
     names = ["", "", "a0", "a1"]

@@ -1,4 +1,4 @@
-"""Products with packed weights: torch's numbers, and bits that no neighbour can change."""
+"""Products with weights packed once or in the call: torch's numbers, and bits that no neighbour can change."""
 
 from __future__ import annotations
 
@@ -94,3 +94,52 @@ def test_rows_of_another_width_are_refused() -> None:
     assert weight is not None
     with pytest.raises(ValueError, match="8 numbers"):
         found.product(torch.zeros(2, 9))
+
+
+def plain(*shape: int) -> Tensor:
+    """A weight that is packed in each call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("out", "inner"), [(1, 1), (16, 7), (63, 33), (64, 64), (65, 256), (200, 31), (130, 511), (70, 512), (33, 1100)]
+)
+@pytest.mark.parametrize("rows", [0, 1, 6, 13, 64])
+def test_weights_as_they_are_both_ways(rows: int, out: int, inner: int) -> None:
+    x, weight = rows_of(rows, inner), plain(out, inner)
+    there = base_mm(x, weight)
+    torch.testing.assert_close(there.double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
+    back = base_mm(there, weight, transposed=True)
+    torch.testing.assert_close(back.double(), there.double() @ weight.double(), rtol=1e-4, atol=1e-3)
+    assert torch.equal(there, base_mm(x, weight_of(out, inner)))  # packed once: the same bits
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_weights_as_they_are_give_a_row_the_same_bits_in_any_batch(threads: int, transposed: bool) -> None:
+    x, weight = rows_of(200, 600), plain(600, 150) if transposed else plain(150, 600)
+    before, whole = torch.get_num_threads(), base_mm(x, weight, transposed=transposed)
+    try:
+        torch.set_num_threads(threads)
+        for start, count in [(0, 200), (0, 1), (3, 1), (5, 2), (7, 6), (11, 7), (13, 25), (100, 100)]:
+            found = base_mm(x[start : start + count].clone(), weight, transposed=transposed)
+            assert torch.equal(found, whole[start : start + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_expert_as_it_is_has_its_own_rows(transposed: bool) -> None:
+    x, weight = rows_of(40, 48), plain(5, 48, 70) if transposed else plain(5, 70, 48)
+    counts = [3, 0, 17, 20, 0]
+    found = per_expert(x, weight, torch.tensor(counts).cumsum(0).to(torch.int32), transposed=transposed)
+    for expert, (own, part) in enumerate(zip(x.split(counts), found.split(counts), strict=True)):
+        torch.testing.assert_close(part, own @ (weight[expert] if transposed else weight[expert].t()))
+
+
+def test_a_weight_that_is_part_of_another_lies_where_it_is() -> None:
+    x, weight = rows_of(9, 40), plain(50, 100)[3:23, 17:57]
+    torch.testing.assert_close(base_mm(x, weight), x @ weight.t())
+    torch.testing.assert_close(base_mm(x[:, :20], weight, transposed=True), x[:, :20] @ weight)
+    across = plain(40, 20).t()  # its numbers do not lie side by side
+    torch.testing.assert_close(base_mm(x, across), x @ across.t())

@@ -15,6 +15,7 @@ followed at once by a use of those before it, so a block always outlives those t
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from types import MappingProxyType
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, copy_pages, zeros
 from workers.generator.cache.page_groups import Held
 from workers.generator.cache.states import KeptStates, States
+
+log = logging.getLogger(__name__)
 
 #: A block is one page of the KV cache.
 BLOCK_TOKENS = PAGE_TOKENS
@@ -96,6 +99,10 @@ class BlockIndex:
         self._append(chain, key, self._blocks[key])
         self.use(chain)
         return place
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """What `extend` has added, and was not filled."""
+        self._free += [self._blocks.pop(key)[1] for key in keys]
 
     def _append(self, chain: Chain, key: BlockKey, found: tuple[int, int]) -> int:
         chain.tail = found[0]
@@ -181,6 +188,7 @@ class PrefixCache:
         """Keep the whole blocks among the first `stop` tokens, which these pages hold, and of `states`, by position,
         those at `marks`."""
         pairs: list[tuple[int, int]] = []
+        new: list[BlockKey] = []
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= stop:
             before = len(chain.keys)
             if any(before < held.gone for held in pages):
@@ -188,13 +196,18 @@ class PrefixCache:
             place = self._index.extend(chain, prompt)
             if place is not None:
                 at = before * BLOCK_TOKENS
+                new.append(chain.keys[-1])
                 pairs += [(held.of(at), self._at(place, group)) for group, held in enumerate(pages)]
             elif len(chain.keys) == before:
                 break
             end = len(chain.keys) * BLOCK_TOKENS
             if self._states is not None and end in self.marks(len(prompt), end - BLOCK_TOKENS, end) and end in states:
                 self._states.keep(chain.keys[-1], states[end])
-        copy_pages(self._cache.tensors, self._flat, pairs)
+        try:
+            copy_pages(self._cache.tensors, self._flat, pairs)
+        except Exception as error:  # the prompt is computed all the same
+            log.warning("blocks of a prompt could not be kept (%s)", error)
+            self._index.forget(new)
 
     def _at(self, place: int, group: int) -> int:
         """The page of `_flat` for the layers of a group."""

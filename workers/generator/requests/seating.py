@@ -85,7 +85,12 @@ class Seating:
             for own in shared:
                 own.pages += self.pool.take(1)
             ends = zip(shared, source.pages, strict=True)
-            self._cache.copy([(held.pages[whole - held.gone], own.pages[-1]) for own, held in ends])
+            try:
+                self._cache.copy([(held.pages[whole - held.gone], own.pages[-1]) for own, held in ends])
+            except Exception:
+                for own in shared:
+                    self.pool.release(own.pages)
+                raise
         self._sit(sequence, shared)
         return True
 
@@ -191,8 +196,9 @@ class Seating:
             needed = pages_of(sequence.position + 1) - held.gone
             self.pool.release(held.pages[needed:])
             del held.pages[needed:]
-        self._aside[sequence] = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
+        saved = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
         sequence.states = moved(sequence.states, "cpu")
+        self._aside[sequence] = saved
         self._rise(sequence)
         self.preempted += 1
 

@@ -23,6 +23,9 @@ from pathlib import Path
 #: Behind the weights, once they are complete.
 _MARK = b"weft base, complete"
 
+#: Until it is looked again whether another process fills a file.
+_SOON_S = 0.01
+
 #: Files that this process maps: descriptors, each with a lock, until `leave_files`.
 _held: list[int] = []
 
@@ -42,7 +45,9 @@ def hold(folder: Path, name: str, size_bytes: int, fill: Callable[[int], None]) 
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if not _complete(descriptor, size_bytes):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # others may have it in between: all is looked at again
+                if not _alone(descriptor):
+                    _let_go(descriptor)
+                    continue
                 if is_at(descriptor, path) and not _complete(descriptor, size_bytes):
                     with _removed_if_it_fails(path):
                         _reserve(descriptor, folder, size_bytes)
@@ -143,6 +148,17 @@ def own_folder(folder: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise CannotShare(f"{own} is not a folder of this user alone; remove it, or set base_dir")
     return own
+
+
+def _alone(descriptor: int) -> bool:
+    """Have the exclusive lock instead of the shared one; else none. It is not waited for: of two that both find a file
+    incomplete the one that fills it keeps a lock for its whole life. Others may have had it in between."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_SOON_S)
+        return False
+    return True
 
 
 def _complete(descriptor: int, size_bytes: int) -> bool:

@@ -4,13 +4,16 @@ Each layer is a unit, and what is left (embedding, last norm, head) is one more.
 and given up after it, and a process reads only the rows of the safetensors files that it keeps. So no process ever
 holds the whole model: it has its share, and one or two layers while it computes.
 
-Invariant: a forward gathers the root and then the layers in their order, a backward the layers in reverse. Every
-process of the group must take part in each of these, whether or not it has anything to compute (`Sharded.finish`).
+Invariant: a forward gathers the root and then the layers in their order, a backward the layers in reverse, without the
+last, which is still there. Every process of the group must take part in each of these, whether or not it has anything
+to compute (`Sharded.finish`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -29,6 +32,9 @@ from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend, rotary_of
 from workers.model.families.read import read_config
 
+#: Of what is gathered on a CPU; other messages between ranks have 0.
+_TAG = 1
+
 
 class Sharded:
     """This process's part of a decoder, and how far a step has come with gathering it."""
@@ -39,11 +45,16 @@ class Sharded:
         self._gathers = _Counted()
         for unit in (self._root, *self._layers):
             unit.set_custom_all_gather(self._gathers)
+        self._layers[-1].set_reshard_after_forward(False)
+        if decoder.device.type == "cpu":  # on a GPU streams have the next gathered while one computes
+            self._root._set_unshard_async_op(True)
+            for unit, following in pairwise((self._root, *self._layers)):
+                unit.set_modules_to_forward_prefetch([following])
 
     def finish(self, trains: bool) -> None:
         """End a step: take part in what the others still gather of it, with nothing to compute, and give up whatever
         is gathered. So a process joins in that has nothing to do, or whose own work has failed half way."""
-        order = [self._root, *self._layers, *(reversed(self._layers) if trains else ())]
+        order = [self._root, *self._layers, *(reversed(self._layers[:-1]) if trains else ())]
         done = self._gathers.count
         if done > len(order):
             raise RuntimeError(f"this process gathered {done} units in a step that has {len(order)}")
@@ -54,8 +65,23 @@ class Sharded:
         self._gathers.count = 0
 
 
+class _Exchange(dist.Work):
+    """The parts of all, on their way."""
+
+    def __init__(self, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        parts, ranks = whole.chunk(group.size()), range(group.size())
+        others = [rank for rank in ranks if rank != group.rank()]
+        coming = [dist.irecv(parts[rank], group=group, group_src=rank, tag=_TAG) for rank in others]
+        going = [dist.isend(own, group=group, group_dst=rank, tag=_TAG) for rank in others]
+        self._works = [work for work in (*coming, *going) if work is not None]
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return all([work.wait() for work in self._works])
+
+
 class _Counted(AllGather):
-    """FSDP2's all-gather, which counts."""
+    """FSDP2's all-gather, which counts. On a CPU each sends its part to each: gloo's own gathers into a copy."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -67,6 +93,12 @@ class _Counted(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.count += 1
+        if output_tensor.device.type == "cpu":
+            sent = _Exchange(output_tensor, input_tensor, group)
+            if async_op:
+                return sent
+            sent.wait()
+            return None
         work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 

@@ -4,7 +4,7 @@ On a CPU that is a file that all map (`files.py`), for reading only: nobody can 
 is the memory of a process that does nothing else (`holder.py`). Who comes first has the checkpoint loaded, in the
 form that is computed with: dequantised, in its dtype, query beside key beside value; a worker that starts again reads
 nothing of it but its headers. The tensors are those that a decoder of its own would have, bit for bit and aligned
-alike.
+alike. The ranks of a trainer on a CPU map the file too (`Mapped`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,20 +30,32 @@ from workers.model.families.read import read_config
 log = logging.getLogger("base")
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """A decoder over the file that all ranks on this host map. Of its memory each has an equal share, as it would of a
+    base in parts (`sharded.py`), and nothing has to be gathered."""
+
+    decoder: Decoder
+
+    def finish(self, trains: bool) -> None:
+        """End a step. No rank needs another for it."""
+
+
 def base_decoder(path: Path, where: ModelDevice, folder: Path | None) -> tuple[Decoder, str]:
     """The decoder of a model folder, over the weights that are shared by way of `folder` if they can be; and, for the
     log, how it came to them. Raises as `load_decoder` does."""
     if folder is None:
         return load_decoder(path, where.dtype, where.device), "loaded, a copy of its own"
     try:
-        return (_held if where.device.type in MEMORY else _mapped)(path, where, folder)
+        return (_held if where.device.type in MEMORY else mapped)(path, where, folder)
     except (CannotShare, OSError) as error:  # of a file system without locks; of the checkpoint, then raised again
         log.warning("%s: weights are not shared: %s", path.name, error)  # before a copy that may not fit
         remove_unused(folder, within_s=MEMORY_WITHIN_S)  # of a holder that nobody else uses: it is wanted now
         return load_decoder(path, where.dtype, where.device), f"loaded, a copy of its own: {error}"
 
 
-def _mapped(path: Path, where: ModelDevice, folder: Path) -> tuple[Decoder, str]:
+def mapped(path: Path, where: ModelDevice, folder: Path) -> tuple[Decoder, str]:
+    """`base_decoder` on a CPU, where there is no copy of its own. Raises CannotShare and OSError, too."""
     config, files = read_config(path.name, path), weight_files(path.name, path)
     layout = layout_of(config, where.dtype, where.device)
 

@@ -8,7 +8,7 @@
  * Threads share the panels.
  */
 
-#include "vectors.h"
+#include "products.h"
 
 /* A tile of ROWS x PANEL sums stays in registers. */
 #define ROWS 6
@@ -25,14 +25,24 @@
 
 int64_t weft_panel(void) { return PANEL; }
 
-/* y[i][0..PANEL] = x[i] . panel, for `rows` rows. On the way, every `share` steps, `next` is asked for, step by step. */
+/* What is fetched for later on the way, QUARTER bytes of a block at a time: the `at`th quarter next, in `pace` steps. */
+typedef struct {
+    const char *const *blocks;
+    int64_t at, end, pace;
+} Errand;
+
+#define QUARTER (BLOCK / 4)
+
+/* y[i][0..PANEL] = x[i] . panel, for `rows` rows; with `more` the sums go on from what is in y. On the way, every `share`
+ * steps, `next` is asked for, step by step, and every `errand->pace` steps what is needed later. */
 static inline __attribute__((always_inline)) void tile(
-    const int rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-    const float *next, int64_t share) {
+    const int rows, int more, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y,
+    int64_t y_stride, const float *next, int64_t share, Errand *errand) {
+    int64_t wait = errand->pace;
     int64_t due = share;
     vec total[ROWS][WIDTH];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < WIDTH; j++) total[i][j] = splat(0.0f);
+        for (int j = 0; j < WIDTH; j++) total[i][j] = more ? load(y + i * y_stride + j * LANES) : splat(0.0f);
     for (int64_t k = 0; k < in; k++) {
         vec w[WIDTH];
         for (int j = 0; j < WIDTH; j++) {
@@ -47,6 +57,11 @@ static inline __attribute__((always_inline)) void tile(
             for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next + j * LANES, 0, 2);
             next += PANEL, due = share;
         }
+        if (--wait == 0) {
+            const char *later = errand->blocks[errand->at / 4] + errand->at % 4 * QUARTER;
+            for (int j = 0; j < QUARTER; j += 64) __builtin_prefetch(later + j, 0, 2);
+            wait = ++errand->at < errand->end ? errand->pace : 0;
+        }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < WIDTH; j++) store(y + i * y_stride + j * LANES, total[i][j]);
@@ -54,34 +69,56 @@ static inline __attribute__((always_inline)) void tile(
 
 /* The same for the first `columns` columns of y alone. */
 static void tile_of(
-    int64_t rows, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-    int64_t columns, const float *next, int64_t share) {
+    int64_t rows, int more, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
+    int64_t columns, const float *next, int64_t share, Errand *errand) {
     float whole[ROWS * PANEL], *to = columns < PANEL ? whole : y;
     const int64_t stride = columns < PANEL ? PANEL : y_stride;
+    if (to == whole && more)
+        for (int64_t i = 0; i < rows; i++) memcpy(whole + i * PANEL, y + i * y_stride, columns * sizeof *y);
     switch (rows) {
-    case 6: tile(6, in, panel, x, x_stride, to, stride, next, share); break;
-    case 5: tile(5, in, panel, x, x_stride, to, stride, next, share); break;
-    case 4: tile(4, in, panel, x, x_stride, to, stride, next, share); break;
-    case 3: tile(3, in, panel, x, x_stride, to, stride, next, share); break;
-    case 2: tile(2, in, panel, x, x_stride, to, stride, next, share); break;
-    default: tile(1, in, panel, x, x_stride, to, stride, next, share);
+    case 6: tile(6, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 5: tile(5, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 4: tile(4, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 3: tile(3, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    case 2: tile(2, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
+    default: tile(1, more, in, panel, x, x_stride, to, stride, next, share, errand);
     }
     if (to == whole)
         for (int64_t i = 0; i < rows; i++) memcpy(y + i * y_stride, whole + i * PANEL, columns * sizeof *y);
 }
 
-typedef struct {
-    int64_t experts, in, out, threads;
-} Weight;
+/* The fastest pace, and how many bytes of weights may come between what is fetched and its use: with more of them it would be
+ * pushed out of the caches again. */
+#define PACE 2
+#define BETWEEN (8 << 20)
 
-/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. */
+/* How fast the errand must run to be done with the last of `tiles` tiles; 0: it has not begun, or is done. */
+static inline int64_t pace_of(const Errand *errand, int64_t tiles, int64_t begins, int64_t in) {
+    const int64_t left = errand->end - errand->at;
+    if (left <= 0 || tiles > begins) return 0;
+    const int64_t pace = in * tiles / left;
+    return pace < PACE ? PACE : pace;
+}
+
+/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. `soon` or NULL. */
 void weft_gemm(
     const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
-    int64_t y_stride) {
+    int64_t y_stride, const Soon *soon) {
     const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
+    int64_t tiles_each = 0, used = 0;
+    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
+        tiles_each += (ends[e] - first + ROWS - 1) / ROWS;
+        used += ends[e] > first;
+    }
+    if (tiles_each < 2 * used) soon = NULL; /* a panel that serves one tile is waited for itself: the memory is busy */
 #pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
     {
         const int64_t from = panels * thread_here() / threads_here(), to = panels * (thread_here() + 1) / threads_here();
+        const int64_t count = soon ? soon->count : 0, bytes = (to - from) * weight->experts * in * PANEL * (int64_t)sizeof *x;
+        Errand errand = {soon ? soon->blocks : NULL, 4 * (count * thread_here() / threads_here()),
+                         4 * (count * (thread_here() + 1) / threads_here()), 0};
+        int64_t left = tiles_each * (to - from);
+        const int64_t begins = bytes > BETWEEN ? left * BETWEEN / bytes : left;
         for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
             const int64_t tiles = (ends[e] - first + ROWS - 1) / ROWS;
             for (int64_t p = from; p < to; p++) {
@@ -90,8 +127,92 @@ void weft_gemm(
                 /* Tiles as even as can be: a short one waits for its own sums. */
                 for (int64_t row = first, rows, t = 0; row < ends[e]; row += rows, t++) {
                     rows = (ends[e] - row + tiles - t - 1) / (tiles - t);
-                    tile_of(rows, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride, columns,
-                            panel + (in + in / tiles * t) * PANEL, tiles);
+                    errand.pace = pace_of(&errand, left--, begins, in);
+                    tile_of(rows, 0, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride, columns,
+                            panel + (in + in / tiles * t) * PANEL, tiles, &errand);
+                }
+            }
+        }
+    }
+}
+
+/* Steps of a sum that are taken together: such a piece of a panel stays in the processor's own cache. */
+#define PIECE 512
+
+/* Weights as they are: [out, in], or with `transposed` [in, out], their rows `stride` numbers apart and those of one expert
+ * `apart` from the next's. */
+typedef struct {
+    const float *w;
+    int64_t stride, apart, transposed;
+} Plain;
+
+typedef int32_t places __attribute__((vector_size(4 * LANES)));
+#ifdef __clang__
+#define mixed(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define mixed(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
+
+/* LANES rows of as many numbers become columns. A round puts the first half of the rows between the second, number by
+ * number; after four each number is where it belongs. */
+static inline void turn(const float *w, int64_t stride, float *to) {
+    vec v[LANES], n[LANES];
+    for (int i = 0; i < LANES; i++) v[i] = load(w + i * stride);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < LANES / 2; i++) {
+            n[2 * i] = mixed(v[i], v[i + LANES / 2], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            n[2 * i + 1] = mixed(v[i], v[i + LANES / 2], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < LANES; i++) v[i] = n[i];
+    }
+    for (int i = 0; i < LANES; i++) store(to + i * PANEL, v[i]);
+}
+
+/* A piece of a panel, [steps, PANEL], of `columns` columns; the others keep what they have. */
+static void pack(const Plain *plain, const float *w, int64_t k, int64_t steps, int64_t columns, float *piece) {
+    if (plain->transposed) {
+        w += k * plain->stride;
+        for (int64_t i = 0; i < steps; i++) memcpy(piece + i * PANEL, w + i * plain->stride, columns * sizeof *w);
+        return;
+    }
+    const int64_t whole = steps / LANES * LANES;
+    for (int64_t c = 0, many; c < columns; c += many) {
+        const float *own = w + c * plain->stride + k;
+        many = columns - c < LANES ? 1 : LANES;
+        for (int64_t i = 0; i < whole && many == LANES; i += LANES) turn(own + i, plain->stride, piece + i * PANEL + c);
+        for (int64_t i = many == LANES ? whole : 0; i < steps; i++)
+            for (int64_t j = 0; j < many; j++) piece[i * PANEL + c + j] = own[j * plain->stride + i];
+    }
+}
+
+/* weft_gemm, of weights as they are. Threads share the tiles, an expert's panel after panel. */
+void weft_mm(
+    const Weight *weight, const Plain *plain, const int32_t *ends, const float *x, int64_t x_stride, float *y,
+    int64_t y_stride) {
+    const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
+    int64_t all = 0;
+    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) all += (ends[e] - first + ROWS - 1) / ROWS * panels;
+#pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
+    {
+        float piece[PIECE * PANEL] __attribute__((aligned(64)));
+        if (out % PANEL) memset(piece, 0, sizeof piece);
+        const int64_t from = all * thread_here() / threads_here(), to = all * (thread_here() + 1) / threads_here();
+        int64_t at = 0;
+        Errand none = {0};
+        for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
+            const int64_t rows = ends[e] - first, tiles = (rows + ROWS - 1) / ROWS;
+            for (int64_t p = 0; p < panels; p++, at += tiles) {
+                const int64_t begin = from > at ? from - at : 0, end = to - at < tiles ? to - at : tiles;
+                const int64_t columns = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
+                const float *w = plain->w + e * plain->apart + p * PANEL * (plain->transposed ? 1 : plain->stride);
+                for (int64_t k = 0; k < in && begin < end; k += PIECE) {
+                    const int64_t steps = in - k < PIECE ? in - k : PIECE;
+                    pack(plain, w, k, steps, columns, piece);
+                    for (int64_t t = begin; t < end; t++) {
+                        const int64_t row = first + rows * t / tiles, next = first + rows * (t + 1) / tiles;
+                        tile_of(next - row, k > 0, steps, piece, x + row * x_stride + k, x_stride,
+                                y + row * y_stride + p * PANEL, y_stride, columns, piece, steps + 1, &none);
+                    }
                 }
             }
         }

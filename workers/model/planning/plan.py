@@ -58,8 +58,8 @@ class Device:
 class Wanted:
     """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
     memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers share one copy,
-    except ranks, which have a part each: with `owned` a share of the experts, and all of the rest. `spread`: a base
-    that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is planned for.
+    ranks on a CPU too, which else have a part each: with `owned` a share of the experts, and all of the rest. `spread`:
+    a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is planned for.
     `vllm_bytes` are vLLM's, and not to be had."""
 
     trainers: int = 1
@@ -174,7 +174,7 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
     """Whether the generators, too, hold parts of a base that no device could hold whole."""
     whole = sum(model.weight_bytes for model in models)
     must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
-    if wanted.one_base and wanted.ranks <= 1 and device.count == 1:
+    if wanted.one_base and not (wanted.ranks > 1 and wanted.owned) and device.count == 1:
         workers = wanted.trainers + wanted.generators
         note = f"one copy for {workers} workers"
         room.take("weights", whole if workers else 0, note, must=must, way_out=way_out)

@@ -2,7 +2,8 @@
 rank 0 tell the server what they have to say.
 
 The base is sharded (`workers.model.base.sharded`), or its experts are owned by the ranks (`workers.model.owned`): a
-forward or backward on one rank needs all of them. Each rank goes through its own part of a pass; before each step it
+forward or backward on one rank needs all of them. Where all ranks map one copy (`workers.model.base.shared`) it needs
+none, and the steps are the same. Each rank goes through its own part of a pass; before each step it
 votes, and takes part in the others' steps until its own turn:
 
     forwards first, then forward_backwards; when nobody wants either, those whose work is spread collect it, and then
@@ -24,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from workers.model.base.sharded import Sharded
+from workers.model.base.shared import Mapped
 from workers.model.owned.load import Owned
 
 #: This rank's part of a base.
-Base = Sharded | Owned
+Base = Sharded | Owned | Mapped
 
 #: What may be waited for without end: the next pass. In a pass the watchdog's limit holds.
 FOR_EVER = timedelta(days=365)

@@ -22,7 +22,9 @@ from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
 from workers.blobs import blobs_of
 from workers.leave import leave
+from workers.model.base.files import CannotShare
 from workers.model.base.sharded import held_bytes, load_sharded
+from workers.model.base.shared import Mapped, mapped
 from workers.model.config import UnsupportedModel
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
@@ -97,7 +99,8 @@ def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Gro
         if config.shard == "experts":
             base = load_owned(path, where.dtype, where.device, group.control)
         else:
-            base = load_sharded(path, where.dtype, where.device, mesh)
+            together = map_together(Path(path), config, where, group)
+            base = together or load_sharded(path, where.dtype, where.device, mesh)
         bases[name] = base
         probe(base.decoder, Path(config.basics.data_dir) / "isolation")
         found = group.exchange(base.decoder.isolation)
@@ -109,6 +112,24 @@ def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Gro
             held, mode = held_bytes(base.decoder) >> 20, base.decoder.isolation
             log.info("loaded %s over %d ranks, %d MiB of it on this one; %s", name, group.size, held, mode)
     return bases
+
+
+def map_together(path: Path, config: TrainerConfig, where: ModelDevice, group: Group) -> Mapped | None:
+    """The base as one file that the ranks of a host map, where that is what each host is to have of it: on a CPU, and
+    if all ranks can."""
+    folder, whole = config.basics.base_dir, config.nodes == 1 or config.shard == "node"
+    if where.device.type != "cpu" or not folder or not whole:
+        return None
+    base: Mapped | None = None
+    problem = ""
+    try:
+        base = Mapped(mapped(path, where, Path(folder))[0])
+    except (CannotShare, OSError) as error:
+        problem = str(error) or type(error).__name__
+    problems = list(filter(None, group.exchange(problem)))
+    if problems and group.leads:
+        log.warning("%s: ranks have a part each, for its weights are not shared: %s", path.name, problems[0])
+    return None if problems else base
 
 
 def _pages(config: TrainerConfig, temporary: Path) -> Path:

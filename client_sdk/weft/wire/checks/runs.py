@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+from weft.wire.base import MAX_SEED, MIN_SEED, SEEDS
 from weft.wire.checks.problem import Problem, quote
 from weft.wire.training import AdamParams
 
 ADAMW, DIMUON = "adamw", "dimuon"
-MAX_SEED = 2**63 - 1
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
 _USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_params of the type dimuon"}
@@ -19,8 +19,8 @@ def shape_problems(rank: int, seed: int | None, max_rank: int | None) -> Iterato
     """Rank and seed of an adapter."""
     if rank < 1 or (max_rank is not None and rank > max_rank):
         yield Problem("rank", f"must be 1 to {max_rank}, got {rank}", f"1 to {max_rank}", rank)
-    if seed is not None and not 0 <= seed <= MAX_SEED:
-        yield Problem("seed", f"must be 0 to {MAX_SEED}, got {seed}", f"0 to {MAX_SEED}", seed)
+    if seed is not None and not MIN_SEED <= seed <= MAX_SEED:
+        yield Problem("seed", f"{SEEDS} (got {seed})", f"{MIN_SEED} to {MAX_SEED}", seed)
 
 
 def optimizer_problems(family: object, known: Collection[str]) -> Iterator[Problem]:

@@ -20,7 +20,9 @@ from torch import Tensor
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from workers.generator import torch_engine
 from workers.generator.attention.decode_attend import DecodeAttend
-from workers.generator.cache.kv_cache import PAGE_TOKENS
+from workers.generator.cache import prefix_cache
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
+from workers.generator.cache.prefix_cache import PrefixCache
 from workers.generator.forward import DecodePlan
 from workers.generator.gpu import ahead as ahead_module
 from workers.generator.gpu import step as step_module
@@ -28,7 +30,9 @@ from workers.generator.gpu import steps as steps_module
 from workers.generator.gpu.ahead import Ahead, Flight
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps
-from workers.generator.requests.progress import RequestProgress
+from workers.generator.requests.progress import RequestProgress, SequenceProgress
+from workers.generator.requests.seating import Seating
+from workers.generator.tokens.sampling import Draw
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter
 from workers.model.lora_rows import LoraRows
@@ -50,12 +54,13 @@ class Faults:
     #: Who is being computed.
     batch: list[str] = field(default_factory=list)
 
-    def at(self, point: str, times: int = 1) -> None:
-        """`times` as likely: of what comes seldom."""
+    def at(self, point: str, times: int = 1, of: str = "") -> None:
+        """`times` as likely: of what comes seldom. `of`: whose affair it is, where it is one request's alone."""
         if self.draw.random() < times * self.chance:
             self.failed[point] += 1
-            if len(self.batch) == 1:
-                self.blamed.update(self.batch)
+            batch = [of] if of else self.batch
+            if len(batch) == 1:
+                self.blamed.update(batch)
             raise Failed(point)
 
 
@@ -168,13 +173,15 @@ def assert_pages(engine: TorchEngine) -> None:
     assert {sequence.owner for sequence in [*seating._seated, *seating._aside]} <= here
 
 
-def _failing(faults: Faults, point: str, function: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
+def _failing(
+    faults: Faults, point: str, function: Callable[..., Any], *, after: bool = False, times: int = 1
+) -> Callable[..., Any]:
     def guarded(*args: Any, **options: Any) -> Any:
         if not after:
-            faults.at(point)
+            faults.at(point, times)
         found = function(*args, **options)
         if after:
-            faults.at(point)
+            faults.at(point, times)
         return found
 
     return guarded
@@ -199,7 +206,30 @@ def failing(faults: Faults) -> Iterator[None]:
             faults.at("sending inputs")
         _put(target, values)
 
-    _put = step_module._put
+    def accept(self: SequenceProgress, drawn: Draw, version: int) -> None:
+        accepted(self, drawn, version)
+        faults.at("looking for an end", of=self.owner.request.id)
+
+    def routes(self: Seating, sequence: SequenceProgress) -> Any:
+        faults.at("receiving routes", 10, of=sequence.owner.request.id)
+        return received(self, sequence)
+
+    def take_out(self: KVCache, pages: Any) -> Any:
+        if faults.batch:  # else an engine ends of it, and all that it has is done again by another
+            faults.at("taking pages out", 10)
+        return taken(self, pages)
+
+    def save(self: PrefixCache, *args: Any) -> None:
+        def copy(*pages: Any) -> None:
+            faults.at("keeping blocks", 5)
+            copied(*pages)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefix_cache, "copy_pages", copy)
+            saved(self, *args)
+
+    saved, copied, taken = PrefixCache.save, prefix_cache.copy_pages, KVCache.take_out
+    accepted, received, _put = SequenceProgress.accept, Seating.routes, step_module._put
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "READ_WAIT_S", 0)
         patch.setattr(TorchEngine, "_survive", noted)
@@ -212,5 +242,11 @@ def failing(faults: Faults) -> Iterator[None]:
         patch.setattr(ahead_module, "chosen", _failing(faults, "choosing", ahead_module.chosen))
         patch.setattr(Flight, "draws", _failing(faults, "receiving", Flight.draws))
         patch.setattr(torch_engine, "sample", _failing(faults, "drawing", torch_engine.sample))
+        patch.setattr(torch_engine, "land", _failing(faults, "receiving scores", torch_engine.land))
+        patch.setattr(KVCache, "copy", _failing(faults, "copying a page", KVCache.copy, times=10))
+        patch.setattr(KVCache, "take_out", take_out)
+        patch.setattr(PrefixCache, "save", save)
+        patch.setattr(SequenceProgress, "accept", accept)
+        patch.setattr(Seating, "routes", routes)
         patch.setattr(torch_engine.forward, "prefill", _failing(faults, "prefill", torch_engine.forward.prefill))
         yield

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -187,6 +189,34 @@ def test_a_file_of_a_killed_loader_is_filled_again_and_by_one_alone(folder: Path
     process.communicate()
     remove_unused(folder)
     assert files(folder) == []
+
+
+def test_of_two_that_find_a_file_incomplete_at_the_same_time_one_fills_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks are of a descriptor, so two threads are as two processes."""
+    both, lock, seen = threading.Barrier(2), fcntl.flock, threading.local()
+
+    def flock(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and not hasattr(seen, "incomplete"):
+            seen.incomplete = True
+            both.wait(30)
+        lock(descriptor, how)
+
+    monkeypatch.setattr("workers.model.base.files.fcntl.flock", flock)
+    found: list[bool] = []
+
+    def work() -> None:
+        found.append(hold(folder, "base", 4, lambda descriptor: None)[1])
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [False, True]
+    monkeypatch.undo()
+    leave_files(folder)
 
 
 def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: Path) -> None:

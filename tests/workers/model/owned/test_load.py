@@ -64,10 +64,14 @@ def test_the_shares_are_the_whole(family: str, tmp_path: Path, load: Callable[[P
         assert sum(read) <= held_bytes(decoder) < sum(weight.nbytes for weight in whole.parameters())
 
 
-def test_shares_that_are_not_equal_are_refused(tmp_path: Path, load: Callable[[Path, int, int], Owned]) -> None:
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_shares_that_are_not_equal_are_refused(
+    tmp_path: Path, load: Callable[[Path, int, int], Owned], ranks: int
+) -> None:
     reference("moe").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="3 ranks cannot own its 4 experts in equal shares; supported: trainer"):
-        load(tmp_path, 0, 3)
+    said = f"{ranks} ranks cannot own its 4 experts in equal shares; supported: trainer"
+    with pytest.raises(UnsupportedModel, match=said):
+        load(tmp_path, 0, ranks)
 
 
 def test_a_machine_that_must_keep_tenants_apart_is_refused(

@@ -109,7 +109,9 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
     with pytest.raises(DoesNotFit, match=r"generator.kv_tokens = 262,144 takes 24.2 GiB .*: at most [\d,]+ tokens fit"):
         plan([model], gpu, Wanted(kv_tokens=262_144))
     ranks = replace(Wanted(), trainers=4, ranks=4, one_base=True)
-    assert sizes(plan([model], Device("cpu", 999 * GIB), ranks))["weights of the generator"] == model.weight_bytes
+    assert sizes(plan([model], Device("cpu", 999 * GIB), ranks))["weights"] == model.weight_bytes
+    apart = sizes(plan([model], Device("cpu", 999 * GIB), replace(ranks, one_base=False)))
+    assert apart["weights of the trainer"] == apart["weights of the generator"] == model.weight_bytes
     with pytest.raises(DoesNotFit, match=r"models: 30B-A3B takes 56.9 GiB .* 80.0 GiB, of which 56.9 GiB are taken"):
         plan([model], Device("gpu", 80 * GIB), Wanted())
     assert plan([model], Device("gpu", 80 * GIB), Wanted(generators=0)).resident_bytes >= runs

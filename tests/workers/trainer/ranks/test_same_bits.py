@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.workers.model.models import reference
 ROOT = Path(__file__).parents[4]
 
 
-PART, OWNED = "all", "experts"
+PART, OWNED, MAPPED = "all", "experts", "mapped"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,7 @@ PART, OWNED = "all", "experts"
         (4, PART, "moe", 5, ["plain"]),
         (2, PART, "qwen3.5-moe", 2, ["plain"]),
         (2, PART, "deepseek", 2, ["plain"]),
+        (2, MAPPED, "moe", 5, ["plain", "recomputed", "short of memory", "paged"]),
         (2, OWNED, "moe", 5, ["plain", "recomputed", "short of memory", "paged", "owner short"]),
         (4, OWNED, "moe", 5, ["plain", "owner short, back"]),
         (2, OWNED, "gpt-oss", 2, ["recomputed", "owner fails"]),
@@ -36,6 +39,7 @@ PART, OWNED = "all", "experts"
         "two nodes of two ranks",
         "two ranks, a hybrid",
         "two ranks, latent attention",
+        "two ranks, one mapping",
         "two owners",
         "four owners",
         "two owners, biases",
@@ -43,8 +47,7 @@ PART, OWNED = "all", "experts"
 )
 def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, steps: int, scenarios: list[str]) -> None:
     reference(family).save_pretrained(tmp_path / "model")
-    lines = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, str(steps), *scenarios])
-    found = [json.loads(line) for line in lines if line.startswith("{")]
+    found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, str(steps), "usual", *scenarios])
     assert [world["scenario"] for world in found] == scenarios
     for world in found:
         assert len(world["same"]) > 12 * steps
@@ -58,13 +61,47 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
         assert (world["failures"] > 0) is world["scenario"].startswith("owner")
 
 
-def together(ranks: int, args: list[str]) -> list[str]:
-    """Run the worlds on so many ranks; what rank 0 printed."""
+@pytest.mark.parametrize(
+    ("ranks", "family", "chosen", "tenants"),
+    [(2, "gpt-oss", 2, "usual"), (4, "gpt-oss", 1, "few"), (4, "moe", 2, "wide")],
+    ids=["each layer with one owner", "one expert for all, and ranks without runs", "adapters of all ranks"],
+)
+def test_as_one_process_however_uneven(tmp_path: Path, ranks: int, family: str, chosen: int, tenants: str) -> None:
+    model = reference(family, num_experts_per_tok=chosen)
+    for layer, each in enumerate(model.model.layers if family == "gpt-oss" else ()):
+        first = layer * chosen % 4
+        each.mlp.router.bias[first : first + chosen] = 100.0
+    model.save_pretrained(tmp_path / "model")
+    (world,) = together(ranks, [str(tmp_path / "model"), str(tmp_path), OWNED, "2", tenants, "plain"])
+    assert len(world["same"]) > 4
+    assert all(world["same"]), world
+    assert len(set(world["homes"])) == (2 if tenants == "few" else ranks)
+
+
+def test_a_rank_that_dies_while_pairs_travel_ends_all_and_fails_no_operation(tmp_path: Path) -> None:
+    reference("moe").save_pretrained(tmp_path / "model")
+    processes = start(4, [str(tmp_path / "model"), str(tmp_path), OWNED, "2", "usual", "killed"])
+    out = ended(processes)
+    codes = [process.returncode for process in processes]
+    assert codes[1] == -signal.SIGKILL
+    assert 0 not in codes
+    assert out[0] == [], "an operation was answered as failed, or all was done"
+
+
+def together(ranks: int, args: list[str]) -> list[Any]:
+    """Run the worlds on so many ranks; what rank 0 has found."""
+    processes = start(ranks, args)
+    out = ended(processes)
+    assert [process.returncode for process in processes] == [0] * ranks
+    return out[0]
+
+
+def start(ranks: int, args: list[str]) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.workers.trainer.ranks.worlds", *args],
             cwd=ROOT,
@@ -74,10 +111,13 @@ def together(ranks: int, args: list[str]) -> list[str]:
         )
         for rank in range(ranks)
     ]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[list[Any]]:
+    """What each has printed as JSON."""
     try:
         out = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks
-    return out[0].splitlines()
+    return [[json.loads(line) for line in lines.splitlines() if line.startswith("{")] for lines in out]

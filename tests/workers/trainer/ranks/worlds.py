@@ -1,6 +1,6 @@
 """One rank of a trainer, beside a trainer of one process.
 
-    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER LAYOUT STEPS SCENARIO ...
+    python -m tests.workers.trainer.ranks.worlds MODEL FOLDER LAYOUT STEPS TENANTS SCENARIO ...
 
 Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte that
 comes out. It prints what it has found as JSON, a line for each scenario.
@@ -8,7 +8,10 @@ comes out. It prints what it has found as JSON, a line for each scenario.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,19 +33,28 @@ from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.base.sharded import held_bytes, load_sharded
+from workers.model.base.shared import Mapped
 from workers.model.base.stored import Stored
 from workers.model.base.weights import load_decoder
 from workers.model.device import ModelDevice
 from workers.model.owned.load import is_of_experts, load_owned
 from workers.model.owned.owner import Owner
+from workers.model.owned.travel import Travel
 from workers.trainer import computing
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Base, Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
-from workers.trainer.ranks.process import mesh_of
+from workers.trainer.ranks.process import map_together, mesh_of
 from workers.trainer.trainer import Trainer
 
-TENANTS = {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))}
+#: The rank of each run. "few" leave ranks without any.
+TENANTS_OF = {
+    "usual": {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))},
+    "wide": {f"r{i}": rank for i, rank in enumerate((64, 1, 32, 2, 64, 33, 1, 8))},
+    "few": {"r0": 4, "r2": 64},
+}
+#: Those of this program.
+TENANTS: dict[str, int] = {}
 DIMUON = ("r1", "r4")
 #: Whose operations are larger than a rank's share.
 LARGE = "r3"
@@ -72,7 +84,7 @@ def program(bench: Bench, steps: int) -> list[bytes]:
         for i, run_id in enumerate(TENANTS):
             ops += work(bench, run_id, 10 * step + i)
             ops.append(bench.dimuon(run_id) if run_id in DIMUON else bench.optim(run_id))
-        if step == 1:  # two passes, the large operation in both
+        if step == 1 and LARGE in TENANTS:  # two passes, the large operation in both
             cut = next(at for at, op in enumerate(ops) if op.run_id == LARGE and not op.final) + 1
             said += answers(bench, ops[:cut])
             said += answers(bench, ops[cut:])
@@ -199,6 +211,28 @@ def failing_owner(name: str, error: type[Exception], rank: int) -> Iterator[None
         yield
 
 
+@contextmanager
+def killed(rank: int) -> Iterator[None]:
+    """Rank 1 dies with what others wait for on its way. What rank 0 says of a failure is printed."""
+    travels, execute, turns = Travel.rows, Leader.execute, itertools.count()
+
+    def rows(self: Travel, *args: Any) -> Any:
+        if rank == 1 and next(turns) == 25:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return travels(self, *args)
+
+    def speak(self: Leader, pass_: Any, send: Any) -> None:
+        def say(message: Any) -> None:
+            if isinstance(message, Done) and message.failure is not None:
+                print(json.dumps({"failed": message.failure.message}), flush=True)
+            send(message)
+
+        execute(self, pass_, say)
+
+    with patch.object(Travel, "rows", rows), patch.object(Leader, "execute", speak):
+        yield
+
+
 #: Of rank 0 as an owner, in one scenario.
 FAILURES: list[str] = []
 
@@ -210,16 +244,18 @@ SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
     "owner short, back": (partial(failing_owner, "backward", torch.OutOfMemoryError), {"microbatch_tokens": 64}),
     "owner fails": (partial(failing_owner, "forward", ValueError), {"microbatch_tokens": 64}),
     "paged": (None, {"microbatch_tokens": 64, "resident_bytes": 300_000}),
+    "killed": (killed, {"microbatch_tokens": 64}),
 }
 
 
-def main(model: Path, folder: Path, layout: str, steps: int, chosen: list[str]) -> None:
+def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chosen: list[str]) -> None:
     torch.set_num_threads(1)
+    TENANTS.update(TENANTS_OF[tenants])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group, read = Group(), list[int]()
     with patch.object(Stored, "rows", counted(Stored.rows, read)):
-        base = load(model, layout, group.size)
-    held, files = zip(*group.exchange((held_bytes(base.decoder), sum(read))), strict=True)
+        base = load(model, layout, group, folder)
+    held, files = zip(*group.exchange((memory_of(base, group), sum(read))), strict=True)
     total, experts, wanted = 0, 0, list[bytes]()
     if group.leads:
         whole = load_decoder(model)
@@ -252,13 +288,36 @@ def main(model: Path, folder: Path, layout: str, steps: int, chosen: list[str]) 
     dist.barrier()
 
 
-def load(model: Path, layout: str, ranks: int) -> Base:
+def load(model: Path, layout: str, group: Group, folder: Path) -> Base:
     where = ModelDevice(torch.device("cpu"), torch.float32)
     if layout == "experts":
         return load_owned(model, where.dtype, where.device)
     # Four ranks are two nodes, each of which has the whole base.
-    nodes = TrainerConfig(Basics("", {}), ranks=2, nodes=ranks // 2, shard="node")
+    nodes = TrainerConfig(Basics("", {}, base_dir=str(folder)), ranks=2, nodes=group.size // 2, shard="node")
+    if layout == "mapped":
+        base = map_together(model, nodes, where, group)
+        assert base is not None
+        return base
     return load_sharded(model, where.dtype, where.device, mesh_of(nodes, where))
+
+
+def memory_of(base: Base, group: Group) -> int:
+    """Of the base, what this rank has of it; of what is mapped, its share by the kernel's account, once all use it."""
+    if not isinstance(base, Mapped):
+        return held_bytes(base.decoder)
+    for weight in base.decoder.parameters():
+        weight.sum()
+    group.exchange(None)
+    start = min(weight.data_ptr() for weight in base.decoder.parameters())
+    pss_kb = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first:
+            low, high = (int(end, 16) for end in first.split("-"))
+        elif first == "Pss:" and low <= start < high:
+            pss_kb = int(line.split()[1])
+    group.exchange(None)
+    return pss_kb << 10
 
 
 def counted(real: Any, into: list[int]) -> Any:
@@ -294,5 +353,5 @@ def play(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6:])
     leave(0)  # as ranks do: gloo's threads may abort a process that is taken apart
