@@ -3,27 +3,44 @@
 
 On PostgreSQL rows travel as one JSON document, what is written waits and goes out as one statement, and a transaction
 of the writer makes a trip only where somebody waits for an answer: `ask` sends what waits and the questions together,
-any other statement sends what waits before it, and COMMIT goes with the last of it. SQLite has no round trips: all is
-done at once, and `executemany` is as fast, without what SQLAlchemy does for each row.
+any other statement sends what waits before it, and COMMIT goes with the last of it. SQLite has no round trips, and all
+is done at once. But its driver gives other threads the interpreter for every step of a statement, so rows go in, and
+come out, in one step there too.
 
 Also here: locks of PostgreSQL, and the other statements that the two databases need in different forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from sqlalchemy import ColumnElement, Connection, Dialect, Engine, Select, any_, bindparam, event, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Dialect,
+    Engine,
+    Select,
+    Text,
+    TypeDecorator,
+    any_,
+    bindparam,
+    event,
+    func,
+    select,
+    text,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
+from sqlalchemy.types import TypeEngine
 
 from store.tables import Base
+from store.wal import execute
 
 if TYPE_CHECKING:
     import psycopg
@@ -31,8 +48,10 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 #: A SELECT by dialect.
 Question = dict[str, Select[Any]]
-_SQLITE = sqlite.dialect()
+_SQLITE = sqlite.dialect(paramstyle="named", json_serializer=lambda value: orjson.dumps(value).decode())
 _OUTBOX = "outbox"
+#: Rows that one statement of SQLite writes at most: it takes 32,766 values.
+AT_ONCE = 64
 
 _LOCK_ONE = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 6))"
 _LOCK = (
@@ -54,7 +73,8 @@ def insert_rows(connection: Connection, table: type[Base], rows: Rows, add: tupl
     if connection.dialect.name == "postgresql":
         _outbox(connection).put(_insert(table, names, add), orjson.dumps(rows).decode(), table=table.__tablename__)
     else:
-        connection.exec_driver_sql(_insert_one(table, names, add), _values(table, names, rows))
+        for part, values in _parts(table, names, rows):
+            execute(connection, _insert_many(table, names, add, part), values)
 
 
 def update_rows(connection: Connection, table: type[Base], rows: Rows, key: tuple[str, ...] = ("id",)) -> None:
@@ -65,7 +85,8 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows, key: tupl
         statement = _update(table, names, key)
         _outbox(connection).put(statement, orjson.dumps(rows).decode(), firsts, table=table.__tablename__)
     else:
-        connection.exec_driver_sql(_update_one(table, names, key), _values(table, (*names, *key), rows))
+        for part, values in _parts(table, (*names, *key), rows):
+            execute(connection, _update_many(table, names, key, part), values)
 
 
 def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> list[list[Any]]:
@@ -73,7 +94,7 @@ def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> 
     if connection.dialect.name == "postgresql":
         compiled = [(_compiled(forms["postgresql"], connection.dialect), params) for forms, params in questions]
         return _outbox(connection).send(connection, [(text, given | params) for (text, given), params in compiled])
-    return [list(connection.execute(forms["sqlite"], params)) for forms, params in questions]
+    return [_ask_sqlite(connection, forms["sqlite"], params) for forms, params in questions]
 
 
 def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
@@ -99,10 +120,11 @@ def send_now(connection: Connection) -> None:
 
 
 def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
-    """By dialect: whether a column is one of the values of parameter `name`. On PostgreSQL that is one array, so that
-    the statement is the same for any number of values, and prepared."""
+    """By dialect: whether a column is one of the values of parameter `name`. That is one array, so that the statement
+    is the same for any number of values, and prepared."""
     array = bindparam(name, type_=postgresql.ARRAY(column.type))
-    return {"postgresql": column == any_(array), "sqlite": column.in_(bindparam(name, expanding=True))}
+    values = func.json_each(bindparam(name, type_=_Array(column.type))).table_valued("value")
+    return {"postgresql": column == any_(array), "sqlite": column.in_(select(values.c.value))}
 
 
 def insert_into(session: Session, table: type[Base]) -> postgresql.Insert:
@@ -268,26 +290,83 @@ def _adding(table: type[Base], add: tuple[str, ...]) -> str:
 
 
 @cache
-def _insert_one(table: type[Base], names: tuple[str, ...], add: tuple[str, ...]) -> str:
-    places = ", ".join("?" * len(names))
-    return f"INSERT INTO {table.__tablename__} ({', '.join(names)}) VALUES ({places}){_adding(table, add)}"  # noqa: S608
+def _insert_many(table: type[Base], names: tuple[str, ...], add: tuple[str, ...], rows: int) -> str:
+    values = _places(len(names), rows)
+    return f"INSERT INTO {table.__tablename__} ({', '.join(names)}) VALUES {values}{_adding(table, add)}"  # noqa: S608
 
 
 @cache
-def _update_one(table: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> str:
-    values = ", ".join(f"{name} = ?" for name in names)
-    same = " AND ".join(f"{name} = ?" for name in key)
-    return f"UPDATE {table.__tablename__} SET {values} WHERE {same}"  # noqa: S608
+def _update_many(table: type[Base], names: tuple[str, ...], key: tuple[str, ...], rows: int) -> str:
+    name, new = table.__tablename__, {column: f"column{place}" for place, column in enumerate((*names, *key), 1)}
+    values = ", ".join(f"{column} = {new[column]}" for column in names)
+    same = " AND ".join(f"{name}.{column} = {new[column]}" for column in key)
+    return f"UPDATE {name} SET {values} FROM (VALUES {_places(len(new), rows)}) WHERE {same}"  # noqa: S608
 
 
-def _values(table: type[Base], names: tuple[str, ...], rows: Rows) -> list[tuple[Any, ...]]:
-    """Rows as SQLite stores them, each in the order of `names`."""
+def _places(columns: int, rows: int) -> str:
+    return ", ".join([f"({', '.join('?' * columns)})"] * rows)
+
+
+def _parts(table: type[Base], names: tuple[str, ...], rows: Rows) -> Iterator[tuple[int, list[Any]]]:
+    """How many rows one statement takes, and their values as SQLite stores them, row by row in the order of `names`."""
     forms = _forms(table, names)
-    return [tuple([row[name] if form is None else form(row[name]) for name, form in forms]) for row in rows]
+    for start in range(0, len(rows), AT_ONCE):
+        part = rows[start : start + AT_ONCE]
+        yield len(part), [row[name] if form is None else form(row[name]) for row in part for name, form in forms]
 
 
 @cache
 def _forms(table: type[Base], names: tuple[str, ...]) -> list[tuple[str, Callable[[Any], Any] | None]]:
     """How each column's type turns a value into one of SQLite's; None: it stays as it is."""
-    types = ((name, table.__table__.c[name].type.dialect_impl(_SQLITE)) for name in names)
-    return [(name, type.bind_processor(_SQLITE)) for name, type in types]
+    return [(name, _to_sqlite(table.__table__.c[name].type)) for name in names]
+
+
+def _to_sqlite(type: TypeEngine[Any]) -> Callable[[Any], Any] | None:
+    found: TypeEngine[Any] = type.dialect_impl(_SQLITE)
+    return found.bind_processor(_SQLITE)
+
+
+class _Array(TypeDecorator[list[Any]]):
+    """Values of another type as an array of JSON, as `json_each` takes it."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, of: TypeEngine[Any]) -> None:
+        super().__init__()
+        self.of = of
+
+    def process_bind_param(self, value: list[Any] | None, dialect: Dialect) -> str:
+        form = _to_sqlite(self.of)
+        return orjson.dumps([one if form is None else form(one) for one in value or ()]).decode()
+
+
+def _ask_sqlite(connection: Connection, question: Select[Any], params: dict[str, Any]) -> list[Any]:
+    statement, given, forms, readers = _in_one_row(question)
+    ((found,),) = execute(connection, statement, given | {name: forms[name](value) for name, value in params.items()})
+    return [
+        [value if read is None else read(value) for value, read in zip(row, readers, strict=True)]
+        for row in orjson.loads(found)
+    ]
+
+
+@cache
+def _in_one_row(question: Select[Any]) -> tuple[str, dict[str, Any], dict[str, Any], list[Any]]:
+    """The statement that gathers all rows of a question in one document of JSON; the parameters that have their value
+    already; what turns the others into values of SQLite's; and what turns those of each column into its type's."""
+    columns = list(question.selected_columns)
+    one = question.with_only_columns(func.json_group_array(func.json_array(*columns)), maintain_column_froms=True)
+    compiled = one.compile(dialect=_SQLITE)
+    given = {name: value for name, value in compiled.params.items() if value is not None}
+    asked = ((compiled.bind_names[bind], bind.type) for bind in compiled.binds.values())
+    forms = {name: _to_sqlite(type) or _same for name, type in asked if name not in given}
+    return str(compiled), given, forms, [_from_sqlite(column.type) for column in columns]
+
+
+def _from_sqlite(type: TypeEngine[Any]) -> Callable[[Any], Any] | None:
+    found: TypeEngine[Any] = type.dialect_impl(_SQLITE)
+    return found.result_processor(_SQLITE, None)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -34,7 +34,7 @@ from store import audit
 from store.bulk import lock_first, make_few_trips, send_now
 from store.caller import caller, enter, lift
 from store.commit_mark import CommitMark
-from store.wal import prepare_sqlite
+from store.wal import execute, prepare_sqlite
 
 T = TypeVar("T")
 
@@ -269,8 +269,9 @@ class Database:
                 if transaction.is_active and all(work.error is not None for work in group):
                     transaction.rollback()
                 elif self._mark is not None:
-                    count = self._mark.next(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
-                    connection.exec_driver_sql(f"PRAGMA user_version = {count}")
+                    ((before,),) = execute(connection, "PRAGMA user_version")
+                    count = self._mark.next(before)
+                    execute(connection, f"PRAGMA user_version = {count}")
             if self._mark is not None and count is not None:
                 with suppress(OSError):  # the file stands behind, which is harmless
                     self._mark.write(count)

@@ -104,5 +104,5 @@ class LeadingJournal:
 
     def _ended(self, op: Operation) -> None:
         self._meters.closed(op, datetime.now(UTC))
-        op.finished.set()
+        op.end()
         self._storing.in_background(self._announce(op))

@@ -73,9 +73,10 @@ class Residents:
     def over(self, run_id: str, op_id: str) -> None:
         """An operation of a run is in no trainer's hands any more."""
         ops = self._in_hand.get(run_id, {})
-        ops.pop(op_id, None)
+        if ops.pop(op_id, None) is None:
+            return  # told before: with its answer, or with its pass
         if not ops:
-            self._in_hand.pop(run_id, None)
+            del self._in_hand[run_id]
         self._outstanding(run_id)
 
     def _outstanding(self, run_id: str) -> None:

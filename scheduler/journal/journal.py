@@ -194,12 +194,7 @@ class Journal:
             return await anyio.to_thread.run_sync(self.answers.stored, org_id, request_id)
         if op.org_id != org_id:
             return None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await op.finished.wait()
-        except TimeoutError:
-            return self._waiting(op)
-        return op.outcome
+        return op.outcome if await op.ends_within(timeout_s) else self._waiting(op)
 
     def _waiting(self, op: Operation) -> Waiting:
         """What `op` waits for, and its place."""

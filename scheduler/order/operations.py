@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+import msgspec
+
 from scheduler.links.messages import SAVES
 from scheduler.order.plans import BODY_ONLY, Plan, Sample
 from scheduler.order.timings import Timings
@@ -36,8 +38,7 @@ class RunClosed(Exception):
     """The run takes no more operations. A permanent error."""
 
 
-@dataclass(frozen=True)
-class NewOperation:
+class NewOperation(msgspec.Struct, frozen=True):
     """What the front hands in.
 
     `lane` is a run id (ordered by `seq`) or, for samples, a sampler id (unordered). `kind` is an OpKind or SAMPLE.
@@ -133,7 +134,28 @@ class Operation:
     charged: int = 0
     outcome: Outcome | None = None
     timings: Timings = field(default_factory=Timings)
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    _over: bool = False
+    _waiting: list[asyncio.Future[bool]] = field(default_factory=list)
+
+    def end(self) -> None:
+        """It has its outcome, here or elsewhere: wake who waits for it."""
+        self._over = True
+        for waiter in self._waiting:
+            _tell(waiter, True)
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        """Wait for its end. False if it has not ended by then."""
+        if self._over:
+            return True
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        late = loop.call_later(timeout_s, _tell, waiter, False)
+        self._waiting.append(waiter)
+        try:
+            return await waiter
+        finally:
+            late.cancel()
+            self._waiting.remove(waiter)
 
     @property
     def path(self) -> tuple[str, str, str, str]:
@@ -160,3 +182,8 @@ class Operation:
     def target_ref(self) -> str:
         """The folder that a save writes its weights to; "" for everything else."""
         return f"weights/{self.id}" if self.kind in SAVES else ""
+
+
+def _tell(waiter: asyncio.Future[bool], over: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(over)

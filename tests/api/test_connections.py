@@ -120,6 +120,18 @@ def test_half_a_second_request_is_not_waited_for_either(listening: Callable[...,
             assert answer(connection) == b""
 
 
+def test_a_connection_that_is_idle_is_closed_and_one_that_is_used_is_not(listening: Callable[..., Listening]) -> None:
+    here = listening()
+    here.server.config.timeout_keep_alive = 2
+    with here.connect() as used, here.connect() as idle:
+        for connection in (used, idle):
+            connection.sendall(GET)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        used.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")  # for longer than that
+        assert answer(idle) == b""
+        assert used.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
 def test_waiting_for_an_answer_is_not_late(listening: Callable[..., Listening]) -> None:
     here = listening(header_timeout_s=0.2, body_timeout_s=0.2)
     assert httpx.get(f"{here.url}/slow").json() == "late"

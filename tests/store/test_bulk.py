@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
-from store.bulk import Question, among, ask, insert_rows, take_locks, update_rows
+from store.bulk import AT_ONCE, Question, among, ask, insert_rows, take_locks, update_rows
 from store.db import Database
 from store.tables import Budget, BudgetPeriod, Operation, Organisation
 
@@ -78,6 +78,33 @@ def test_rows_are_changed_by_their_id_and_no_others(database: Database) -> None:
         ("z", "failed", "why", AT, None),
     ]
     assert [op.plan for op in operations(database)] == [PLAN] * 3
+
+
+def test_rows_for_which_one_statement_of_sqlite_is_too_short(database: Database) -> None:
+    def write(session: Session) -> None:
+        connection, numbers = session.connection(), range(2 * AT_ONCE + 5)
+        insert_rows(connection, Operation, [row(f"op{n}", n) for n in numbers])
+        update_rows(connection, Operation, [{"id": f"op{n}", "error": str(n)} for n in numbers])
+
+    database.write_now(write)
+    found = [(op.id, op.seq, op.error) for op in operations(database)]
+    assert found == [(f"op{n}", n, str(n)) for n in range(2 * AT_ONCE + 5)]
+
+
+@pytest.mark.parametrize("ids", [[], ["x"], ["x", "y", "nobody"]])
+def test_what_is_asked_comes_back_as_it_was_written(database: Database, ids: list[str]) -> None:
+    """Whole numbers beyond a float's, times, JSON, text of any kind, and nothing."""
+    sent = [row("x", 1), row("y", 2, key_id=7, error='né\n"o"', timings={"at": [1.5]})]
+    columns = [Operation.__table__.c[name] for name in sent[0]]
+    question = {name: select(*columns).where(one) for name, one in among(columns[0], "ids").items()}
+
+    def write(session: Session) -> list[list[Any]]:
+        insert_rows(session.connection(), Operation, sent)
+        return ask(session.connection(), (question, {"ids": ids}), (question, {"ids": []}))
+
+    found, nothing = database.write_now(write)
+    assert [list(one) for one in found] == [list(one.values()) for one in sent if one["id"] in ids]
+    assert nothing == []
 
 
 def test_a_mistake_in_what_waits_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,20 @@ class LivingBlobs(FolderBlobs):
             yield folder
 
 
+class _Driver(sqlite3.Connection):
+    """Statements may fail here, too, that SQLAlchemy does not see."""
+
+    fails: Callable[[str, Kind], None] | None = None
+
+    def execute(self, statement: str, *params: Any) -> sqlite3.Cursor:
+        if self.fails is not None:
+            self.fails(statement, "fails")
+        found = super().execute(statement, *params)
+        if self.fails is not None:
+            self.fails(statement, "fails after")
+        return found
+
+
 class LivingDatabase(Database):
     """The database of one server, written in the loop's own thread: works that are handed in before the loop comes
     round again are one group, as in the real writer. Each statement may fail, alone."""
@@ -145,6 +160,8 @@ class LivingDatabase(Database):
         self._busy_until_s = 0.0
         super().__init__(url)
         for engine in (self._read_engine, self._write_engine):
+            event.listen(engine, "do_connect", lambda *given: given[3].update(factory=_Driver))
+            event.listen(engine, "connect", lambda driver, _: setattr(driver, "fails", self._fails))
             event.listen(engine, "before_cursor_execute", self._before)
             event.listen(engine, "after_cursor_execute", self._after)
 

@@ -126,4 +126,4 @@ class Admission:
             self._in_flight.remove(op)
         self._backlog.release(op.org_id, op.body_bytes)
         self._acceptance.forget(op)
-        op.finished.set()
+        op.end()

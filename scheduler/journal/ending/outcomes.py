@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from heapq import heapify, heappop, heapreplace
 
 from scheduler.journal.rows import SMALL_BYTES, small_text
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
@@ -47,7 +49,8 @@ def payload_of(text: str, content_type: str | None) -> bytes:
 
 
 class _Recent:
-    """The latest ended operations. Beyond a limit the oldest of the organisation that has most goes."""
+    """The latest ended operations. Beyond a limit on all, the oldest of those that have most go until a sixteenth of it
+    is free: so a look at every organisation is for many results."""
 
     def __init__(self, most: int, most_bytes: int, most_bytes_per_org: int) -> None:
         self._most, self._most_bytes, self._most_bytes_per_org = most, most_bytes, most_bytes_per_org
@@ -71,10 +74,10 @@ class _Recent:
         self._bytes += size
         while self.bytes_of[op.org_id] > self._most_bytes_per_org:
             self._drop_oldest(op.org_id)
-        while self._bytes > self._most_bytes:
-            self._drop_oldest(max(self.bytes_of, key=self.bytes_of.__getitem__))
-        while len(self._ops) > self._most:
-            self._drop_oldest(max(self._sizes, key=lambda org_id: len(self._sizes[org_id])))
+        if self._bytes > self._most_bytes:
+            self._shrink(lambda: self._bytes, self.bytes_of.__getitem__, self._most_bytes)
+        if len(self._ops) > self._most:
+            self._shrink(lambda: len(self._ops), lambda org_id: len(self._sizes[org_id]), self._most)
 
     def discard(self, op: Operation) -> None:
         if self._ops.pop(op.id, None) is None:
@@ -84,6 +87,18 @@ class _Recent:
         self._bytes -= size
         if not self._sizes[op.org_id]:
             del self._sizes[op.org_id], self.bytes_of[op.org_id]
+
+    def _shrink(self, total: Callable[[], int], of: Callable[[str], int], most: int) -> None:
+        """Until a sixteenth of `most` is free of the `total`, to which each organisation adds what it is `of`."""
+        largest = [(-of(org_id), org_id) for org_id in self._sizes]
+        heapify(largest)
+        while total() > most - most // 16:
+            org_id = largest[0][1]
+            self._drop_oldest(org_id)
+            if org_id in self._sizes:
+                heapreplace(largest, (-of(org_id), org_id))
+            else:
+                heappop(largest)
 
     def _drop_oldest(self, org_id: str) -> None:
         self.discard(self._ops[next(iter(self._sizes[org_id]))])

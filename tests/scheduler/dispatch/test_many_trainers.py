@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.links.messages import Done, Drain, HandedOver, InLoss, Leaving, Pass, PassOver, PullPass, Snapshot

@@ -7,12 +7,12 @@ import json
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import select
 from weft.wire.binary.sample_codec import decode_sample_response
 

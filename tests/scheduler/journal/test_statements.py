@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -36,16 +37,19 @@ SETTLED = {"optim_step": 2 + 2, "forward_backward": 2 + 7}
 
 @contextmanager
 def written(database: Database) -> Iterator[list[str]]:
-    """The statements that its writer sends meanwhile, but BEGIN and COMMIT."""
+    """The statements that SQLite is given by its writer meanwhile, but BEGIN and COMMIT."""
     found: list[str] = []
 
-    def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-        if not statement.startswith("BEGIN"):
+    def note(statement: str) -> None:
+        if not statement.startswith(("BEGIN", "COMMIT")):
             found.append(statement)
 
-    event.listen(database._write_engine, "before_cursor_execute", note)
+    with database._write_engine.connect() as connection:  # the only one of its pool
+        driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.set_trace_callback(note)
     yield found
-    event.remove(database._write_engine, "before_cursor_execute", note)
+    driver.set_trace_callback(None)
 
 
 def operation(number: int, kind: str) -> Operation:

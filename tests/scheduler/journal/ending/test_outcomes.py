@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.journal.ending.outcomes import RECENT_BYTES_PER_ORG, Answers
+from scheduler.journal.ending.outcomes import RECENT_BYTES_PER_ORG, Answers, _Recent
 from scheduler.links.messages import Done
 from scheduler.order.operations import Gone, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
@@ -56,6 +58,35 @@ def test_large_results_of_one_push_out_nobody_else_s() -> None:
     assert kept.recent("small") is not None
     assert kept.recent("large199") is not None
     assert kept.recent("large198") is None
+
+
+@pytest.mark.parametrize("limits", [(4096, 1 << 30), (1 << 30, 4096 * 256)], ids=["number", "bytes"])
+def test_beyond_a_limit_all_organisations_are_looked_at_for_many_results(limits: tuple[int, int]) -> None:
+    """By counting: thousands of organisations, whose results come in turn, and are as many as are kept."""
+    kept, organisations = _Recent(*limits, 1 << 30), 4096
+    kept._sizes, kept.bytes_of = _CountedSizes(OrderedDict), _CountedBytes()
+    for n in range(3 * organisations):
+        kept.add(ended(f"op{n}", f"o{n % organisations}", 256))
+    assert 4096 - 4096 // 16 <= len(kept) <= 4096
+    assert kept._sizes.looked + kept.bytes_of.looked < 32 * 3 * organisations
+
+
+class _CountedSizes(defaultdict[str, OrderedDict[str, int]]):
+    looked = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self.looked += 1
+            yield name
+
+
+class _CountedBytes(Counter[str]):
+    looked = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self.looked += 1
+            yield name
 
 
 def test_what_does_not_fit_is_read_again(folder: Path) -> None:  # noqa: F811
