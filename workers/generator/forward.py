@@ -5,8 +5,9 @@ twice is harmless, and so is scoring the same rows of a prompt twice. States of 
 written: a prefill adds those it reaches to the request's, a step leaves them in its plan until they are taken over.
 
 A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
-piece it comes in: its attention and its products with an adapter are calls of their own, of a shape that follows from
-its place in the prompt; products with the base weights give a row the same bits in any company (`workers.model.lora`).
+piece it comes in: its products with an adapter, and its attention where C does not compute that row by row, are calls
+of their own, of a shape that follows from its place in the prompt; products with the base weights give a row the same
+bits in any company (`workers.model.lora`).
 On a device all prompts are one launch instead, in which kernels sum each row by itself (`gpu/prefill.py`).
 
 Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a piece, G groups of layers, W pages

@@ -5,7 +5,7 @@ A row's attention must not depend on the other rows of the step, bit for bit. In
 without a C compiler, pages are gathered first, and rows whose lengths round up to the same multiple of `LENGTH_QUANTUM`
 share a product, so that its shape per row follows from the row's own length, too (but on a CPU each row that attends to
 latents has a product of its own: with all heads in it, it is so large that threads part it by its rows). On a CUDA
-device the engine attends by gpu/attend.py.
+device the engine attends by gpu/attend.py. By attend.c the tokens of prompts attend in the same way (`of_prompts`).
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, N rows of a call, B = N * K,
 G = H / K queries that share a kv head (of tables: groups of layers), L length.

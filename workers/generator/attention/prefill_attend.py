@@ -1,4 +1,4 @@
-"""Attention of a prefill: pieces of prompts, each over its sequence's positions up to its end.
+"""Attention of a prefill where attend.c does not compute it: pieces of prompts, each over its positions so far.
 
 The result of a block must depend on the prompt up to its end alone: not on what else is in the pass, nor on whether the
 blocks before it were computed in this pass, in an earlier one, or copied from the prefix cache. So each block is a call
