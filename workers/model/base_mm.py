@@ -19,9 +19,9 @@ MIN_ROWS = 16
 def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
     """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given).
 
-    A row comes out with the same bits whatever else is in the batch: by construction where the weight is packed
-    (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py tests it
-    at start-up, on the machine and the threads in use."""
+    A row comes out with the same bits whatever else is in the batch: by construction in float32 on a CPU that has a
+    compiler (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py
+    tests it at start-up, on the machine and the threads in use."""
     if not transposed and (panels := packed(weight_OI)) is not None:
         return panels.product(x_TI.contiguous(), out)
     if (own := product(x_TI.contiguous(), weight_OI, transposed=transposed, out=out)) is not None:
