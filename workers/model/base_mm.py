@@ -70,8 +70,6 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
     expert. `ends_E` int32 on the device: where the rows of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
-    if (own := product(x_PI.contiguous(), weight_EOI, transposed=transposed, ends_E=ends_E)) is not None:
-        return own
     x_PI = x_PI.to(weight_EOI.dtype)
     weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
     grouped = takes(x_PI, weight_EIO)
@@ -81,6 +79,8 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
         return expert_mm(x_PI, weight_EOI, ends_E)
     if grouped:
         return _grouped(x_PI, weight_EIO, ends_E)
+    if (own := product(x_PI.contiguous(), weight_EOI, transposed=transposed, ends_E=ends_E)) is not None:
+        return own
     y_PO = x_PI.new_empty(x_PI.shape[0], weight_EIO.shape[2])
     start = 0
     for weight_OI, end in zip(weight_EOI.unbind(), ends_E.tolist(), strict=True):
