@@ -84,7 +84,8 @@ def training_peers() -> str:
 
 
 def decoding() -> str:
-    return claims("generator", only=lambda name: not is_of_peer(name))
+    shown, floor = claims("generator", only=lambda name: not is_of_peer(name)), read("generator")["decode"].get("floor")
+    return shown + (f"\n\n{grid(('64 distinct adapters beside one', 'measured'), floor.items())}" if floor else "")
 
 
 def decoding_peers() -> str:
@@ -238,13 +239,15 @@ def simulated() -> str:
 
 
 def leader() -> str:
-    found = read("leader")
-    parts = found["cpu_ms_per_operation"]
-    theirs = sum(parts[who] for who in ("leader", "redis", "postgresql"))
-    sums = {**parts, "leader, redis and postgresql": theirs, "all": sum(parts.values())}
-    rows = [(who, f"{cpu_ms:.3f}", number(2000 / cpu_ms)) for who, cpu_ms in sums.items()]
-    head = ("", "processor time of an operation, ms", "a second on two cores at most")
-    return f"{claims('leader')}\n\n{grid(head, rows)}"
+    columns = {"apart": "the load on other cores", "together": "the load on the same two cores"}
+    found, sums = {name: part for place, name in columns.items() if (part := read("leader")[place])}, []
+    for part in found.values():
+        ms, led = part["cpu_ms_per_operation"], ("leader", "redis", "postgresql")
+        sums.append(ms | {", ".join(led): sum(ms[who] for who in led), "all": sum(ms.values())})
+    rows = [("operations a second", *(number(part["operations_per_s"]) for part in found.values()))]
+    rows += [(f"CPU ms of an operation: {who}", *(f"{of[who]:.3f}" for of in sums)) for who in sums[0]]
+    missing = [f"Not measured, {read('leader')['not_measured']}."] if len(found) < len(columns) else []
+    return "\n\n".join([claims("leader"), *missing, grid(("", *found), rows)])
 
 
 def families() -> str:

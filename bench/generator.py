@@ -155,12 +155,35 @@ def decode(decoder: Decoder, folder: Path, rounds: int, of: str = "") -> dict[st
     found = step_times({name: running(decoder, each) for name, each in variants.items()}, rounds)
     return {
         "cpu_ms_per_step": found,
+        "floor": floor(decoder.config, found["one"]),
         "claims": [
             _claim(f"{of}B=64: one adapter / 64 distinct, time of a step", found["one"] / found["distinct"], 0.95),
             _claim(
                 f"{of}B=64: base without LoRA / 64 distinct, time of a step", found["base"] / found["distinct"], 0.85
             ),
         ],
+    }
+
+
+def floor(config: DecoderConfig, one_ms: float) -> dict[str, float]:
+    """What 64 adapters read beyond one, how fast this machine's memory gives it to a thread (a sum of 256 MB), and the
+    least that a step then takes if nothing else goes on meanwhile."""
+    share = config.experts_per_token / config.num_experts
+    slots = shape_of(config, RANK, "experts").slots.values()
+    each = sum(4 * slot.numel * (share if len(slot.shape) == 3 else 1) for slot in slots)
+    more = BATCH * each - sum(4 * slot.numel for slot in slots)
+    numbers, best = torch.ones(64 << 20), float("inf")
+    for _ in range(5):
+        began = time.process_time()
+        numbers.sum()
+        best = min(best, time.process_time() - began)
+    rate = numbers.nbytes / best
+    least_ms = 1e3 * more / rate
+    return {
+        "factors read beyond those of one adapter, MB": round(more / 1e6, 1),
+        "memory, GB/s": round(rate / 1e9, 1),
+        "reading them alone, ms": round(least_ms, 2),
+        "one adapter / 64 distinct, were they read in no other time": round(one_ms / (one_ms + least_ms), 3),
     }
 
 

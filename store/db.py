@@ -1,9 +1,9 @@
 """The database: many short reads from any thread, and one writer thread that groups commits.
 
 A transaction costs far more than the few rows in it, so the writer runs everything that is waiting in one
-transaction and commits once. There is no timer: an idle writer commits as soon as a turn of the event loop brings
-nothing more, and while it commits the next group gathers by itself. Each work of a group runs in its own savepoint, so
-one that raises fails alone, and every caller is answered after the COMMIT that holds its rows.
+transaction and commits once. An idle writer commits as soon as a turn of the event loop brings nothing more, and while
+it commits, and on PostgreSQL for a moment after it began, the next group gathers by itself. Each work of a group runs
+in its own savepoint, so one that raises fails alone, and every caller is answered after the COMMIT that holds its rows.
 
 Works of one kind may also run as one (`write_batched`): a statement for all of them instead of one for each.
 
@@ -16,6 +16,7 @@ import asyncio
 import queue
 import sqlite3
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ from sqlalchemy.orm import Session
 
 from store import audit
 from store.bulk import lock_first, make_few_trips, send_now
-from store.caller import enter, lift
+from store.caller import caller, enter, lift
 from store.commit_mark import CommitMark
 from store.wal import prepare_sqlite
 
@@ -41,40 +42,23 @@ T = TypeVar("T")
 GROUP_SIZE = 256
 #: With so many works, an event loop waits for no more before it hands them to the writer.
 ENOUGH = 32
+#: Between the beginnings of two transactions of the writer on PostgreSQL, in seconds, unless ENOUGH wait.
+APART_S = 0.004
 
 #: What a database says of a statement that is wrong; nothing of its transaction is so.
 WRONG = (IntegrityError, DataError, ProgrammingError, InternalError)
 
 
-class _Waiting(Protocol):
-    """Who waits for a work, told after the commit (or the failure)."""
-
-    def resolve(self, result: Any, error: BaseException | None) -> None: ...
-
-
 @dataclass
-class _Blocked:
-    """A thread that waits."""
+class _Waiting:
+    """Who waits for a work, told after the commit (or the failure): a coroutine, in its event loop, or a thread. A
+    coroutine may have been cancelled since: the write happens all the same."""
 
-    future: Future[Any]
+    future: Future[Any] | asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop | None = None
 
     def resolve(self, result: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
-
-
-@dataclass
-class _Awaiting:
-    """A coroutine that waits in its event loop, and is told there. It may have been cancelled since: the write happens
-    all the same."""
-
-    future: asyncio.Future[Any]
-    loop: asyncio.AbstractEventLoop
-
-    def resolve(self, result: Any, error: BaseException | None) -> None:
-        if self.future.done():
+        if self.loop is not None and self.future.done():
             return
         if error is not None:
             self.future.set_exception(error)
@@ -121,6 +105,8 @@ class Database:
         self.url = url
         sqlite = make_url(url).get_backend_name() == "sqlite"
         self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
+        alone = {} if sqlite else {"isolation_level": "AUTOCOMMIT"}
+        self._asking_engine = self._read_engine.execution_options(**alone)
         begins = {} if sqlite else {"autocommit": True}  # the writer sends BEGIN itself, with what comes first
         self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True, connect_args=begins)
         if sqlite:
@@ -131,6 +117,7 @@ class Database:
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[_Work] | None] = queue.SimpleQueue()
         self._turns: dict[asyncio.AbstractEventLoop, list[_Work]] = {}  # works that each has not handed over
+        self._apart_s, self._begun = 0.0 if sqlite else APART_S, 0.0
         self._closing = threading.Lock()
         self._closed = False
         self._writer = threading.Thread(target=self._write_groups, name="database-writer", daemon=True)
@@ -148,6 +135,14 @@ class Database:
             enter(session)
             yield session
 
+    @contextmanager
+    def ask(self) -> Iterator[Connection]:
+        """For the server's own questions, in any thread: on PostgreSQL without a transaction, so each is one trip."""
+        if caller().org_id is not None:
+            raise RuntimeError("a request asks in a session, which shows the rows of its organisation alone")
+        with self._asking_engine.connect() as connection:
+            yield connection
+
     async def write(self, work: Callable[[Session], T], *, lock: str = "") -> T:
         """Run `work` in the writer thread and return what it returned, once that is committed. Its exception is
         raised here, with nothing of it written. Objects that it returns are detached but loaded. `work` must be short
@@ -155,7 +150,7 @@ class Database:
         (`store.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._submit(_Work(work, _Awaiting(future, loop), lock=lock))
+        self._submit(_Work(work, _Waiting(future, loop), lock=lock))
         return await future
 
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
@@ -164,13 +159,13 @@ class Database:
         alone. On PostgreSQL nobody else has `lock` (`store.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._submit(_batched(batch, item, lock, _Awaiting(future, loop)))
+        self._submit(_batched(batch, item, lock, _Waiting(future, loop)))
         return await future
 
     def write_batched_now(self, batch: Batch, item: Any, *, lock: str) -> Any:
         """`write_batched` for a thread that may block."""
         future: Future[Any] = Future()
-        self._submit(_batched(batch, item, lock, _Blocked(future)))
+        self._submit(_batched(batch, item, lock, _Waiting(future)))
         return future.result()
 
     def write_now(self, work: Callable[[Session], T]) -> T:
@@ -178,7 +173,7 @@ class Database:
         if threading.current_thread() is self._writer:
             raise RuntimeError("write_now inside of a write would wait for itself: use the session you were given")
         future: Future[T] = Future()
-        self._submit(_Work(work, _Blocked(future)))
+        self._submit(_Work(work, _Waiting(future)))
         return future.result()
 
     def close(self) -> None:
@@ -202,10 +197,10 @@ class Database:
         with self._closing:
             if self._closed:
                 raise RuntimeError("the database is closed")
-            if not isinstance(work.waiting, _Awaiting):
+            loop = work.waiting.loop
+            if loop is None:
                 self._works.put([work])
                 return
-            loop = work.waiting.loop
             of_turn = self._turns.setdefault(loop, [])
             of_turn.append(work)
         if len(of_turn) == 1:
@@ -224,6 +219,7 @@ class Database:
         over = False
         while not over:
             works, over = self._next_works()
+            self._begun = time.monotonic()
             for start in range(0, len(works), GROUP_SIZE):
                 group = works[start : start + GROUP_SIZE]
                 _answer(group, self._commit(group))
@@ -233,12 +229,13 @@ class Database:
     def _next_works(self) -> tuple[list[_Work], bool]:
         """Wait for works, then take all that have gathered, up to about a group. True with the last before the end."""
         works: list[_Work] = []
-        more = self._works.get()
-        while more is not None:
+        while (more := self._works.get()) is not None:
             works += more
+            left = self._begun + self._apart_s - time.monotonic()
+            if len(works) < ENOUGH and left > 0 and self._works.empty():
+                time.sleep(left)
             if len(works) >= GROUP_SIZE or self._works.empty():
                 return works, False
-            more = self._works.get()
         return works, True
 
     def _commit(self, group: list[_Work]) -> BaseException | None:
@@ -294,7 +291,7 @@ def _answer(group: list[_Work], error: BaseException | None) -> None:
     """Tell who waits; all coroutines of a loop in one call, which wakes it once."""
     loops: defaultdict[asyncio.AbstractEventLoop, list[_Work]] = defaultdict(list)
     for work in group:
-        if isinstance(work.waiting, _Awaiting):
+        if work.waiting.loop is not None:
             loops[work.waiting.loop].append(work)
         else:
             work.answer(error)

@@ -40,7 +40,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
     "api/who/tokens.py": ("tests/api/test_tokens.py", "--deselect", "tests/api/test_tokens.py::TestOverHttp"),
     "billing/accounts.py": (
-        *("tests/billing/test_charges.py", "tests/billing/test_budgets.py"),
+        *("tests/billing/test_charges.py", "tests/billing/test_budgets.py", "tests/billing/test_storage.py"),
+        "tests/scheduler/journal/ending/test_settlement.py",
         *("--deselect", "tests/billing/test_charges.py::test_a_summary_is_the_sum_of_first_endings"),
     ),
     "billing/charges.py": (

@@ -41,6 +41,8 @@ def say_as(settings: Settings, program: str) -> None:
 
 @contextmanager
 def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database]:
+    from sqlalchemy.exc import OperationalError
+
     from api.server.serve import CannotServe, open_database
 
     settings = settings_of(config, data_dir)
@@ -50,6 +52,8 @@ def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database
         refuse(str(error))
     try:
         yield database
+    except OperationalError as error:  # a disk or a server that takes nothing, or nothing from this user
+        refuse(f"the database of {settings.data_dir} does not do it: {error.orig}")
     finally:
         database.close()
 

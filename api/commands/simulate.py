@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,6 +26,13 @@ from api.commands.places import refuse
 @click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
 @click.option("--model", type=click.Path(path_type=Path), help="Divide the GPUs for this model (its config.json).")
 @click.option("--gpu-gib", type=click.FloatRange(min=1), default=141.0, show_default=True, help="With --model.")
+@click.option(
+    "--busiest",
+    type=click.FloatRange(min=1),
+    default=1.0,
+    show_default=True,
+    help="With --model: work of the busiest owner of experts, of the average.",
+)
 @click.option("--check", is_flag=True, help="Beside a real run of the embedded service, instead: exit code 1 if off.")
 def simulate(
     counts: tuple[int, ...],
@@ -39,6 +47,7 @@ def simulate(
     as_json: bool,
     model: Path | None,
     gpu_gib: float,
+    busiest: float,
     check: bool,
 ) -> None:
     """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone.
@@ -48,7 +57,8 @@ def simulate(
         _check(as_json)
         return
     if model is not None:
-        _divide(model, int(gpu_gib * 2**30), gpus, counts[0] if counts else 16, slots, hours, gpu_hour, seed, as_json)
+        asked = {"slots": slots, "hours": hours, "seed": seed, "busiest": busiest}
+        _divide(model, int(gpu_gib * 2**30), gpus, counts[0] if counts else 16, gpu_hour, asked, as_json)
         return
     from scheduler.simulator import report
     from scheduler.simulator.cluster import Cluster
@@ -66,7 +76,7 @@ def simulate(
 
 
 def _divide(
-    model: Path, gpu_bytes: int, gpus: int, tenants: int, slots: int, hours: float, usd: float, seed: int, as_json: bool
+    model: Path, gpu_bytes: int, gpus: int, tenants: int, usd: float, asked: dict[str, Any], as_json: bool
 ) -> None:
     from api.server.gpu_shapes import shape_of
     from scheduler.simulator import division
@@ -75,7 +85,7 @@ def _divide(
     from workers.model.planning.plan import DoesNotFit
 
     try:
-        shape = shape_of(config_card(model.name, model), gpu_bytes, slots)
+        shape = shape_of(config_card(model.name, model), gpu_bytes, asked["slots"])
     except (UnsupportedModel, DoesNotFit, ValueError) as error:
         refuse(f"model at {model}: {error}")
     if shape.ranks + shape.gpus > gpus:
@@ -84,12 +94,17 @@ def _divide(
             f"{shape.gpus}"
         )
     loads, gpu = tenants_of(tenants), division.Gpu(hour_usd=usd)
-    found = list(division.divisions(shape, gpu, gpus, loads, slots=slots, hours=hours, seed=seed))
+    found = list(division.divisions(shape, gpu, gpus, loads, **asked))
+    owners = sorted({one.cluster.ranks for one in found if one.shard == "experts"})
+    below = {ranks: division.faster_below_tokens(shape, gpu, ranks, tenants, asked["busiest"]) for ranks in owners}
     if as_json:
-        rows = [asdict(one.cluster) | {"trained_per_s": one.trained_per_s} for one in found]
-        click.echo(json.dumps({"best": found.index(division.best(found)), "divisions": rows}))
-    else:
-        click.echo(division.table(found, gpus))
+        rows = [asdict(one.cluster) | {"shard": one.shard, "trained_per_s": one.trained_per_s} for one in found]
+        told = {"best": found.index(division.best(found)), "experts_faster_below_tokens": below, "divisions": rows}
+        click.echo(json.dumps(told))
+        return
+    click.echo(division.table(found, gpus))
+    for ranks, tokens in below.items():
+        click.echo(f'{ranks} ranks, {tenants} runs in a pass: shard = "experts" is faster below {tokens:,.0f} tokens')
 
 
 def _check(as_json: bool) -> None:

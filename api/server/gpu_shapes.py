@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler.simulator.division import Shape
+from scheduler.simulator.division import Owned, Shape
 from workers.model.card import ModelCard
+from workers.model.config import DecoderConfig
 from workers.model.planning.check import Check, check_model
 from workers.model.planning.plan import Device, DoesNotFit, Wanted, plan
 from workers.model.planning.vllm_plan import plan_vllm
@@ -15,22 +16,55 @@ ADAPTERS, RANK, CONTEXT = 8, 8, 8192
 
 
 def shape_of(card: ModelCard, gpu_bytes: int, slots: int) -> Shape:
-    """Raises DoesNotFit when no number of such GPUs holds the model."""
+    """Each layer but the last is gathered twice in a pass, the rest once. Raises DoesNotFit when no number of such GPUs
+    holds the model."""
     model, config = check_model(card), card.config
     ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     item = model.weight_bytes // model.parameters
+    layers_bytes = model.weight_bytes - item * ends
     return Shape(
-        layer_bytes=model.weight_bytes - item * ends,
-        end_bytes=item * ends,
+        weight_bytes=model.weight_bytes,
+        gathered_bytes=model.weight_bytes + layers_bytes * (config.num_layers - 1) // config.num_layers,
         active_parameters=config.active_parameters,
         kv_bytes_per_token=model.kv_bytes_per_token,
         ranks=_ranks(model, gpu_bytes),
         gpus=_gpus(model, gpu_bytes, slots),
+        pair_operations=_pair_operations(config),
+        owned=_owned(model, gpu_bytes) if config.num_experts else None,
     )
 
 
-def _ranks(model: Check, gpu_bytes: int) -> int:
-    ranks, wanted = 1, Wanted(generators=0, microbatch_tokens=8192, rank=RANK)
+def _pair_operations(config: DecoderConfig) -> int:
+    """Scores and values take 2 operations for each number of a head and each of half the pairs, for attention is
+    causal: in the forward, again for the backward, and there five products of that size instead of two
+    (arXiv:2205.14135). Layers with a window are left out: theirs grow with the tokens, and are few."""
+    whole = sum(config.window_of(layer) == 0 for layer in config.attention_layers)
+    return whole * 9 * (config.q_size + config.out_size) // 2
+
+
+def _owned(model: Check, gpu_bytes: int) -> Owned | None:
+    """None where no number of such GPUs can own the experts. In forward, recomputation and backward each pair of a
+    token and its expert travels there as `expert_size` numbers, and back as many (workers/model/owned); beside them
+    float32 columns of the adapters' products, and three times 8 bytes that name the expert or weigh it."""
+    config, item = model.card.config, model.weight_bytes // model.parameters
+    try:
+        ranks = _ranks(model, gpu_bytes, owned=True)
+    except DoesNotFit:
+        return None
+    parts = 1 + len(config.gate.parts)
+    layers, inner = len(config.mixture_layers), config.moe_intermediate_size
+    pair_bytes = 6 * item * config.expert_size + 3 * 4 * parts * RANK + 3 * 8
+    return Owned(
+        experts=config.num_experts,
+        ranks=ranks,
+        active=layers * config.experts_per_token * parts * config.expert_size * inner,
+        token_bytes=layers * config.experts_per_token * pair_bytes,
+        adapter_bytes=3 * 4 * layers * config.num_experts * parts * inner * RANK,
+    )
+
+
+def _ranks(model: Check, gpu_bytes: int, *, owned: bool = False) -> int:
+    ranks, wanted = 1 + owned, Wanted(generators=0, microbatch_tokens=8192, rank=RANK, owned=owned)
     while True:
         try:
             plan([model], Device("GPU", gpu_bytes, ranks), wanted)

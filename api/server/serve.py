@@ -59,7 +59,7 @@ def serve(settings: Settings) -> int:
     check_store(settings)
     cards = read_cards(settings.models)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
-    with alone, _listening(settings.host, settings.port) as sock:
+    with alone, listening(settings.host, settings.port) as sock:
         tables: list[str] = []
         if not settings.redis_url:
             settings, tables = with_plan(settings, cards)
@@ -193,6 +193,8 @@ def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[
 
 def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
+    import sqlite3
+
     from sqlalchemy.exc import SQLAlchemyError
 
     from migrations.upgrade import CannotMigrate, migrate
@@ -208,7 +210,7 @@ def open_database(settings: Settings) -> Database:
         if database is not None:
             database.close()
         raise CannotServe(str(error)) from None
-    except (OSError, SQLAlchemyError, ImportError) as error:
+    except (OSError, SQLAlchemyError, sqlite3.Error, ImportError) as error:
         if database is not None:
             database.close()
         reason = str(getattr(error, "orig", error)).splitlines()[0]
@@ -249,8 +251,12 @@ def _ahead(programs: Sequence[WorkerProgram]) -> Iterator[dict[str, WorkerProces
             process.discard()
 
 
+#: A client whose machine or network is gone closes nothing; it is asked after 30 s of silence, and given up 30 s later.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+
+
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket at the address that takes connections, which nobody answers yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -261,6 +267,9 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         raise CannotServe(f"cannot use the address {host}: {error.strerror}") from None
     with sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections have it from here
+        for option, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             sock.bind(address)
             sock.listen(BACKLOG)

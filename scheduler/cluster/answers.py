@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from scheduler.cluster.shared_journal import SharedJournal
+from scheduler.journal.rows import SMALL_BYTES
 from scheduler.links.contract import Answered, Path, QueueUnreachable
 from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done
@@ -46,7 +47,7 @@ class SampleAnswers:
     async def _settle_all(self, answers: list[Answered]) -> None:
         journal = self._journal
         try:
-            queued = await journal.run(journal.queued_rows, [answer.id for answer in answers]) if answers else {}
+            queued = await self._queued(answers)
         except Exception:
             log.exception("answers cannot be settled; another look is taken at them")
             await asyncio.sleep(AGAIN_S)
@@ -56,6 +57,15 @@ class SampleAnswers:
         facts = [(one.answer.id, one.answer.receipt, one.path, one.tokens) for one in settled]
         await journal.reach(self._queue.settle, facts)
         await asyncio.gather(*(journal.run(self._delete, one.ref) for one in settled if one.ref))
+
+    async def _queued(self, answers: list[Answered]) -> dict[str, Operation]:
+        """The operations that have not ended. What was accepted here is known, and settling it again does nothing; but
+        a result that is a blob is written before: for that the database is asked."""
+        journal = self._journal
+        small = (answer.id for answer in answers if len(answer.result) <= SMALL_BYTES)
+        known = {op.id: op for op in map(journal.opened, small) if op is not None}
+        unknown = [answer.id for answer in answers if answer.id not in known]
+        return known | (await journal.run(journal.queued_rows, unknown) if unknown else {})
 
     async def _settle(self, answer: Answered, op: Operation | None) -> _Settled | None:
         """None: it cannot be settled for now."""
@@ -67,8 +77,8 @@ class SampleAnswers:
             if op is not None and isinstance(done, Done):
                 op.charged, begun = answer.cost, datetime.fromtimestamp(answer.leased_at, UTC)
                 op.timings.begin(Stretch(0, 1, 1, op.tokens, max(begun, op.accepted_at)))
-                await journal.end(op, done)
-                if done.failure is None:
+                ended = await journal.end(op, done)
+                if ended and done.failure is None:
                     settled.path, settled.tokens = op.path, journal.corrected(op, done)
         except FileNotFoundError:  # its result is gone: it is sampled again
             settled.ref = ""

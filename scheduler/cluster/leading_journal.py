@@ -13,7 +13,7 @@ from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder, Ended, Recorder
 from scheduler.journal.recovery import recover_run, recover_runs
-from scheduler.journal.rows import from_row
+from scheduler.journal.rows import from_row, unpack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
@@ -60,6 +60,19 @@ class LeadingJournal:
     def recover(self) -> None:
         """Take up the runs that the one before has left."""
         recover_runs(self.training, self._database, self.training.enqueue)
+
+    def hear(self, packed: bytes) -> bool:
+        """An operation that some replica has accepted and packed. False: it has to be looked up."""
+        try:
+            op = unpack(packed)
+        except ValueError:
+            return False
+        lane = self.training.runs.get(op.lane)
+        if lane is None:
+            return False
+        if self.training.opened(op.id) is None and not lane.spent(op.seq):
+            self.training.enqueue(op)
+        return True
 
     def take_in(self, row: tables.Operation) -> Operation | None:
         """An operation that some replica has accepted. Returned when its run can do nothing more."""

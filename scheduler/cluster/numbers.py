@@ -1,5 +1,5 @@
 """Whether numbers of runs and samplers have been taken, for a replica, which cannot know: it looks into the database,
-once for all that is asked in one turn of the event loop, and while it looks."""
+once for all that is asked in one turn of the event loop, while it looks, and for a moment after it began."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, select, text, tuple_
 
+from scheduler.cluster.outbox import Pace
 from store import tables
 from store.bulk import among
 from store.db import Database
@@ -48,8 +49,7 @@ class Number:
 def numbers_of(database: Database, keys: Sequence[Key]) -> list[Number]:
     """In the order of `keys`."""
     lanes, seqs = [lane for lane, _ in keys], [seq for _, seq in keys]
-    with database.read() as session:
-        connection = session.connection()
+    with database.ask() as connection:
         if connection.dialect.name == "postgresql":
             taken = connection.execute(_TAKEN, {"lanes": lanes, "seqs": seqs})
         else:
@@ -66,6 +66,7 @@ class Gathered:
         self._look = look
         self._waiting: list[tuple[Key, asyncio.Future[Number]]] = []
         self._looking: asyncio.Task[None] | None = None
+        self._pace = Pace()
 
     async def get(self, key: Key) -> Number:
         """As it is in the database now. Raises what the look-up raises."""
@@ -78,6 +79,7 @@ class Gathered:
     async def _look_all(self) -> None:
         try:
             while self._waiting:
+                await self._pace.keep()
                 some, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
                 await self._answer(some)
         finally:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.exc import NoResultFound
-from sqlalchemy.orm import Session
 
 from billing.prices import PriceList
 from scheduler.cluster.completions import SharedFeeds
@@ -34,7 +33,7 @@ from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
-from scheduler.journal.rows import from_row
+from scheduler.journal.rows import from_row, pack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
@@ -176,7 +175,7 @@ class SharedJournal:
         return (new.lane, new.seq) not in self._fresh
 
     def put(self, op: Operation) -> None:
-        told = self._samples.put(op) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id))
+        told = self._samples.put(op) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id, packed=pack(op)))
         self._storing.in_background(told)
 
     def adopt(self, request_id: str) -> None:
@@ -317,21 +316,26 @@ class SharedJournal:
 
     # ---- finishing samples
 
+    def opened(self, op_id: str) -> Operation | None:
+        """An operation that was accepted here, and has not ended as far as this replica has heard."""
+        return None if (op := self._open.get(op_id)) is None or op.settling else op
+
     def queued_row(self, op_id: str) -> Operation | None:
-        return self.queued_rows([op_id]).get(op_id)
+        with self._database.read() as session:
+            row = session.get(tables.Operation, op_id)
+        return from_row(row) if row is not None and row.state == "queued" else None
 
     def queued_rows(self, op_ids: Sequence[str]) -> dict[str, Operation]:
         """Those that have not ended, by their ids."""
-        with self._database.read() as session:
-            connection = session.connection()
+        with self._database.ask() as connection:
             found: Iterable[Any] = connection.execute(_QUEUED[connection.dialect.name], {"ids": list(op_ids)})
             return {one.id: from_row(one) for one in found}  # plain rows, for there are many
 
-    async def end(self, op: Operation, done: Done) -> None:
-        """Settle an operation that no journal of this process has in hand."""
+    async def end(self, op: Operation, done: Done) -> bool:
+        """Settle an operation that no journal of this process has in hand. False: it has ended already."""
         known = self._open.get(op.id)
         if known is not None and known.settling:
-            return
+            return False
         if known is None:
             self._admission.take_over(op)
             known = op
@@ -340,11 +344,12 @@ class SharedJournal:
         ended = await self._recorder.record(known, done)
         if ended is None:
             self._admission.forget(known)
-            return
+            return False
         known.outcome = ended.outcome
         self._storing.drop_body(known)
         self._admission.end(known)
         self._storing.in_background(self.announce(known))
+        return True
 
     def corrected(self, op: Operation, done: Done) -> int:
         """The tokens that a sample has used beyond what it was charged; fewer, if negative."""
@@ -389,12 +394,7 @@ class SharedJournal:
             return set(session.scalars(select(row.session_id).where(row.state == "queued", recent).distinct()))
 
     def queue_lengths(self) -> dict[str, int]:
-        row = tables.Operation
-
-        def count(session: Session) -> dict[str, int]:
-            queued = session.scalar(select(func.count()).where(row.state == "queued")) or 0
-            runs = session.scalar(select(func.count()).where(tables.Run.state == "live")) or 0
-            return {"open": queued, "running": 0, "runs": runs}
-
         with self._database.read() as session:
-            return count(session)
+            queued = session.scalar(select(func.count()).where(tables.Operation.state == "queued")) or 0
+            runs = session.scalar(select(func.count()).where(tables.Run.state == "live")) or 0
+        return {"open": queued, "running": 0, "runs": runs}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import select, tuple_
 
 from billing.prices import PriceList
 from scheduler.cluster import fence
@@ -26,7 +26,6 @@ from scheduler.cluster.leading_journal import LeadingJournal
 from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.trainer_desk import TrainerDesk
-from scheduler.journal.rows import from_row
 from scheduler.journal.samples.sampling import GAVE_UP
 from scheduler.links.broadcasts import MOST_AT_ONCE, Accepted, Broadcasts
 from scheduler.links.contract import QueueUnreachable
@@ -35,7 +34,7 @@ from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.train_link import Joining, LeaderLink
 from scheduler.order.light_work import SizesOf, unknown_sizes
-from scheduler.order.operations import SAMPLE, Operation
+from scheduler.order.operations import SAMPLE
 from store import tables
 from store.blobs.contract import Blobs
 from store.bulk import among
@@ -92,6 +91,7 @@ class Term:
         self.renewed()
         self.over = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()  # trainers
+        self._waiting: set[str] = set()  # samples that were queued at the last look
 
     async def begin(self) -> None:
         self.journal.recover()
@@ -167,7 +167,7 @@ class Term:
 
     async def _hear(self) -> None:
         notes: list[Accepted] = await self._run(self._shared.broadcasts.next_accepted, 1.0)
-        await self._take_in([note.op_id for note in notes if note.op_id])
+        await self._take_in([note.op_id for note in notes if note.op_id and not self.journal.hear(note.packed)])
         for note in notes:
             if note.closed_run:
                 self.journal.training.close_run(note.closed_run)
@@ -195,10 +195,17 @@ class Term:
         await self._take_in([op_id for op_id in missing if self.journal.training.opened(op_id) is None])
         for run_id in closed:
             self.journal.training.close_run(run_id)
-        if samples:
-            known = await self._run(self._shared.queue.known, [op.id for op in samples])
-            await self._shared.journal.push([op for op in samples if op.id not in known])
+        waiting, self._waiting = self._waiting & samples, samples
+        if waiting:  # also before: what was accepted only now is on its way
+            known = await self._run(self._shared.queue.known, sorted(waiting))
+            await self._push_again(waiting - known)
         await asyncio.sleep(RESCAN_S)
+
+    async def _push_again(self, lost: set[str]) -> None:
+        """Samples that are queued nowhere, the oldest first."""
+        if lost:
+            rows = await self._run(self._shared.journal.queued_rows, sorted(lost))
+            await self._shared.journal.push(sorted(rows.values(), key=lambda op: op.accepted_at))
 
     def _lately(self) -> list[tables.Operation]:
         """What the one before may have settled without telling."""
@@ -206,19 +213,19 @@ class Term:
         with self.database.read() as session:
             return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
 
-    def _look(self) -> tuple[list[str], list[Operation], list[str]]:
-        """Operations of runs that may not have arrived, queued samples, and runs whose session has ended."""
+    def _look(self) -> tuple[list[str], set[str], list[str]]:
+        """Operations of runs that may not have arrived, samples that are queued, and runs whose session has ended."""
         row, run, owner = tables.Operation, tables.Run, tables.Session
         gaps = self.journal.gaps()
         lanes = dict(self.journal.training.runs)
         with self.database.read() as session:
             queued = select(row.id).where(row.state == "queued", row.kind != SAMPLE)
             missing = list(session.scalars(queued.order_by(row.lane, row.seq)))
-            for lane, seq in gaps:
-                refused = select(row.id).where(row.lane == lane, row.seq == seq, row.state == "failed")
-                missing += session.scalars(refused)
-            waiting = select(row).where(row.state == "queued", row.kind == SAMPLE).order_by(row.accepted_at)
-            samples = [from_row(found) for found in session.scalars(waiting.limit(RESCAN_ROWS))]
+            for start in range(0, len(gaps), MOST_AT_ONCE):
+                of_gaps = tuple_(row.lane, row.seq).in_(gaps[start : start + MOST_AT_ONCE])
+                missing += session.scalars(select(row.id).where(of_gaps, row.state == "failed"))
+            waiting = select(row.id).where(row.state == "queued", row.kind == SAMPLE).order_by(row.accepted_at)
+            samples = set(session.scalars(waiting.limit(RESCAN_ROWS)))
             over = select(run.id).join(owner, owner.id == run.session_id)
             ended = session.scalars(over.where(run.state == "live", owner.state != "active"))
             closed = [run_id for run_id in ended if run_id in lanes and not lanes[run_id].closing]

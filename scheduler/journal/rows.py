@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -67,6 +68,44 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
 def body_of(op: Operation) -> str | None:
     """The column of a body that lies in its row."""
     return op.body.decode() if op.body else None
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    """A queued operation on its way to another process: what its row says of it."""
+
+    id: str
+    org_id: str
+    session_id: str
+    lane: str
+    seq: int
+    kind: str
+    base_model: str
+    tokens: int
+    body: bytes
+    body_ref: str
+    plan: Plan
+    accepted_at: datetime
+    key_id: int | None
+    user_id: str | None
+    project_id: str | None
+    body_bytes: int
+    body_sha256: str
+    origin: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Packed).decode
+
+
+def pack(op: Operation) -> bytes:
+    """An operation that is queued, and that no worker has had yet."""
+    return _encode(_Packed(*(getattr(op, name) for name in _Packed.__struct_fields__)))
+
+
+def unpack(packed: bytes) -> Operation:
+    """What was packed. Raises ValueError for what another version has packed."""
+    op = _decode(packed)
+    return Operation(**{name: getattr(op, name) for name in _Packed.__struct_fields__})
 
 
 def from_row(row: tables.Operation) -> Operation:

@@ -81,10 +81,12 @@ class ToWorker(msgspec.Struct, frozen=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """For the leader: look at this operation, or this run, in the database."""
+    """For the leader: this operation is queued, as `packed` says (`scheduler.journal.rows.pack`). Without that, and for
+    `closed_run`: look at it in the database."""
 
     op_id: str = ""
     closed_run: str = ""
+    packed: bytes = b""
 
 
 _encode = msgspec.msgpack.Encoder().encode

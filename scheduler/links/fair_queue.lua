@@ -2,9 +2,10 @@
 -- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds, "" for the present one of this
 -- Redis. The constants are the contract's.
 --   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
---             while it is set aside, with for and till when it is left to one worker; done once answered
+--             while it is set aside; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
+--   t:<model> hash: until when such an item is left to one worker, and to which, by id
 --   done a stream, given_up a set of ids, bell:<worker> a list that wakes this worker, b:<model> one that wakes one that
 --   serves this model; watch: who looks again soon for what is left to others, and until when
 
@@ -14,7 +15,11 @@ local function clock(now)
   return string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000))
 end
 
+local struck = {} -- once in a call is enough: a bell that was struck wakes one
+
 local function strike(bell)
+  if struck[bell] then return end
+  struck[bell] = true
   redis.call("LPUSH", bell, "1")
   redis.call("LTRIM", bell, 0, 0)
   redis.call("EXPIRE", bell, 60)
@@ -23,8 +28,8 @@ end
 -- Wakes one worker: it takes all that it has slots for, and wakes another one if there is more.
 local function ring(model) strike(key("b", model)) end
 
-local function queue(id, path)
-  insert(id)
+local function queue(id, path, weights)
+  insert(id, path, weights)
   ring(split(path)[1])
 end
 
@@ -33,7 +38,8 @@ local function withdraw(id)
   local path, aside = unpack(redis.call("HMGET", key("i", id), "path", "aside"))
   if aside then
     redis.call("LREM", key("a", split(path)[1]), 1, id)
-    redis.call("HDEL", key("i", id), "aside", "for", "till")
+    redis.call("HDEL", key("t", split(path)[1]), id)
+    redis.call("HDEL", key("i", id), "aside")
   else
     unqueue(path, id)
   end
@@ -59,9 +65,9 @@ local function lose(id)
     redis.call("SADD", P .. "given_up", id)
     return false
   end
-  local facts = redis.call("HMGET", item, "path", "cost")
+  local facts = redis.call("HMGET", item, "path", "cost", "weights")
   correct(facts[1], -number(facts[2]))
-  queue(id, facts[1])
+  queue(id, facts[1], facts[3])
   return true
 end
 
@@ -93,7 +99,7 @@ function calls.push(id, path, weights, cost, slots, adapter, body)
   if redis.call("EXISTS", item) == 1 then return 0 end
   redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "adapter", adapter,
     "body", body)
-  queue(id, path)
+  queue(id, path, weights)
   return 1
 end
 
@@ -131,7 +137,7 @@ function calls.ahead(id, most)
   local parts, ahead = split(path), math.min(place, most)
   for depth = #parts, 1, -1 do
     local node = table.concat(parts, SEP, 1, depth - 1)
-    local own = redis.call("HGET", key("n", below(node, parts[depth])), "e")
+    local own = load(below(node, parts[depth])).e
     local turns, mine = ahead / weight(below(node, parts[depth])), false
     for _, member in ipairs(redis.call("ZRANGE", key("r", node), 0, -1)) do
       if ahead >= most then return most end
@@ -152,13 +158,12 @@ local function set_aside(id)
   redis.call("HSET", item, "aside", "1")
   redis.call("RPUSH", key("a", model), id)
   redis.call("SADD", P .. "asides", model)
+  return model
 end
 
 local function leave_to(worker, id, now, others)
-  local item = key("i", id)
-  set_aside(id)
-  redis.call("HSET", item, "for", worker, "till", number(now) + LEFT_MS)
-  local slots = math.max(1, number(redis.call("HGET", item, "slots")))
+  redis.call("HSET", key("t", set_aside(id)), id, string.format("%d ", number(now) + LEFT_MS) .. worker)
+  local slots = math.max(1, number(redis.call("HGET", key("i", id), "slots")))
   others.room[worker] = redis.call("HINCRBY", P .. "room", worker, -slots)
   strike(key("bell", worker))
 end
@@ -176,8 +181,10 @@ end
 local function set_aside_for(worker, models, now)
   local found, left_to_others = {}, false
   for _, model in ipairs(models) do
+    local left, flat = {}, redis.call("HGETALL", key("t", model))
+    for i = 1, #flat, 2 do left[flat[i]] = flat[i + 1] end
     for _, id in ipairs(redis.call("LRANGE", key("a", model), 0, MAX_ASIDE - 1)) do
-      local whose, till = unpack(redis.call("HMGET", key("i", id), "for", "till"))
+      local till, whose = string.match(left[id] or "", "^(%d+) (.*)$")
       local free = not whose or whose == worker or number(till) < number(now)
       if free and redis.call("HEXISTS", key("d", id), worker) == 0 then found[#found + 1] = id end
       left_to_others = left_to_others or not free
@@ -252,14 +259,13 @@ end
 
 function calls.answer(id, epoch, result)
   local item = key("i", id)
-  local held = redis.call("HMGET", item, "worker", "epoch")
+  local held = redis.call("HMGET", item, "worker", "epoch", "cost", "at")
   if not held[1] or held[2] ~= epoch then return 0 end
   redis.call("SREM", key("h", held[1]), id)
   redis.call("HDEL", item, "worker", "epoch", "body")
   redis.call("DEL", key("d", id))
   redis.call("HSET", item, "done", "1")
-  local facts = redis.call("HMGET", item, "cost", "at")
-  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", facts[1], "at", facts[2])
+  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", held[3], "at", held[4])
   return 1
 end
 
@@ -325,7 +331,7 @@ function calls.expire(now)
 end
 
 -- Several calls in one, each behind the number of its parts. Nobody reads what they return.
-if ARGV[1] == "all" then
+function calls.all()
   local at = 2
   while at < #ARGV do
     local last = at + tonumber(ARGV[at])
@@ -334,4 +340,7 @@ if ARGV[1] == "all" then
   end
   return 1
 end
-return calls[ARGV[1]](unpack(ARGV, 2))
+
+local answer = ARGV[1] == "all" and calls.all() or calls[ARGV[1]](unpack(ARGV, 2))
+write_nodes()
+return answer

@@ -62,8 +62,5 @@ def held(url: str) -> Client:
 def pop_all(client: Client, key: str, most: int, timeout_s: float) -> list[bytes]:
     """Up to `most` of what a list has, from its head; or what comes first within `timeout_s`, and nothing if nothing
     does. For a `blocking` client."""
-    there: Any = client.lpop(key, most)
-    if there:
-        return list(there)
-    found: Any = client.blpop([key], min(timeout_s, LONGEST_BLOCK_S))
-    return [found[1]] if found else []
+    found: Any = client.blmpop(min(timeout_s, LONGEST_BLOCK_S), 1, key, direction="LEFT", count=most)
+    return list(found[1]) if found else []

@@ -26,7 +26,7 @@ import redis
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
-from scheduler.links.messages import PassOver, ToTrainer
+from scheduler.links.messages import Done, PassOver, ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled, pop_all
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
@@ -40,6 +40,8 @@ _PREFIX = "{weft:train}:"
 LEADER = f"{_PREFIX}leader"
 #: The leader looks this often whether a trainer that sends something is alive: one that sends nothing, each time.
 LOOK_S = 0.25
+#: What a trainer has done it tells this often, in seconds: several at once, where it does much in little time.
+APART_S = 0.004
 #: Messages read at once.
 MOST_AT_ONCE = 256
 #: Messages of a link that is over are forgotten after this.
@@ -60,36 +62,52 @@ class TrainerLink:
         self._blobs = blobs
         self._redis, self._reader, self._held = pooled(url), blocking(url), held(url)
         self._over = threading.Event()
-        self._held_back: PassOver | None = None  # told with what comes next: mostly the next pull
+        self._telling, self._untold, self._parcels = threading.Lock(), list[Any](), list[bytes]()
+        self._told_at, self._late = 0.0, threading.Event()
         self._link = worker_name("trainer")
         self._leader = self._join(stopped)
-        self._beats = threading.Thread(target=self._beat, name="trainer beats", daemon=True)
-        self._beats.start()
+        for work in (self._beat, self._tell_late):
+            threading.Thread(target=work, name="trainer beats", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        if isinstance(message, PassOver):
-            self._held_back = message
-        else:
-            self._tell(message)
+        """In their order. The end of a pass is told with what comes next: mostly the next pull; what is done, soon."""
+        with self._telling:
+            self._untold.append(message)
+            if isinstance(message, Done) and time.monotonic() < self._told_at + APART_S:
+                self._late.set()
+            elif not isinstance(message, PassOver):
+                self._tell()
 
-    def _tell(self, *messages: Any) -> None:
-        """What was held back, and these."""
-        if self._held_back is not None:
-            messages, self._held_back = (self._held_back, *messages), None
-        parcels: list[bytes] = []
-        while messages and not self._over.is_set():
-            with suppress(QueueUnreachable), reaching():
-                parcels = parcels or [pack(message, self._blobs) for message in messages]
-                self._redis.rpush(_key("up", self._link), *parcels)
+    def _tell(self) -> None:
+        """All that is untold, however often it takes."""
+        while self._untold and not self._over.is_set():
+            with suppress(QueueUnreachable):
+                self._push()
                 return
             self._over.wait(0.2)
-        if messages:
+        if self._untold:
             raise EOFError("the leader is gone")
+
+    def _push(self) -> None:
+        for message in self._untold[len(self._parcels) :]:
+            self._parcels.append(pack(message, self._blobs))
+        with reaching():
+            self._redis.rpush(_key("up", self._link), *self._parcels)
+        self._untold, self._parcels, self._told_at = [], [], time.monotonic()
+
+    def _tell_late(self) -> None:
+        while not self._over.is_set():
+            if self._late.wait(BEAT_S):
+                self._over.wait(APART_S)
+                self._late.clear()
+                with suppress(EOFError), self._telling:  # who sends next finds out that the leader is gone
+                    self._tell()
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message, or None when none came in `timeout_s`. Raises EOFError when the leader is gone."""
         deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
-        self._tell()
+        with self._telling:
+            self._tell()
         while not self._over.is_set():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -106,8 +124,11 @@ class TrainerLink:
 
     def close(self) -> None:
         """Say goodbye: the leader reads what was sent, and need not wait for the lease to end."""
+        over = self._over.is_set()
         self._over.set()
-        with suppress(QueueUnreachable), reaching():
+        with suppress(QueueUnreachable), self._telling, reaching():
+            if self._untold and not over:
+                self._push()
             self._redis.expire(_key("up", self._link), LEFT_OVER_S)
             self._redis.delete(_key("alive", self._link))
         self._redis.close()

@@ -24,7 +24,9 @@ class Cluster:
     and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens and their attention,
     or as `gather_s` for each stage: the layers that each of several ranks receives of the others, the next while one
     computes (docs/production.md, "How large a pass"). Attention takes a GPU `pair_s` for each pair of tokens of one
-    sequence, which are its length squared; the defaults have that in what a token takes."""
+    sequence, which are its length squared; the defaults have that in what a token takes. Where ranks own the experts
+    nothing is gathered: a trainer takes `travel_s` more for each token on its way to its experts and back, and
+    `adapter_s` for the experts' factors of each run of a stage."""
 
     replicas: int = 22
     gpus_per_replica: int = 8
@@ -43,6 +45,8 @@ class Cluster:
     light_s: float = 0.0
     pair_s: float = 0.0
     gather_s: float = 0.0
+    travel_s: float = 0.0
+    adapter_s: float = 0.0
     pass_tokens: int = 131_072
     slice_tokens: int = 1024
     gpu_hour_usd: float = 1.59
@@ -72,9 +76,10 @@ class Cluster:
         return self.all_slots / self.step_s(self.slots)
 
     def pass_takes_s(
-        self, tokens: float, stages: float = 1, slices: float = 0, light: float = 0, pairs: float = 0
+        self, tokens: float, stages: float = 1, slices: float = 0, light: float = 0, pairs: float = 0, runs: float = 0
     ) -> float:
-        """Of one trainer."""
+        """Of one trainer; `runs` with data, of each stage."""
         computed_s = (tokens / self.trained_tokens_per_s_per_gpu + pairs * self.pair_s) / self.ranks
         computed_s = max(stages * self.gather_s, computed_s)
-        return stages * self.pass_s + slices * self.slice_s + light * self.light_s + computed_s
+        travelling_s = tokens * self.travel_s + runs * self.adapter_s
+        return stages * self.pass_s + slices * self.slice_s + light * self.light_s + computed_s + travelling_s

@@ -1,8 +1,10 @@
 """How to divide GPUs between trainers and generators for one model and its tenants: every division that fits, played.
 
 How fast a GPU is for the model is arithmetic (rooflines), not measured: `weftd simulate --model`. Training takes six
-operations for each active parameter and token, as long as the layers are gathered beside it; a decode step reads all
-weights and the keys and values of its sequences, a prompt takes two operations for each active parameter and token.
+operations for each active parameter and token (forward, again for the backward, gradient of the input), and those of
+attention; a decode step reads all weights and the keys and values of its sequences, a prompt takes two operations for
+each active parameter and token. Ranks have the base in one of two layouts, `[trainer] shard` (docs/production.md, "How
+large a pass"): "all" gathers layers while it computes; with "experts" tokens travel, and nothing is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -32,21 +34,40 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a model: `layer_bytes` are gathered twice in a pass, `end_bytes` (embedding and head) once. `ranks`: GPUs of
-    one trainer, and `gpus`: of one generator, that it needs at least."""
+class Owned:
+    """A mixture whose `experts` the ranks own, at least so many `ranks`. Of the active parameters `active` are those of
+    experts. In a pass `token_bytes` travel for a token to its experts and back, were they all on other ranks, and
+    `adapter_bytes` for the experts' factors of a run."""
 
-    layer_bytes: int
-    end_bytes: int
+    experts: int
+    ranks: int
+    active: int
+    token_bytes: int
+    adapter_bytes: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model: of `weight_bytes` are `gathered_bytes` in a pass, each time that they are. Training takes
+    `pair_operations` for each pair of tokens of one sequence, which are its length squared. `ranks`: GPUs of one
+    trainer, and `gpus`: of one generator, that it needs at least. `owned`: where ranks may own its experts."""
+
+    weight_bytes: int
+    gathered_bytes: int
     active_parameters: int
     kv_bytes_per_token: int
     ranks: int
     gpus: int
+    pair_operations: int = 0
+    owned: Owned | None = None
 
 
 @dataclass(frozen=True)
 class Division:
+    """`shard` as in the settings; "" for one rank."""
+
     cluster: Cluster
+    shard: str
     result: Result
 
     @property
@@ -56,13 +77,27 @@ class Division:
 
 def gather_s(shape: Shape, ranks: int, gpu: Gpu) -> float:
     """The layers that one rank receives in a pass that is one step: of all but its own part."""
-    return (2 * shape.layer_bytes + shape.end_bytes) * (ranks - 1) / ranks / gpu.received_bytes_per_s
+    return shape.gathered_bytes * (ranks - 1) / ranks / gpu.received_bytes_per_s
 
 
-def cluster_of(shape: Shape, gpu: Gpu, *, trainers: int, ranks: int, replicas: int, slots: int) -> Cluster:
-    weights, many = shape.layer_bytes + shape.end_bytes, shape.gpus
+def cluster_of(
+    shape: Shape,
+    gpu: Gpu,
+    *,
+    trainers: int,
+    ranks: int,
+    replicas: int,
+    slots: int,
+    owned: Owned | None = None,
+    busiest: float = 1.0,
+) -> Cluster:
+    """`owned` where the ranks own the experts; the `busiest` owner has so many times as much to do as all have on
+    average, and the others wait for it."""
+    many = shape.gpus
     operations_s = shape.active_parameters / gpu.operations_per_s / many
-    decode_s = weights / gpu.bytes_per_s / many
+    decode_s = shape.weight_bytes / gpu.bytes_per_s / many
+    away = (ranks - 1) / ranks / ranks / gpu.received_bytes_per_s  # what one rank receives of what travels
+    waited_for = owned.active * (busiest - 1) if owned else 0
     each_s = shape.kv_bytes_per_token * KEPT_TOKENS / gpu.bytes_per_s / many + 2 * operations_s
     return Cluster(
         replicas=replicas,
@@ -73,8 +108,11 @@ def cluster_of(shape: Shape, gpu: Gpu, *, trainers: int, ranks: int, replicas: i
         prefill_speed=(decode_s + slots * each_s) / (2 * operations_s),
         trainers=trainers,
         ranks=ranks,
-        trained_tokens_per_s_per_gpu=gpu.operations_per_s / (6 * shape.active_parameters),
-        gather_s=gather_s(shape, ranks, gpu),
+        trained_tokens_per_s_per_gpu=gpu.operations_per_s / (6 * (shape.active_parameters + waited_for)),
+        pair_s=shape.pair_operations / gpu.operations_per_s,
+        gather_s=0.0 if owned else gather_s(shape, ranks, gpu),
+        travel_s=owned.token_bytes * busiest * away if owned else 0.0,
+        adapter_s=owned.adapter_bytes * away if owned else 0.0,
         pass_tokens=65_536,
         gpu_hour_usd=gpu.hour_usd,
     )
@@ -93,26 +131,64 @@ def candidates(shape: Shape, gpus: int, tenants: int) -> list[tuple[int, int, in
     return sorted(found, key=lambda one: (one[0] * one[1], one))[::step]
 
 
+def layouts(shape: Shape, ranks: int) -> dict[str, Owned | None]:
+    """How so many ranks may have the base, by the name of the setting."""
+    owned = shape.owned
+    if ranks == 1:
+        return {"": None}
+    fits = owned is not None and ranks >= owned.ranks and owned.experts % ranks == 0
+    return {"all": None, "experts": owned} if fits else {"all": None}
+
+
 def divisions(
-    shape: Shape, gpu: Gpu, gpus: int, loads: Sequence[Workload], *, slots: int, hours: float, seed: int = 0
+    shape: Shape,
+    gpu: Gpu,
+    gpus: int,
+    loads: Sequence[Workload],
+    *,
+    slots: int,
+    hours: float,
+    seed: int = 0,
+    busiest: float = 1.0,
 ) -> Iterator[Division]:
     for trainers, ranks, replicas in candidates(shape, gpus, len(loads)):
-        cluster = cluster_of(shape, gpu, trainers=trainers, ranks=ranks, replicas=replicas, slots=slots)
-        yield Division(cluster, Simulation(cluster, loads, seed=seed).run(hours * 3600))
+        counts = {"trainers": trainers, "ranks": ranks, "replicas": replicas, "slots": slots}
+        for shard, owned in layouts(shape, ranks).items():
+            cluster = cluster_of(shape, gpu, **counts, owned=owned, busiest=busiest)
+            yield Division(cluster, shard, Simulation(cluster, loads, seed=seed).run(hours * 3600))
+
+
+def faster_below_tokens(shape: Shape, gpu: Gpu, ranks: int, runs: int, busiest: float = 1.0) -> float:
+    """Of a pass that is one step of so many runs: with fewer tokens the owners of experts are faster than ranks that
+    gather, which they are only while gathering is what a pass waits for. Without attention."""
+    counts = {"trainers": 1, "ranks": ranks, "replicas": 1, "slots": 1}
+    owners = cluster_of(shape, gpu, **counts, owned=shape.owned, busiest=busiest)
+    each_s = 1 / owners.trained_tokens_per_s_per_gpu / ranks + owners.travel_s
+    return max(0.0, gather_s(shape, ranks, gpu) - runs * owners.adapter_s) / each_s
 
 
 def best(found: Sequence[Division]) -> Division:
-    """The one that trains most tokens; of those within a hundredth, the one with fewer GPUs."""
+    """The one that trains most tokens; of those within a hundredth, the one with fewer GPUs, and the default layout."""
     most = max(one.trained_per_s for one in found)
     return min((one for one in found if one.trained_per_s >= 0.99 * most), key=lambda one: one.cluster.gpus)
 
 
 def table(found: Sequence[Division], gpus: int) -> str:
-    heads = ["trainers x ranks", "generators x GPUs", "idle", "slots busy", "trainers busy", "trained/s", "$/Mtok"]
+    heads = [
+        "trainers x ranks",
+        "shard",
+        "generators x GPUs",
+        "idle",
+        "slots busy",
+        "trainers busy",
+        "trained/s",
+        "$/Mtok",
+    ]
     chosen = best(found)
     lines = [[*heads, ""]] + [
         [
             f"{one.cluster.trainers} x {one.cluster.ranks}",
+            one.shard,
             f"{one.cluster.replicas} x {one.cluster.gpus_per_replica}",
             f"{gpus - one.cluster.gpus}",
             f"{one.result.utilisation:.0%}",

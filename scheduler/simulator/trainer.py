@@ -21,21 +21,24 @@ from scheduler.simulator.slots import MODEL
 @dataclass
 class Work:
     """What trainers did: passes that had tokens, and stages of them; slices, light work (steps and saves), tokens, and
-    pairs of tokens of one sequence; and the time that all of it took them together."""
+    pairs of tokens of one sequence; the time of all trainers for it; and the runs with data, of each stage.
+    Of what was measured, a pass at the end of the time that counts is counted in part."""
 
-    passes: int = 0
-    stages: int = 0
-    slices: int = 0
-    light: int = 0
-    tokens: int = 0
-    pairs: int = 0
+    passes: float = 0
+    stages: float = 0
+    slices: float = 0
+    light: float = 0
+    tokens: float = 0
+    pairs: float = 0
     seconds: float = 0.0
+    runs: float = 0
 
     @classmethod
     def of_stage(cls, units: Sequence[Unit], pairs_of: Callable[[Unit], int]) -> Work:
         """Of one stage, without its time."""
         light, tokens = sum(unit.light for unit in units), sum(unit.tokens for unit in units)
-        return cls(0, int(light < len(units)), len(units) - light, light, tokens, sum(map(pairs_of, units)))
+        runs = len({unit.send.run_id for unit in units if not unit.light})
+        return cls(0, int(runs > 0), len(units) - light, light, tokens, sum(map(pairs_of, units)), runs=runs)
 
     def add(self, more: Work) -> None:
         self.passes += more.passes
@@ -45,6 +48,7 @@ class Work:
         self.tokens += more.tokens
         self.pairs += more.pairs
         self.seconds += more.seconds
+        self.runs += more.runs
 
 
 def stages_of(units: Iterable[Unit]) -> list[list[Unit]]:
@@ -144,7 +148,8 @@ class Trainers:
             units = compose(self._queue, [MODEL], self._cluster.pass_tokens, self._only(trainer.name))
             for stage in stages_of(units):
                 work = Work.of_stage(stage, self._pairs_of)
-                over_s += self._cluster.pass_takes_s(work.tokens, work.stages, work.slices, work.light, work.pairs)
+                counts = work.stages, work.slices, work.light, work.pairs, work.runs
+                over_s += self._cluster.pass_takes_s(work.tokens, *counts)
                 trainer.stages.append((over_s, stage))
             if units:
                 self.done.passes += any(not unit.light for unit in units)

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -358,3 +359,18 @@ def test_key_list_and_revoke(tmp_path: Path) -> None:
 @pytest.mark.parametrize("org", ["", " a", "a\n", "x" * 129])
 def test_org_names(tmp_path: Path, org: str) -> None:
     assert "--org must be" in refused("key", "create", "--data-dir", str(tmp_path), "--org", org)
+
+
+def test_a_database_that_cannot_be_opened_or_asked_is_one_line(tmp_path: Path) -> None:
+    """As on a disk that is read-only, or in the folder of another user."""
+    (tmp_path / "weft.db").mkdir()
+    found = CliRunner().invoke(command, ["key", "list", "--data-dir", str(tmp_path)])
+    assert found.exit_code == 2
+    assert found.output == f"weftd: cannot use the database of {tmp_path}: unable to open database file\n"
+    (tmp_path / "weft.db").rmdir()
+    assert CliRunner().invoke(command, ["key", "list", "--data-dir", str(tmp_path)]).exit_code == 0
+    with sqlite3.connect(tmp_path / "weft.db") as database:
+        database.execute("ALTER TABLE api_keys RENAME TO elsewhere")
+    found = CliRunner().invoke(command, ["key", "list", "--data-dir", str(tmp_path)])
+    assert found.exit_code == 2
+    assert found.output == f"weftd: the database of {tmp_path} does not do it: no such table: api_keys\n"

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from api.server import serve
 from api.server.connections import (
     MAX_HEADERS,
     MAX_HEADERS_BYTES,
@@ -335,3 +336,14 @@ def test_what_is_held_of_a_connection_that_is_cut_off_is_not_sent() -> None:
         assert wire.sent == []
 
     asyncio.run(scenario())
+
+
+def test_a_client_whose_network_is_gone_is_noticed_within_a_minute() -> None:
+    """Nothing that it has asked for is computed for longer; the kernel asks whether it is there."""
+    with serve.listening("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
+        connection, _ = sock.accept()
+        with connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            idle_s, each_s, times = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+            assert idle_s + each_s * times <= 60

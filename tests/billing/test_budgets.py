@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from billing.accounts import Payer, period_start
+from billing.accounts import OutOfMoney, Payer, check_left, period_start
 from billing.budgets import Period, Scope, remove_budget, set_budget, states
+from billing.grants import expire, give
 from store import tables
 from tests.billing.conftest import Till
 
@@ -81,6 +82,70 @@ def test_a_refusal_says_which(till: Till, scope: Scope, scope_id: str, name: str
     assert refusal.limit == f"the budget of the {name} in 2026-11 (UTC)"
     assert (refusal.needed_nusd, refusal.available_nusd, refusal.held_nusd) == (4, 3, 2)
     assert till.wallet().held_nusd == 2  # nothing is held anywhere for what was refused
+    assert till.agrees()
+
+
+def test_several_count_each_its_own(till: Till) -> None:
+    """What several limit stops at the first that is reached."""
+    put(till, 100, period="total")
+    put(till, 10, "project", "p", "total")
+    put(till, 50, "key", "1")
+    till.end(till.accept(8, KEY, NOVEMBER), train=8)
+    till.end(till.accept(30, Payer("a", "q", 1), NOVEMBER), train=30)
+    till.accept(20, Payer("a"), NOVEMBER)
+    assert (till.refused(3, KEY, NOVEMBER).scope, till.refused(3, KEY, NOVEMBER).available_nusd) == ("project", 2)
+    assert till.refused(13, Payer("a", "q", 1), NOVEMBER).available_nusd == 12
+    assert till.refused(43, Payer("a"), NOVEMBER).available_nusd == 42
+    assert till.agrees()
+
+
+def test_the_last_of_it_can_be_had_and_nothing_beyond(till: Till) -> None:
+    put(till, 1)
+    till.accept(0, at=NOVEMBER)
+    till.end(till.accept(1, at=NOVEMBER), train=1)
+    till.refused(0, at=NOVEMBER)
+    put(till, 0)  # less than is spent
+    till.refused(0, at=NOVEMBER)
+    assert till.agrees()
+
+
+def test_what_helps_an_empty_wallet(till: Till) -> None:
+    till.mode("prepaid")
+    assert till.refused(1).remedy.startswith("top up, or wait until running operations")
+    assert till.refused(0).remedy == "top up"
+
+
+def test_of_a_grant_that_has_expired_nothing_is_taken_that_is_held_or_owed(till: Till) -> None:
+    till.database.write_now(lambda session: give(session, "a", 5, expires_at=NOVEMBER, now=NOVEMBER))
+    till.accept(5)
+    assert expire(till.database, DECEMBER) == {"expired": 0}
+    till.accept(2)  # unlimited: more is held than there is
+    assert expire(till.database, DECEMBER) == {"expired": 0}
+    assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("period", "remedy"), [("month", "raise the budget, or wait for the next month"), ("total", "raise the budget")]
+)
+def test_what_helps_depends_on_the_period(till: Till, period: Period, remedy: str) -> None:
+    put(till, 5, period=period)
+    assert till.refused(6, at=NOVEMBER).remedy == remedy
+
+
+def test_what_is_no_operation_needs_money_and_holds_none(till: Till) -> None:
+    def left(now: datetime = NOVEMBER) -> None:
+        till.database.write_now(lambda session: check_left(session, Payer("a"), now))
+
+    till.database.write_now(lambda session: give(session, "a", 1))
+    till.mode("prepaid")
+    put(till, 2)
+    left()
+    till.accept(1, at=NOVEMBER)
+    left()  # held is not spent
+    assert (till.wallet().held_nusd, spent(till)) == (1, [(0, 1)])
+    till.end(till.rows(tables.Operation)[0].id, train=1)
+    with pytest.raises(OutOfMoney, match="the prepaid balance"):
+        left()
     assert till.agrees()
 
 

@@ -328,7 +328,9 @@ class TestGrants:
         forever = self.give(till, 10)
         late, soon = self.give(till, 10, days=far.days + 2), self.give(till, 10, days=far.days + 1)
         till.mode("prepaid")
-        till.end(till.accept(25), train=25)
+        till.end(till.accept(15), train=15)
+        assert self.remaining(till) == {paid: 10, forever: 10, late: 5, soon: 0}
+        till.end(till.accept(10), train=10)
         assert self.remaining(till) == {paid: 10, forever: 5, late: 0, soon: 0}
         till.end(till.accept(15), train=15)
         assert set(self.remaining(till).values()) == {0}
@@ -360,6 +362,7 @@ class TestGrants:
         assert expire(till.database) == {"expired": 1}
         assert till.wallet().balance_nusd == 0
         assert expire(till.database) == {"expired": 0}
+        assert self.remaining(till) == {grant: 0}
         assert [e.amount_nusd for e in till.rows(tables.LedgerEntry) if e.type == "expiry"] == [-4, -2]
         assert till.agrees()
 

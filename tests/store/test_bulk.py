@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from store.bulk import Question, among, ask, insert_rows, take_locks, update_rows
 from store.db import Database
-from store.tables import Operation, Organisation
+from store.tables import Budget, BudgetPeriod, Operation, Organisation
 
 AT = datetime(2026, 3, 1, 1, 2, 3, 456_789, tzinfo=timezone(timedelta(hours=2)))
 PLAN = {"text": 'a "quoted" \\ line\nand ünïcode 漢', "list": [1, None, {"deep": True}], "number": 2**60 + 1}
@@ -125,9 +125,13 @@ def test_rows_that_were_just_inserted_can_be_changed(database: Database) -> None
     def write(session: Session) -> None:
         insert_rows(session.connection(), Operation, [row("x", 1)])
         update_rows(session.connection(), Operation, [{"id": "x", "state": "done"}])
+        insert_rows(session.connection(), Organisation, [{"id": "b", "name": "b", "created_at": AT}])
+        update_rows(session.connection(), Organisation, [{"id": "b", "name": "changed"}])
 
     database.write_now(write)
     assert [op.state for op in operations(database)] == ["done"]
+    with database.read() as session:
+        assert session.get_one(Organisation, "b").name == "changed"
 
 
 def test_a_connection_that_breaks_before_commit_fails_all_of_its_works_and_the_next_one_is_fine(
@@ -155,6 +159,24 @@ def test_a_connection_that_breaks_before_commit_fails_all_of_its_works_and_the_n
     assert operations(database) == []
     assert asyncio.run(story()) == [None] * 2
     assert [op.id for op in operations(database)] == ["x", "y"]
+
+
+def test_rows_with_a_key_of_two_columns_are_told_apart_by_both(database: Database) -> None:
+    budget = {"id": "b", "org_id": "a", "scope": "org", "scope_id": "a", "period": "month", "limit_nusd": 9}
+    budget |= {"hard": True, "alert_pcts": [], "created_at": AT}
+    months = [AT.replace(month=month) for month in (1, 2, 3)]
+
+    def write(session: Session) -> None:
+        take_locks(session, {"a"})
+        periods = [{"budget_id": "b", "start": at, "spent_nusd": 0, "held_nusd": 0} for at in months]
+        insert_rows(session.connection(), Budget, [budget])
+        insert_rows(session.connection(), BudgetPeriod, periods)
+        changed = [{"budget_id": "b", "start": at, "held_nusd": 1} for at in months[1:]]
+        update_rows(session.connection(), BudgetPeriod, changed, key=("budget_id", "start"))
+
+    database.write_now(write)
+    with database.read() as session:
+        assert [p.held_nusd for p in session.query(BudgetPeriod).order_by(BudgetPeriod.start)] == [0, 1, 1]
 
 
 NAMED: Question = {dialect: select(Operation.id).where(one) for dialect, one in among(Operation.id, "ids").items()}
@@ -216,9 +238,9 @@ def test_whoever_writes_has_the_locks_of_all_until_the_end_and_batches_are_plann
     def batch(session: Session, items: list[str]) -> list[Any]:
         return [held(session) for _ in items]
 
-    async def several() -> list[Any]:
+    async def several(*more: Any) -> list[Any]:
         works = [database.write_batched(batch, name, lock=name) for name in ("a", "b", "a")]
-        return await asyncio.gather(*works, database.write(held, lock="c"))
+        return await asyncio.gather(*works, *more)
 
     def takes(session: Session) -> Any:
         take_locks(session, {"a", "b"})
@@ -230,7 +252,8 @@ def test_whoever_writes_has_the_locks_of_all_until_the_end_and_batches_are_plann
     assert (one[1], two[1]) == (planned, planned)
     three = asyncio.run(database.write(held, lock="c"))
     assert (len(three[0]), three[1]) == (1, plain)
-    assert asyncio.run(several()) == [(one[0] | two[0] | three[0], plain)] * 4
+    assert asyncio.run(several()) == [(one[0] | two[0], planned)] * 3
+    assert asyncio.run(several(database.write(held, lock="c"))) == [(one[0] | two[0] | three[0], plain)] * 4
     assert database.write_now(takes) == (one[0] | two[0], plain)
     assert database.write_now(held) == (frozenset(), plain)
 

@@ -18,7 +18,9 @@ from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
-from store.db import ENOUGH, GROUP_SIZE, Database
+from store import db
+from store.caller import Caller, acting_as
+from store.db import APART_S, ENOUGH, GROUP_SIZE, Database
 from store.tables import ApiKey, Organisation
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -102,6 +104,48 @@ def test_writes_of_turns_that_follow_each_other_share_one_commit(database: Datab
     asyncio.run(main())
     assert len(names(database)) == 5
     assert len(commits) == 1
+
+
+def test_transactions_of_postgresql_keep_apart_and_what_comes_meanwhile_is_one(
+    postgres_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, waits = threading.Event(), list[float]()
+
+    class Still:
+        """A clock that stands."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return 1000.0
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            go_on.wait(10)
+
+    monkeypatch.setattr(db, "time", Still)
+    commits = count_commits(postgres_database)
+
+    async def main() -> None:
+        await postgres_database.write(add("alone"))
+        assert not waits
+        others = []
+        for number in range(3):
+            others.append(asyncio.create_task(postgres_database.write(add(f"n{number}"))))
+            await asyncio.sleep(0.05)  # the writer could have begun
+        go_on.set()
+        await asyncio.gather(*others)
+
+    asyncio.run(main())
+    assert waits[0] == pytest.approx(APART_S)
+    assert len(commits) == 2
+
+
+def test_nobody_asks_without_a_session_for_an_organisation(database: Database) -> None:
+    with database.ask() as connection:
+        assert connection.scalar(text("SELECT 1")) == 1
+    with acting_as(Caller("org", "key:1")), pytest.raises(RuntimeError, match="session"), database.ask():
+        pass
 
 
 def test_turns_that_always_bring_more_hold_nobody_up(database: Database) -> None:

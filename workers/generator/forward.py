@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.generator.attention.decode_attend import DecodeAttend
+from workers.generator.attention.decode_attend import DecodeAttend, native_kernel
 from workers.generator.attention.prefill_attend import Piece, PrefillAttend
 from workers.generator.attention.recur import DecodeRecur, PrefillRecur
 from workers.generator.cache.kv_cache import KVCache, pages_of
@@ -154,7 +154,7 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
     on_route = _recorder(chosen) if routed else None
     before = [progress.states.get(piece.start, {}) for progress, piece in zip(batch, pieces, strict=True)]
     recur = PrefillRecur(pieces, before, [progress.marks for progress in batch])
-    attend = _paged(decoder, cache, pieces, recur) if paged else PrefillAttend(cache, pieces, recur)
+    attend = _attend(decoder, cache, pieces, recur)
     hidden_TD = decoder(tokens_T, positions_T, attend, lora, on_route)
     if chosen:
         pages = [piece.pages[0].of(at) for piece, span in zip(pieces, spans, strict=True) for at in span]
@@ -177,10 +177,15 @@ def attends_in_pages(cache: KVCache) -> bool:
     return cache.device.type == "cuda" and not cache.latent
 
 
-def _paged(decoder: Decoder, cache: KVCache, pieces: Sequence[Piece], recur: PrefillRecur) -> Attend:
-    from workers.generator.gpu.prefill import PagedPrefill  # Triton: only a GPU needs it
+def _attend(decoder: Decoder, cache: KVCache, pieces: Sequence[Piece], recur: PrefillRecur) -> Attend:
+    """On a CPU in C, in float32; of latents and without a compiler block by block."""
+    if attends_in_pages(cache):
+        from workers.generator.gpu.prefill import PagedPrefill  # Triton: only a GPU needs it
 
-    return PagedPrefill(cache, pieces, decoder.config.num_heads, recur)
+        return PagedPrefill(cache, pieces, decoder.config.num_heads, recur)
+    if native_kernel(cache) is not None and not cache.latent:
+        return DecodeAttend.of_prompts(cache, pieces, recur)
+    return PrefillAttend(cache, pieces, recur)
 
 
 def _groups(

@@ -355,14 +355,14 @@ class TorchEngine:
                 continue
             try:
                 sequence.accept(drawn, version)
-                if sequence.stop_reason:
-                    self._open.retire(sequence)
             except Exception as error:
                 self._open.fail(progress, error)
                 continue
             self._counts["sampled_tokens"] += 1
             if sequence.stop_reason or sequence.draft[ahead : ahead + 1] != [drawn.token]:
                 del sequence.draft[ahead:]
+            if sequence.stop_reason:
+                self._open.retire(sequence)
 
 
 def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[..., Tensor]:

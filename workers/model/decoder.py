@@ -25,6 +25,7 @@ from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
 from workers.model.memory import Saving, choose_saving
 from workers.model.native.gemm import pack
+from workers.model.native.joined import rms_norm
 from workers.model.parts.attention import GroupedAttention
 from workers.model.parts.experts import Mixture, OnRoute
 from workers.model.parts.frozen import frozen
@@ -45,6 +46,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.isolation = "padded"  # a mode of isolation.py, set by `probe`
+        self.packed = False
         #: Bytes that a forward may keep for its backward; None: a share of the free memory (memory.py).
         self.activation_budget_bytes: int | None = None
         #: Where experts are spread over processes (owned/): has all begin a step, and says whether any recomputes.
@@ -63,8 +65,9 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Make forward passes faster on a CPU, at the cost of a second copy of the weights in memory."""
-        for weight in self.products():
-            pack(weight)
+        served = [pack(weight) for weight in self.products()]
+        for module in (self, *self.layers):
+            module.packed = all(served)
 
     def products(self) -> list[nn.Parameter]:
         """The weights that rows are multiplied with."""
@@ -104,7 +107,7 @@ class Decoder(nn.Module):
                     x_TD = layer(x_TD, angles, attend, lora, on_route, forced)
                 else:
                     x_TD = _recomputed(layer, x_TD, angles, attend, lora, on_route, forced)
-        return F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps)
+        return rms_norm(x_TD, self.norm, self.config.norm_eps, packed=self.packed)
 
     def logits(self, hidden_RD: Tensor, lora: LoraRows | None = None) -> Tensor:
         """Logits [R, V] float32 of selected rows; `lora` is over those rows (`LoraRows.select`)."""
@@ -130,7 +133,7 @@ class _Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm_eps = config.norm_eps
+        self.norm_eps, self.packed = config.norm_eps, False
         self.attn = self.mlp = None
         if config.has_attention(layer):
             self.attn_norm = frozen(torch.float32, config.hidden_size)
@@ -153,11 +156,11 @@ class _Layer(nn.Module):
         forced_TK: Tensor | None,
     ) -> Tensor:
         if self.attn is not None:
-            normed = F.rms_norm(x_TD, self.attn_norm.shape, self.attn_norm, self.norm_eps)
+            normed = rms_norm(x_TD, self.attn_norm, self.norm_eps, packed=self.packed)
             x_TD = x_TD + self.attn(normed, angles, attend, lora)
         if self.mlp is None:
             return x_TD
-        normed = F.rms_norm(x_TD, self.mlp_norm.shape, self.mlp_norm, self.norm_eps)
+        normed = rms_norm(x_TD, self.mlp_norm, self.norm_eps, packed=self.packed)
         mixture = isinstance(self.mlp, Mixture)
         out: Tensor = x_TD + (self.mlp(normed, lora, on_route, forced_TK) if mixture else self.mlp(normed, lora))
         return out

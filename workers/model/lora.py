@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from workers.model.base_mm import base_mm
 from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import Group, LoraRows
+from workers.model.native import joined
+from workers.model.native.gemm import packed
 
 __all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear"]
 
@@ -35,6 +37,11 @@ class Site:
     a: str
     b: tuple[str, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The name of each B, and the width of its output."""
+        return tuple(zip(self.b, self.sizes, strict=True))
 
     @classmethod
     def of(cls, a: str, parts: Mapping[str, int]) -> Site:
@@ -57,6 +64,9 @@ def lora_linear(
     trigger = rows.trigger(groups) if rows is not None else None
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
         return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, found))  # type: ignore[no-untyped-call]
+    only, products = found[0] if found else (site, None)
+    if (panels := packed(weight_OI)) is not None and len(found) < 2 and joined.takes_parts(products, only.parts):
+        return joined.linear(x_TI.contiguous(), panels, products, only.a, only.parts)
     y_TO = base_mm(x_TI, weight_OI)
     for each, products in found:
         add_adapters(y_TO, x_TI.contiguous(), each, products)
@@ -71,7 +81,7 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
 def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, products: LoraProducts) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
     u = x_TI.new_zeros(len(x_TI), len(site.b) * products.max_rank)
-    products.add(y_TO[:, : sum(site.sizes)], x_TI, u, site.a, tuple(zip(site.b, site.sizes, strict=True)), scaled=True)
+    products.add(y_TO[:, : sum(site.sizes)], x_TI, u, site.a, site.parts, scaled=True)
     return u
 
 

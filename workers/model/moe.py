@@ -24,6 +24,8 @@ from workers.model.config import GateConfig
 from workers.model.lora import own_rows
 from workers.model.lora_products import LoraProducts, products_of
 from workers.model.lora_rows import LoraRows
+from workers.model.native import joined
+from workers.model.native.gemm import packed
 from workers.model.parts.gate import activated, again
 from workers.model.routing import Routing
 
@@ -90,6 +92,8 @@ def expert_block(
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
         return torch.cat([expert_block(x, w, e, experts, names, single) for x, w, e, single in own])
+    if (out_TD := _in_one_call(x_TD, weights_TK, experts_TK, experts, names, rows)) is not None:
+        return out_TD
     gate_up_EGD, away = experts.gate_up_EGD, experts.away
     routing = Routing(experts_TK, away.num_experts if away is not None else gate_up_EGD.shape[0])
     adapters = _Adapters.of(rows, routing, names, gate_up_EGD)
@@ -100,6 +104,26 @@ def expert_block(
     if torch.is_grad_enabled() and (trigger is not None or x_TD.requires_grad or weights_TK.requires_grad):
         return cast(Tensor, _ExpertBlock.apply(x_TD, weights_TK, trigger, plan))  # type: ignore[no-untyped-call]
     return _forward(x_TD.contiguous(), weights_TK, plan)[0]
+
+
+def _in_one_call(
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
+) -> Tensor | None:
+    """`expert_block` by the kernels, in inference, where weights are packed and these experts are such that they serve
+    them; None elsewhere."""
+    gate_up, down = packed(experts.gate_up_EGD), packed(experts.down_EDF)
+    biased = experts.gate_up_bias_EG is not None or experts.down_bias_ED is not None
+    if not torch.is_inference_mode_enabled() or gate_up is None or down is None or experts.away is not None or biased:
+        return None
+    if not joined.takes(experts.gate) or (rows is not None and rows.groups(names.each_gate_up_a)):
+        return None
+    products = products_of(rows, names.down_a, experts.down_EDF)
+    if not joined.takes_parts(products, ()):
+        return None
+    adapted = rows if products is not None else None
+    gate_b, up_b = names.inner_b
+    of_adapters = (names.gate_up_a, gate_b, up_b, names.down_a, names.down_b)
+    return joined.mixture(x_TD, weights_TK, experts_TK, gate_up, down, of_adapters, adapted)
 
 
 class _Adapters(NamedTuple):

@@ -20,7 +20,7 @@ from api.checks.provenance import named_sequences, with_recorded_logprobs
 from api.errors import Invalid, Unreadable, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.http.bodies import parse, parse_protobuf, read_body
+from api.http.bodies import INLINE_PROTOBUF_BYTES, parse, parse_protobuf, read_body
 from api.http.body_sizes import ROOM_KEY
 from api.http.json_forms import PROTOBUF, train_body
 from api.operations.submit import Address, Check, Checked, submit
@@ -51,7 +51,8 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     if form != PROTOBUF:
         raise Unreadable(f"forward_backward takes {PROTOBUF} or application/json, not {quote(form)}")
     body = await read_body(request)
-    message = await run_in_threadpool(_parse, body)
+    small = len(body) <= INLINE_PROTOBUF_BYTES
+    message = _parse(body) if small else await run_in_threadpool(_parse, body)
     address = Address(model_id=message.model_id, seq_id=message.seq_id)
     kind = OpKind.FORWARD if message.forward_only else OpKind.FORWARD_BACKWARD
 

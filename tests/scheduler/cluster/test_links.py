@@ -344,6 +344,37 @@ def test_the_end_of_a_pass_travels_with_what_comes_next(url: str, blobs: FolderB
     waiting.close()
 
 
+def test_what_is_done_in_little_time_travels_together(
+    url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = redis.Redis.from_url(url)
+
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        key, done = train_link._key("up", leader.name), [Done(str(number)) for number in range(4)]
+        monkeypatch.setattr(train_link, "APART_S", 3600)
+        for message in done[:3]:
+            trainer.send(message)
+        assert waiting.llen(key) == 1  # the first
+        assert await asyncio.to_thread(trainer.recv, 0.01) is None  # whoever waits has told all
+        assert waiting.llen(key) == 3
+        trainer.send(done[3])
+        trainer.close()
+        assert [message async for message in leader.messages()] == done
+
+    with_trainer(url, blobs, scenario)
+    waiting.close()
+
+
+def test_what_is_done_is_told_soon_though_the_trainer_works_on(url: str, blobs: FolderBlobs) -> None:
+    async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
+        for number in range(10):
+            trainer.send(Done(str(number)))
+        messages = aiter(leader.messages())
+        assert [(await anext(messages)).op_id for _ in range(10)] == [str(number) for number in range(10)]
+
+    with_trainer(url, blobs, scenario)
+
+
 def test_a_trainer_notices_another_leader(url: str, blobs: FolderBlobs) -> None:
     async def scenario(trainer: TrainerLink, leader: LeaderLink) -> None:
         Joining(url, "another").lead(60)

@@ -24,11 +24,13 @@ from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
-from scheduler.cluster.term import Shared
+from scheduler.cluster.term import Shared, Term
 from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import SamplerFacts
-from scheduler.links.broadcasts import Broadcasts, Listener
+from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
+from scheduler.links.contract import Answered
+from scheduler.links.large_results import pack
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
@@ -287,6 +289,71 @@ def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(
             assert [outcome.error for outcome in told] == [None] * 4 + ["too long"]
             assert [await one.result(request_id) for request_id in ids] == told
         assert [seq for seq, _ in given] == [0, 1, 2, 4]
+
+    play(scenario)
+
+
+def test_the_leader_takes_what_it_hears_once_and_looks_up_what_it_does_not_know(
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The carrier may say late, or again, what has ended long ago."""
+    looked, heard = list[str](), list[Accepted]()
+    rows, accepted = Term._rows, Broadcasts.accepted
+
+    def look(self: Term, op_ids: list[str]) -> Any:
+        looked.extend(op_ids)
+        return rows(self, op_ids)
+
+    def tell(self: Broadcasts, notes: Any) -> None:
+        heard.extend(notes)
+        accepted(self, notes)
+
+    monkeypatch.setattr(Term, "_rows", look)
+    monkeypatch.setattr(Broadcasts, "accepted", tell)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs) as given:
+            ids = [await two.journal.accept(create(), run_row())]
+            assert (await two.result(ids[0])).error is None
+            monkeypatch.setattr(term, "RESCAN_S", 60)
+            looked.clear()
+            ids += [await two.journal.accept(train(seq, body=b"{}")) for seq in (1, 2)]
+            assert [(await two.result(request_id)).error for request_id in ids] == [None] * 3
+            assert not set(ids) & set(looked)
+            await asyncio.to_thread(accepted, two.broadcasts, [*heard, Accepted(ids[1]), Accepted(ids[2], packed=b"?")])
+            ids.append(await two.journal.accept(train(3)))
+            assert (await two.result(ids[3])).error is None
+        assert {ids[1], ids[2]} <= set(looked)
+        assert given == [(0, False), (1, False), (2, False), (3, False)]
+
+    play(scenario)
+
+
+def test_a_small_answer_to_what_was_accepted_here_is_not_looked_up_and_is_corrected_once(
+    play: Play, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = list[str]()
+    rows = SharedJournal.queued_rows
+
+    def look(self: SharedJournal, op_ids: Any) -> Any:
+        looked.extend(op_ids)
+        return rows(self, op_ids)
+
+    monkeypatch.setattr(SharedJournal, "queued_rows", look)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await one.journal.accept(sample(seq)) for seq in range(2)]
+        await until(lambda: one.queue.known(ids) == set(ids))
+        done = [Done(ids[0], b"tokens", {"prefill": 5, "sample": 4}), Done(ids[1], b"x" * 2000, {"sample": 4})]
+        answers = [Answered(one_done.op_id, pack(one_done, blobs), 20, 1.0, "") for one_done in done]
+        known = [one.journal.opened(request_id) for request_id in ids]
+        settled = [await one.answers._queued(answers), await two.answers._queued(answers)]
+        assert [found[ids[0]] is known[0] for found in settled] == [True, False]
+        assert looked == [ids[1], *ids]
+        ends = [await one.answers._settle(answers[0], found[ids[0]]) for found in settled]
+        assert [(end.path, end.tokens) for end in ends if end is not None] == [(known[0].path, -11), ((), 0)]  # type: ignore[union-attr]
+        assert (await two.result(ids[0])).payload == b"tokens"
 
     play(scenario)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from sqlalchemy import select
 
@@ -72,6 +73,17 @@ def test_every_sort_of_plan_comes_back_as_it_was(database: Database) -> None:
         assert (op.kind, op.plan) == (kind, plan)
         assert (op.body_bytes, op.body_sha256, op.key_id, op.project_id) == (3, "stored", 7, "p")
         assert rows.sent_sha256_of(row) == "sent"
+
+
+@pytest.mark.parametrize(("kind", "plan"), PLANS)
+def test_what_is_packed_comes_back_as_its_row_would(kind: str, plan: Plan) -> None:
+    op = replace(operation(7, kind, plan), user_id="u", body=b"{}", origin="request trace")
+    back = rows.unpack(rows.pack(op))
+    assert rows.to_row(back, "sent") == rows.to_row(op, "sent")
+    assert back.plan == plan
+    for other in (b"", rows.pack(op)[:-1], msgspec.msgpack.encode(["op7", "a"])):
+        with pytest.raises(ValueError, match=r"Expected|truncated|malformed"):
+            rows.unpack(other)
 
 
 def test_queries_find_the_fields_of_plans(database: Database) -> None:

@@ -202,6 +202,8 @@ def test_ranks_compute_while_they_gather() -> None:
     assert ranks.pass_takes_s(400) == pytest.approx(1 + 10)
     assert replace(ranks, slice_s=0.5, light_s=0.25).pass_takes_s(400, slices=6, light=2) == pytest.approx(1 + 3.5 + 10)
     assert ranks.pass_takes_s(80, stages=2) == pytest.approx(2 * (1 + 5))
+    owners = replace(ranks, gather_s=0.0, travel_s=0.25, adapter_s=0.5)
+    assert owners.pass_takes_s(80, stages=2, runs=3) == pytest.approx(2 * 1 + 2 + 80 * 0.25 + 3 * 0.5)
     assert Simulation(ranks, [TRAINS]).run(1e6).seconds == pytest.approx(40 * 6)
 
 
@@ -213,7 +215,7 @@ def test_a_batch_of_short_data_is_few_slices_and_only_what_samples_is_saved() ->
     for sliced, slices, samples, light in ((1024, 1, False, 1), (128, 4, False, 1), (128, 4, True, 2)):
         result = Simulation(replace(cluster, slice_tokens=sliced), [replace(load, samples=samples)]).run(1e6)
         seconds = 512 / 64 + slices * 0.5 + light * 0.25 + pairs * 0.001
-        assert result.trainers == Work(1, 1, slices, light, 512, pairs, pytest.approx(seconds))
+        assert result.trainers == Work(1, 1, slices, light, 512, pairs, pytest.approx(seconds), 1)
 
 
 def test_data_behind_a_step_of_their_run_are_a_stage_of_their_own() -> None:
@@ -221,5 +223,5 @@ def test_data_behind_a_step_of_their_run_are_a_stage_of_their_own() -> None:
     cluster = replace(PLAIN, trained_tokens_per_s_per_gpu=100.0, pass_s=1.0, pass_tokens=250)
     once = Workload("once", groups=1, group_size=1, prompt=0, lengths=(100,), samples=False, steps=1)
     twice = replace(once, steps=2, overlap=1)
-    assert Simulation(cluster, [twice]).run(1e6).trainers == Work(1, 2, 2, 2, 200, 20_000, pytest.approx(2 * 1 + 2))
-    assert Simulation(cluster, [once, once]).run(1e6).trainers == Work(1, 1, 2, 2, 200, 20_000, pytest.approx(1 + 2))
+    assert Simulation(cluster, [twice]).run(1e6).trainers == Work(1, 2, 2, 2, 200, 20_000, pytest.approx(2 * 1 + 2), 2)
+    assert Simulation(cluster, [once, once]).run(1e6).trainers == Work(1, 1, 2, 2, 200, 20_000, pytest.approx(1 + 2), 2)

@@ -11,6 +11,7 @@ from torch import Tensor
 from workers.generator.attention import decode_attend
 from workers.generator.attention.decode_attend import DecodeAttend
 from workers.generator.attention.prefill_attend import Piece, PrefillAttend
+from workers.generator.attention.recur import PrefillRecur
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, PagePool, pages_of
 from workers.generator.cache.page_groups import Held
 from workers.model.attend import ALL, Reach
@@ -99,6 +100,28 @@ def test_blocks_of_a_prompt_reach_as_far_as_rows(start: int, reach: Reach) -> No
     cache.write(0, pages, 0, k[:start], v[:start])
     own = PrefillAttend(cache, [Piece([Held(0, pages)], start, stop)]).attend(0, q[rest], k[rest], v[rest], reach)
     assert torch.equal(own, together[rest])
+    for row in (0, 1, 70, 149):
+        wanted = formula(q[row], k[: row + 1].permute(1, 2, 0), v[: row + 1].transpose(0, 1), reach)
+        torch.testing.assert_close(together[row], wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("reach", [ALL, Reach(20), Reach(64, torch.linspace(-3, 9, HEADS))], ids=["all", "20", "sinks"])
+def test_tokens_of_prompts_have_the_same_bits_whole_in_pieces_and_in_any_company(reach: Reach, threads: int) -> None:
+    stop, cut, recur = 150, 96, PrefillRecur([], [], [])
+    q, k, v = new_token(stop + 40)
+    mine, theirs = ([Held(0, table([own])[0].tolist())] for own in (0, 1))
+
+    def attend(cache: KVCache, *pieces: tuple[list[Held], int, int], rows: slice) -> Tensor:
+        of = DecodeAttend.of_prompts(cache, [Piece(*piece) for piece in pieces], recur)
+        return of.attend(0, q[rows], k[rows], v[rows], reach)
+
+    torch.set_num_threads(threads)
+    together = attend(filled_cache(), (mine, 0, stop), (theirs, 0, 40), rows=slice(None))
+    cache = filled_cache()
+    parts = [attend(cache, (mine, a, b), rows=slice(a, b)) for a, b in ((0, cut), (cut, stop))]
+    torch.set_num_threads(1)
+    assert torch.equal(torch.cat(parts), together[:stop])
     for row in (0, 1, 70, 149):
         wanted = formula(q[row], k[: row + 1].permute(1, 2, 0), v[: row + 1].transpose(0, 1), reach)
         torch.testing.assert_close(together[row], wanted, atol=1e-6, rtol=1e-5)

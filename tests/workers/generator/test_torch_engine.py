@@ -244,6 +244,7 @@ def test_where_rows_mind_their_neighbours_each_is_computed_alone(
         y += 1e-3 * len(x)
         return y
 
+    monkeypatch.setattr("workers.model.lora.packed", lambda _: None)
     monkeypatch.setattr("workers.model.lora.base_mm", minding)
     monkeypatch.setattr("workers.model.base_mm.base_mm", minding)
     names = ["", "", "a0", "a1"]

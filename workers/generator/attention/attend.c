@@ -1,4 +1,5 @@
-/* Attention of a decode step over paged keys and values: every row attends to its own sequence, from where it lies.
+/* Attention over paged keys and values: every row, a token of a decode step or of a prompt, attends to its own sequence,
+ * from where it lies.
  *
  * Pages hold `page` positions. Keys lie turned, [pages, heads, dim, page], so that the scores of neighbouring positions
  * are computed side by side; values [pages, heads, page, dim], or, of latents, the first numbers of a key. `table`
@@ -12,28 +13,6 @@
 #include <stdlib.h>
 
 #include "vectors.h"
-
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-
-static inline vec pick(ivec where, vec yes, vec no) { return (vec)(((ivec)yes & where) | ((ivec)no & ~where)); }
-
-/* exp(x) for x <= 0, to about 1e-7 relative; below -87 as of -87. Not-a-number stays that. */
-static inline vec exp_of(vec x) {
-    x = pick(x < splat(-87.0f), splat(-87.0f), x);
-    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
-    const vec n = (x * splat(1.44269504088896341f) + magic) - magic;
-    const vec r = x - n * splat(0.693359375f) + n * splat(2.12194440e-4f);
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + splat(1.3981999507e-3f);
-    p = p * r + splat(8.3334519073e-3f);
-    p = p * r + splat(4.1665795894e-2f);
-    p = p * r + splat(1.6666665459e-1f);
-    p = p * r + splat(5.0000001201e-1f);
-    p = p * r * r + r + splat(1.0f);
-    const vec whole = pick(n == n, n, splat(0.0f));
-    const ivec bits = (__builtin_convertvector(whole, ivec) + 127) << 23;
-    return p * (vec)bits;
-}
 
 /* The scores of `count` queries over one page: s = scale * q K. On the way, `next` is asked for: a page that is needed
  * soon and lies anywhere. */
@@ -137,7 +116,8 @@ static void softmax(float *s, int64_t skip, int64_t length, int64_t room, const 
 struct shape {
     int64_t rows, groups, heads, dim, page, width, threads; /* `groups` queries share each of `heads` */
     int64_t window;                                         /* positions that a row attends to; 0: all */
-    int64_t latent; /* the first numbers of a key that are the value, of one head; 0: values lie apart */
+    int64_t latent;   /* the first numbers of a key that are the value, of one head; 0: values lie apart */
+    int64_t together; /* neighbouring rows that read the same pages, so that a head of theirs is read once; 1 or more */
 };
 
 /* `count` of the queries of one row that share a head, over `length` positions in `pages` but for the first `skip`. */
@@ -192,6 +172,14 @@ static inline __attribute__((always_inline)) void attend_some(
     }
 }
 
+/* The row and the head of a task: of rows that are together one head after another. */
+static inline void place(const struct shape *sh, int64_t task, int64_t *row, int64_t *head) {
+    const int64_t first = task / (sh->together * sh->heads) * sh->together;
+    const int64_t rows = sh->rows - first < sh->together ? sh->rows - first : sh->together;
+    *row = first + (task - first * sh->heads) % rows;
+    *head = (task - first * sh->heads) / rows;
+}
+
 /* Store each row's new key and value [rows, heads, dim] at `position` of its sequence, and then attend to all up to
  * there, what other rows of the same sequence have stored before it among them: out [rows, heads * groups, dim] of q.
  * `sinks` [heads * groups] or NULL. Row strides are in floats. `page` is a multiple of 32, `dim` of 16 unless these are
@@ -212,7 +200,10 @@ int weft_attend(
     }
 #pragma omp parallel for schedule(dynamic, 4) num_threads(sh->threads) if (sh->threads > 1)
     for (int64_t task = 0; task < sh->rows * sh->heads; task++) {
-        const int64_t row = task / sh->heads, head = task % sh->heads, length = position[row] + 1;
+        int64_t row, head, row_after, head_after;
+        place(sh, task, &row, &head);
+        place(sh, task + 1 < sh->rows * sh->heads ? task + 1 : task, &row_after, &head_after);
+        const int64_t length = position[row] + 1;
         const int32_t *pages = table + row * sh->width;
         /* Pages that lie before the window are not read. */
         const int64_t low = sh->window && length > sh->window ? length - sh->window : 0;
@@ -224,8 +215,7 @@ int weft_attend(
             failed = 1;
             continue;
         }
-        const int64_t after = task + 1 < sh->rows * sh->heads ? task + 1 : task;
-        const float *next = keys + (table[after / sh->heads * sh->width] * sh->heads + after % sh->heads) * tile;
+        const float *next = keys + (table[row_after * sh->width] * sh->heads + head_after) * tile;
         for (int64_t g = 0; g < sh->groups; g += 4) {
             const int64_t first = head * sh->groups + g;
             const float *from = q + row * q_stride + first * dim;

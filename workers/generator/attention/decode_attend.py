@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.generator.attention.prefill_attend import softmax_beside
+from workers.generator.attention.prefill_attend import Piece, softmax_beside
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.model.attend import ALL, Reach
 from workers.model.native.build import library
@@ -32,6 +32,9 @@ from workers.model.recur import Recur, Recurrence
 
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
 LENGTH_QUANTUM = 2 * PAGE_TOKENS
+
+#: Tokens of a prompt that are computed head by head: one head of a long prompt fits in a processor's own cache.
+TOGETHER = 16
 
 _SOURCE = Path(__file__).with_name("attend.c")
 #: Floats in a vector of attend.c.
@@ -56,13 +59,28 @@ class DecodeAttend:
         self,
         cache: KVCache,
         table_GRW: npt.NDArray[np.int32],
-        positions: Sequence[int],
+        positions: Sequence[int] | npt.NDArray[np.int64],
         recur: Recur | None = None,
     ) -> None:
         self._recur = recur
         self._cache, self._table_GRW, self._positions_R = cache, table_GRW, np.asarray(positions, dtype=np.int64)
         self._native = native_kernel(cache)
         self._gathered = [_Gathered(cache, of, self._positions_R) for of in table_GRW if self._native is None]
+        self._together = 1
+
+    @classmethod
+    def of_prompts(cls, cache: KVCache, pieces: Sequence[Piece], recur: Recur) -> DecodeAttend:
+        """The `Attend` of a prefill: each token of each piece is a row, for which it does not matter what is computed
+        with it. Only with `native_kernel`: elsewhere rows of one sequence may not follow each other."""
+        lengths = [piece.stop - piece.start for piece in pieces]
+        table_GPW = np.zeros((cache.groups, len(pieces), max(pages_of(piece.stop) for piece in pieces)), dtype=np.int32)
+        for table_PW, held in ((table_GPW[g], [piece.pages[g] for piece in pieces]) for g in range(cache.groups)):
+            for own_W, mine in zip(table_PW, held, strict=True):
+                own_W[mine.gone : mine.gone + len(mine.pages)] = mine.pages[: len(own_W) - mine.gone]
+        positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        rows = cls(cache, np.repeat(table_GPW, lengths, axis=1), positions, recur)
+        rows._together = TOGETHER
+        return rows
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
         group = self._cache.group_of[layer]
@@ -75,7 +93,8 @@ class DecodeAttend:
         out_THD = torch.empty(rows, heads, v_TKD.shape[2])
         width, threads = table_RW.shape[1], torch.get_num_threads()
         latent = v_TKD.shape[2] if cache.latent else 0
-        shape = _Shape(rows, heads // kv_heads, kv_heads, dim, PAGE_TOKENS, width, threads, reach.window, latent)
+        groups, reached = heads // kv_heads, (reach.window, latent, self._together)
+        shape = _Shape(rows, groups, kv_heads, dim, PAGE_TOKENS, width, threads, *reached)
         arguments: list[object] = [_pointer(table_RW.ctypes.data), _pointer(self._positions_R.ctypes.data)]
         for tensor in (q, k, v):
             arguments += [_pointer(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))]
@@ -96,7 +115,7 @@ class _Shape(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
-        for name in ["rows", "groups", "heads", "dim", "page", "width", "threads", "window", "latent"]
+        for name in ["rows", "groups", "heads", "dim", "page", "width", "threads", "window", "latent", "together"]
     )
 
 

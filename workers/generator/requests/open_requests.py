@@ -56,7 +56,8 @@ class OpenRequests:
     def retire(self, sequence: SequenceProgress) -> None:
         """A sequence has ended. A waiting sibling takes over its pages, which hold the prompt; else they are freed."""
         progress = sequence.owner
-        self._note_routes(sequence)
+        if not self._keeps_routes(progress, [sequence]):
+            return
         if progress.unstarted:
             self._seating.hand_over(sequence, progress.sequences[progress.started])
             progress.started += 1
@@ -72,9 +73,10 @@ class OpenRequests:
         if stale and progress.prompt_version is None and adapter is not None and adapter.coming:
             progress.awaits = adapter.asked
             return
+        if not self._keeps_routes(progress, stale):
+            return
         for sequence in stale:
             sequence.stop_reason, sequence.stale = "length", True
-            self._note_routes(sequence)
             self._seating.leave(sequence)
             progress.given_up = True
         if stale and progress.done:
@@ -101,9 +103,9 @@ class OpenRequests:
         progress = self.here.get(request_id)
         if progress is None:
             return None
-        for sequence in progress.sequences[: progress.started]:
-            if sequence.stop_reason is None:
-                self._note_routes(sequence)
+        started = progress.sequences[: progress.started]
+        if not self._keeps_routes(progress, [each for each in started if each.stop_reason is None]):
+            return self.finished.pop()
         result = progress.finished()
         self._forget(progress)
         return result
@@ -123,7 +125,13 @@ class OpenRequests:
         if progress.adapter is not None:
             self._adapters.release(progress.adapter)
 
-    def _note_routes(self, sequence: SequenceProgress) -> None:
-        """Keep the routes of a sequence, if requested, before its pages are reused."""
-        if sequence.owner.request.return_routed_experts and sequence.tokens:
-            sequence.routes = self._seating.routes(sequence)
+    def _keeps_routes(self, progress: RequestProgress, ending: list[SequenceProgress]) -> bool:
+        """Keep the routes of sequences, if requested, before their pages are reused. False: that raised, and the
+        request has failed."""
+        try:
+            for sequence in ending if progress.request.return_routed_experts else ():
+                sequence.routes = self._seating.routes(sequence) if sequence.tokens else None
+        except Exception as error:
+            self.fail(progress, error)
+            return False
+        return True

@@ -196,8 +196,9 @@ class Seating:
             needed = pages_of(sequence.position + 1) - held.gone
             self.pool.release(held.pages[needed:])
             del held.pages[needed:]
-        self._aside[sequence] = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
+        saved = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
         sequence.states = moved(sequence.states, "cpu")
+        self._aside[sequence] = saved
         self._rise(sequence)
         self.preempted += 1
 

@@ -16,51 +16,56 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-#: Included by all kernels, the generator's too.
-_HEADER = Path(__file__).with_name("vectors.h")
+_HERE = Path(__file__).absolute().parent
+#: Of one library, as one calls the others.
+_TOGETHER = tuple(_HERE / name for name in ("kernels.c", "gemm.c", "joined.c"))
+#: Included by kernels, the generator's too.
+_HEADERS = tuple(_HERE / name for name in ("products.h", "vectors.h"))
 #: Products may be fused with sums, sums may not be reordered.
 _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=fast", "-fno-fast-math", "-fPIC", "-shared")
 
 
 @cache
 def library(source: Path | None = None) -> ctypes.CDLL | None:
-    """The compiled kernels of `source` (None: kernels.c); None where they cannot be built, with a reason in the log."""
+    """The compiled kernels of `source` (None: kernels.c, gemm.c and joined.c); None where they cannot be built, with a
+    reason in the log."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         log.warning("no C compiler (cc, gcc or clang): adapters of small groups are computed several times slower")
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source or _SOURCE)))
+        return ctypes.CDLL(str(_compiled(compiler, _TOGETHER if source is None else (source,))))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         log.warning("the native kernels could not be built, adapters are computed slower: %s", reason.strip()[-500:])
         return None
 
 
-def _compiled(compiler: str, file: Path) -> Path:
+def _compiled(compiler: str, files: Sequence[Path]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    facts = "\n".join((file.read_text(), _HEADER.read_text(), *_FLAGS, version, processor()))
-    target = _cache_folder() / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    texts = [file.read_text() for file in (*files, *_HEADERS)]
+    facts = "\n".join((*texts, *_FLAGS, version, processor()))
+    target = _cache_folder() / f"{files[0].stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
         try:
-            _compile(compiler, file, made)
+            _compile(compiler, files, made)
             os.replace(made, target)  # atomic: another process may compile at the same time
         finally:
             Path(made).unlink(missing_ok=True)
     return target
 
 
-def _compile(compiler: str, file: Path, target: str) -> None:
+def _compile(compiler: str, files: Sequence[Path], target: str) -> None:
     """Compile, with OpenMP where the compiler has it."""
-    command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-o", target, str(file), "-lm"]
+    command = [compiler, *_FLAGS, f"-I{_HERE}", "-o", target, *map(str, files), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
     if with_threads.returncode:
         subprocess.run(command, capture_output=True, text=True, check=True)
@@ -88,5 +93,6 @@ def _cache_folder() -> Path:
 
 
 if __name__ == "__main__":
-    sources = [Path(name).absolute() for name in sys.argv[1:]] or sorted(_SOURCE.parent.glob("*.c"))
+    named = [Path(name).absolute() for name in sys.argv[1:]] or sorted(_HERE.glob("*.c"))
+    sources = dict.fromkeys(None if source in _TOGETHER else source for source in named)
     raise SystemExit(0 if all([library(source) is not None for source in sources]) else 1)

@@ -9,7 +9,7 @@
  * Threads share the panels, or the tiles of their rows.
  */
 
-#include "vectors.h"
+#include "products.h"
 
 /* A tile of ROWS x PANEL sums stays in registers. */
 #define ROWS 6
@@ -26,11 +26,20 @@
 
 int64_t weft_panel(void) { return PANEL; }
 
+/* What is fetched for later on the way, QUARTER bytes of a block at a time: the `at`th quarter next, in `pace` steps. */
+typedef struct {
+    const char *const *blocks;
+    int64_t at, end, pace;
+} Errand;
+
+#define QUARTER (BLOCK / 4)
+
 /* y[i][0..width * LANES] = x[i] . panel, for `rows` rows; with `more` the sums go on from what is in y. On the way, every
- * `share` steps, `next` is asked for, step by step. */
+ * `share` steps, `next` is asked for, step by step, and every `errand->pace` steps what is needed later. */
 static inline __attribute__((always_inline)) void tile(
     const int rows, const int width, int more, int64_t in, const float *panel, const float *x, int64_t x_stride,
-    float *y, int64_t y_stride, const float *next, int64_t share) {
+    float *y, int64_t y_stride, const float *next, int64_t share, Errand *errand) {
+    int64_t wait = errand->pace;
     int64_t due = share;
     vec total[ROWS][WIDTH];
     for (int i = 0; i < rows; i++)
@@ -49,6 +58,11 @@ static inline __attribute__((always_inline)) void tile(
             for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next + j * LANES, 0, 2);
             next += PANEL, due = share;
         }
+        if (--wait == 0) {
+            const char *later = errand->blocks[errand->at / 4] + errand->at % 4 * QUARTER;
+            for (int j = 0; j < QUARTER; j += 64) __builtin_prefetch(later + j, 0, 2);
+            wait = ++errand->at < errand->end ? errand->pace : 0;
+        }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < width; j++) store(y + i * y_stride + j * LANES, total[i][j]);
@@ -56,14 +70,14 @@ static inline __attribute__((always_inline)) void tile(
 
 #define TILE(rows) \
     case rows: \
-        if (columns > LANES) tile(rows, WIDTH, more, in, panel, x, x_stride, to, stride, next, share); \
-        else tile(rows, 1, more, in, panel, x, x_stride, to, stride, next, share); \
+        if (columns > LANES) tile(rows, WIDTH, more, in, panel, x, x_stride, to, stride, next, share, errand); \
+        else tile(rows, 1, more, in, panel, x, x_stride, to, stride, next, share, errand); \
         break
 
 /* The same for the first `columns` columns of y alone. */
 static void tile_of(
     int64_t rows, int more, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-    int64_t columns, const float *next, int64_t share) {
+    int64_t columns, const float *next, int64_t share, Errand *errand) {
     float whole[ROWS * PANEL], *to = columns < PANEL ? whole : y;
     const int64_t stride = columns < PANEL ? PANEL : y_stride;
     if (to == whole && more)
@@ -80,18 +94,38 @@ static void tile_of(
         for (int64_t i = 0; i < rows; i++) memcpy(y + i * y_stride, whole + i * PANEL, columns * sizeof *y);
 }
 
-typedef struct {
-    int64_t experts, in, out, threads;
-} Weight;
+/* The fastest pace, and how many bytes of weights may come between what is fetched and its use: with more of them it would be
+ * pushed out of the caches again. */
+#define PACE 2
+#define BETWEEN (8 << 20)
 
-/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. */
+/* How fast the errand must run to be done with the last of `tiles` tiles; 0: it has not begun, or is done. */
+static inline int64_t pace_of(const Errand *errand, int64_t tiles, int64_t begins, int64_t in) {
+    const int64_t left = errand->end - errand->at;
+    if (left <= 0 || tiles > begins) return 0;
+    const int64_t pace = in * tiles / left;
+    return pace < PACE ? PACE : pace;
+}
+
+/* Rows of x sorted by expert, ends[e] being where those of expert e end: y[row] = W_e x[row]. `soon` or NULL. */
 void weft_gemm(
     const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
-    int64_t y_stride) {
+    int64_t y_stride, const Soon *soon) {
     const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
+    int64_t tiles_each = 0, used = 0;
+    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
+        tiles_each += (ends[e] - first + ROWS - 1) / ROWS;
+        used += ends[e] > first;
+    }
+    if (tiles_each < 2 * used) soon = NULL; /* a panel that serves one tile is waited for itself: the memory is busy */
 #pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
     {
         const int64_t from = panels * thread_here() / threads_here(), to = panels * (thread_here() + 1) / threads_here();
+        const int64_t count = soon ? soon->count : 0, bytes = (to - from) * weight->experts * in * PANEL * (int64_t)sizeof *x;
+        Errand errand = {soon ? soon->blocks : NULL, 4 * (count * thread_here() / threads_here()),
+                         4 * (count * (thread_here() + 1) / threads_here()), 0};
+        int64_t left = tiles_each * (to - from);
+        const int64_t begins = bytes > BETWEEN ? left * BETWEEN / bytes : left;
         for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
             const int64_t tiles = (ends[e] - first + ROWS - 1) / ROWS;
             for (int64_t p = from; p < to; p++) {
@@ -100,8 +134,9 @@ void weft_gemm(
                 /* Tiles as even as can be: a short one waits for its own sums. */
                 for (int64_t row = first, rows, t = 0; row < ends[e]; row += rows, t++) {
                     rows = (ends[e] - row + tiles - t - 1) / (tiles - t);
+                    errand.pace = pace_of(&errand, left--, begins, in);
                     tile_of(rows, 0, in, panel, x + row * x_stride, x_stride, y + row * y_stride + p * PANEL, y_stride, columns,
-                            panel + (in + in / tiles * t) * PANEL, tiles);
+                            panel + (in + in / tiles * t) * PANEL, tiles, &errand);
                 }
             }
         }
@@ -170,6 +205,7 @@ void weft_mm(
         if (out % PANEL) memset(piece, 0, sizeof piece);
         const int64_t from = all * thread_here() / threads_here(), to = all * (thread_here() + 1) / threads_here();
         int64_t at = 0;
+        Errand none = {0};
         for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
             const int64_t rows = ends[e] - first, tiles = (rows + ROWS - 1) / ROWS;
             for (int64_t p = 0; p < panels; p++, at += tiles) {
@@ -182,7 +218,7 @@ void weft_mm(
                     for (int64_t t = begin; t < end; t++) {
                         const int64_t row = first + rows * t / tiles, next = first + rows * (t + 1) / tiles;
                         tile_of(next - row, k > 0, steps, piece, x + row * x_stride + k, x_stride,
-                                y + row * y_stride + p * PANEL, y_stride, columns, piece, steps + 1);
+                                y + row * y_stride + p * PANEL, y_stride, columns, piece, steps + 1, &none);
                     }
                 }
             }

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import MutableMapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,31 +20,39 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from workers.model.native.build import library
 
-_SOURCE = Path(__file__).with_name("gemm.c")
-
 
 class Packed:
     """A weight [O, I], or one for each expert [E, O, I]."""
 
     def __init__(self, weight: Tensor, native: ctypes.CDLL) -> None:
         self._native, self.version = native, weight._version
-        experts = len(weight) if weight.dim() == 3 else 1
-        out, inner = weight.shape[-2:]
-        self._shape = (experts, inner, out)
+        self.experts = len(weight) if weight.dim() == 3 else 1
+        self.out, self.inner = out, inner = weight.shape[-2:]
         panel = int(native.weft_panel())
-        filled = F.pad(weight.detach().reshape(experts, out, inner), (0, 0, 0, -out % panel))
+        filled = F.pad(weight.detach().reshape(self.experts, out, inner), (0, 0, 0, -out % panel))
         self._panels = filled.view(-1, panel, inner).transpose(1, 2).contiguous()
+        self._weight = _Weight()
 
     def product(self, x_PI: Tensor, out_PO: Tensor | None = None, ends_E: Tensor | None = None) -> Tensor:
         """y_P = x W^T, in `out_PO` when given. Rows sorted by expert have `ends_E` int32: where those of each end."""
-        experts, inner, out = self._shape
-        if x_PI.shape[1] != inner or x_PI.stride(1) != 1 or x_PI.dtype != torch.float32:
-            raise ValueError(f"rows must be float32 of {inner} numbers side by side: {x_PI.dtype}, {list(x_PI.shape)}")
-        y_PO = x_PI.new_empty(len(x_PI), out) if out_PO is None else out_PO
-        weight = _Weight(experts, inner, out, torch.get_num_threads())
-        ends = _ends(x_PI, ends_E)
-        self._native.weft_gemm(ctypes.byref(weight), _at(self._panels), ends, *_rows(x_PI), *_rows(y_PO))
+        self.check(x_PI)
+        y_PO = x_PI.new_empty(len(x_PI), self.out) if out_PO is None else out_PO
+        self._native.weft_gemm(*self.where, _ends(x_PI, ends_E), *rows_at(x_PI), *rows_at(y_PO), None)
         return y_PO
+
+    def check(self, x_PI: Tensor) -> None:
+        """ValueError where the kernels cannot read these rows."""
+        if x_PI.shape[1] != self.inner or x_PI.stride(1) != 1 or x_PI.dtype != torch.float32:
+            got = f"{x_PI.dtype}, {list(x_PI.shape)}"
+            raise ValueError(f"rows must be float32 of {self.inner} numbers side by side: {got}")
+
+    @property
+    def where(self) -> tuple[object, ctypes.c_void_p]:
+        """The weight for the kernels, on the threads in use, and where its panels lie."""
+        threads = torch.get_num_threads()
+        if self._weight.threads != threads:
+            self._weight = _Weight(self.experts, self.inner, self.out, threads)
+        return ctypes.byref(self._weight), at(self._panels)
 
 
 def product(
@@ -55,7 +62,7 @@ def product(
     sorted by expert have `ends_E` int32: where those of each end. None where the kernel cannot serve them."""
     given = (x_PI, weight) if out is None else (x_PI, weight, out)
     plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.stride(-1) == 1 for t in given)
-    native = library(_SOURCE) if plain else None
+    native = library() if plain else None
     if native is None:
         return None
     experts, (wide, inner) = len(weight) if weight.dim() == 3 else 1, weight.shape[-2:]
@@ -68,7 +75,7 @@ def product(
     apart = weight.stride(0) if weight.dim() == 3 else 0
     where = _Plain(weight.data_ptr(), weight.stride(-2), apart, transposed)
     both = ctypes.byref(shape), ctypes.byref(where)
-    native.weft_mm(*both, _ends(x_PI, ends_E), *_rows(x_PI), *_rows(y_PO))
+    native.weft_mm(*both, _ends(x_PI, ends_E), *rows_at(x_PI), *rows_at(y_PO))
     return y_PO
 
 
@@ -94,7 +101,7 @@ _PACKED: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
 
 def pack(weight: Tensor) -> bool:
     """Keep a packed copy of a frozen weight for as long as the weight lives. False where the kernel cannot serve it."""
-    native = library(_SOURCE) if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
+    native = library() if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
     if native is not None and packed(weight) is None:
         _PACKED[weight] = Packed(weight, native)
     return native is not None
@@ -106,13 +113,13 @@ def packed(weight: Tensor) -> Packed | None:
     return found if found is not None and found.version == weight._version else None
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
+def at(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _rows(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-    return _at(tensor), ctypes.c_int64(tensor.stride(0))
+def rows_at(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    return at(tensor), ctypes.c_int64(tensor.stride(0))
 
 
 def _ends(x_PI: Tensor, ends_E: Tensor | None) -> Any:
-    return ctypes.byref(ctypes.c_int32(len(x_PI))) if ends_E is None else _at(ends_E)
+    return ctypes.byref(ctypes.c_int32(len(x_PI))) if ends_E is None else at(ends_E)

@@ -14,17 +14,7 @@
  * add).
  */
 
-#include <stddef.h>
-
-#include "vectors.h"
-
-typedef struct {
-    int64_t rows, groups, threads;
-    const int64_t *segment, *ranks;
-    float *const *w;
-    const float *scale;
-    int64_t stack, part, n;
-} Factor;
+#include "products.h"
 
 /* Halves added to each other until four lanes are left: the same order on every machine. */
 static inline float sum(vec v) {
@@ -299,4 +289,25 @@ void weft_outer(const Factor *factor, const float *u, int64_t u_stride, const fl
             for (; k < segment.r; k++) outer_block(1, &segment, n, k, from, to, u, u_stride, y, y_stride);
         }
     }
+}
+
+/* The blocks of all segments' factors, as weft_add goes from one to another: at most `most`. Returns their number. An
+ * adapter that neighbours share counts once. */
+int64_t weft_blocks(const Factor *factors, int64_t parts, const char **blocks, int64_t most) {
+    int64_t count = 0, last;
+    const float *before = NULL;
+    for (int64_t row = 0; row < factors->rows; row = last) {
+        Segment first;
+        segment_at(factors, row, &first);
+        last = first.last;
+        if (first.w && first.w == before) continue;
+        before = first.w;
+        for (int64_t p = 0; p < parts; p++) {
+            Segment own;
+            if (!segment_at(factors + p, row, &own)) continue;
+            const int64_t bytes = own.r * factors[p].n * (int64_t)sizeof *own.w;
+            for (int64_t at = 0; at < bytes && count < most; at += BLOCK) blocks[count++] = (const char *)own.w + at;
+        }
+    }
+    return count;
 }

@@ -28,7 +28,7 @@ _NOBODY = 0
 #: Stands for rows that a call does not have: no address, stride 0.
 _NOTHING = (None, ctypes.c_int64(0))
 #: The most factors that kernels.c takes in one call.
-_PARTS = 3
+PARTS = 3
 
 #: Factors whose outputs lie side by side: the name and the width of each.
 Parts = Sequence[tuple[str, int]]
@@ -58,6 +58,9 @@ class Table:
         self.scales_G = _Array(scales, np.float32)
         self.segment = rows.group_of_row(torch.device("cpu"))
         self._addresses: dict[tuple[str, bool], _Array] = {}
+        #: Of `NativeProducts.linear` and `factor`, by their arguments.
+        self.linears: dict[tuple[object, ...], ctypes.Array[Factor]] = {}
+        self.factors: dict[tuple[object, ...], Factor] = {}
         self._arenas: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
     def addresses(self, name: str, *, grads: bool) -> _Array:
@@ -89,8 +92,8 @@ def table_of(rows: LoraRows) -> Table:
     return table
 
 
-class _Factor(ctypes.Structure):
-    """Factor of kernels.c."""
+class Factor(ctypes.Structure):
+    """Factor of products.h."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -148,12 +151,12 @@ class NativeProducts:
 
     def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
         """`shrink` x to u with the stacked `a`, unless x is None, and `expand` u to the columns of each of `parts`."""
-        if (native := _native(y, u, *([x] if x is not None else []))) is not None and len(parts) <= _PARTS:
+        if (native := _native(y, u, *([x] if x is not None else []))) is not None and len(parts) <= PARTS:
             first: tuple[Any, ...] = (None, *_NOTHING)
             if x is not None:
                 of_a = self._factor(self._weights(a), x.shape[1], 0, len(parts), False)
                 first = (ctypes.byref(of_a), *_where(x))
-            of_b = (_Factor * len(parts))(
+            of_b = (Factor * len(parts))(
                 *(self._factor(self._weights(name), n, part, 1, scaled) for part, (name, n) in enumerate(parts))
             )
             native.weft_add(*first, *_where(u), ctypes.c_int64(len(parts)), of_b, *_where(y))
@@ -173,15 +176,32 @@ class NativeProducts:
         for segment in self._segments(name, part, stack, scaled, grads=True):
             segment.w.add_(torch.mm(u[segment.rows, segment.columns].t(), y[segment.rows]).mul_(segment.scale))
 
+    def linear(self, a: str, n: int, parts: Parts) -> tuple[ctypes.Array[Factor], int]:
+        """What `add` multiplies with, the stacked `a` [.., n] first; and the numbers that a row's x A^T takes."""
+        key = (a, torch.get_num_threads())
+        found = self.table.linears.get(key)
+        if found is None:
+            of_b = (self._factor(self._weights(name), m, part, 1, True) for part, (name, m) in enumerate(parts))
+            found = (Factor * (1 + len(parts)))(self._factor(self._weights(a), n, 0, len(parts), False), *of_b)
+            self.table.linears[key] = found
+        return found, len(parts) * self.max_rank
+
+    def factor(self, name: str, n: int, *, part: int = 0, stack: int = 1, scaled: bool = False) -> Factor:
+        """The tensor `name` [.., n] of each adapter."""
+        key = (name, torch.get_num_threads())
+        if key not in self.table.factors:
+            self.table.factors[key] = self._factor(self._weights(name), n, part, stack, scaled)
+        return self.table.factors[key]
+
     def _weights(self, name: str) -> _Array:
         return self.table.addresses(name, grads=False)
 
     def _gradients(self, name: str) -> _Array:
         return self.table.addresses(name, grads=True)
 
-    def _factor(self, w: _Array, n: int, part: int, stack: int, scaled: bool) -> _Factor:
+    def _factor(self, w: _Array, n: int, part: int, stack: int, scaled: bool) -> Factor:
         table = self.table
-        return _Factor(
+        return Factor(
             len(self.segment),
             len(table.ranks_G),
             torch.get_num_threads(),

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from workers.model.attend import Attend, Reach
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.native import joined
+from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen
 from workers.model.parts.rotary import Angles, turn
 from workers.model.parts.steady import sigmoid_of
@@ -60,6 +62,9 @@ class GroupedAttention(nn.Module):
     def _heads(self, x: Tensor, heads: int, norm: Tensor | None, angles: Angles) -> Tensor:
         """Norm over the head (or all heads together), then the rotary embedding, in the dtype of the weights, which is
         the cache's."""
+        if self.config.qk_norm != "whole" and packed(self.qkv) is not None and joined.serves(x):
+            turned = joined.heads(x, heads, norm, self.config.norm_eps, angles)
+            return turned.view(-1, heads, self.config.head_dim).to(self.qkv.dtype)
         if norm is not None and self.config.qk_norm == "whole":
             x = F.rms_norm(x, norm.shape, norm, self.config.norm_eps)
         x_THD = x.view(-1, heads, self.config.head_dim)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig, RouterConfig
 from workers.model.lora import LoraRows, Site, lora_linear, own_rows
+from workers.model.native import joined
+from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen
 
 #: In a replayed routing, for a token whose experts the router is to choose.
@@ -38,6 +40,9 @@ class Router(nn.Module):
             logits_TE = logits_TE + self.bias
         if self.how.scores == "chosen":
             return self._softmax_of_chosen(logits_TE, forced_TK)
+        plain = self.how.scores == "softmax" and self.correction is None and self.how.groups == 1
+        if plain and forced_TK is None and packed(self.weight) is not None and joined.serves(logits_TE):
+            return joined.choose(logits_TE, self.choices, normed=self.norm_topk, scaling=self.how.scaling)
         scores_TE = self._scores(logits_TE, lora)
         if self.correction is None and self.how.groups == 1:
             weights_TK, experts_TK = torch.topk(scores_TE, self.choices, dim=-1)

@@ -108,7 +108,7 @@ class Driver:
             commit(connection)
             self._maybe("COMMIT answered")
 
-        engine.dialect.do_commit = do_commit  # type: ignore[method-assign]
+        engine.dialect.do_commit = do_commit  # type: ignore[method-assign, assignment]
 
         @event.listens_for(engine, "do_execute")
         def execute(_cursor: Any, statement: str, *_: Any) -> None:

@@ -42,7 +42,7 @@ from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.links.messages import Done, Failure, OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation
-from scheduler.order.plans import BODY_ONLY, Sample
+from scheduler.order.plans import Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom, Room
@@ -165,14 +165,14 @@ class Program:
     def new(self) -> NewOperation:
         org, number, tokens = self.draw.choice("abc"), len(self.asked), self.draw.choice([5, 20, 20, 33])
         project, key = self.draw.choice([None, "p"]), self.draw.choice([None, 1, 2])
+        new = NewOperation(org, f"s{org}", "", number, SAMPLE, "m", tokens, b"{}", project_id=project, key_id=key)
         if self.draw.random() < 0.5:
-            lane, kind, plan, body = f"s{org}:sample:0", SAMPLE, Sample(1, 3, "interactive"), b"{}"
+            new = replace(new, lane=f"s{org}:sample:0", plan=Sample(1, 3, "interactive"))
         else:
-            lane, kind, plan, body = f"s{org}:train:0", OpKind.FORWARD_BACKWARD, BODY_ONLY, f"data {number}".encode()
-        self.asked.append(
-            NewOperation(org, f"s{org}", lane, number, kind, "m", tokens, body, plan, project_id=project, key_id=key)
-        )
-        return self.asked[-1]
+            body = f"data {number}".encode()
+            new = replace(new, lane=f"s{org}:train:0", kind=OpKind.FORWARD_BACKWARD, body=body)
+        self.asked.append(new)
+        return new
 
     async def ask(self, new: NewOperation) -> str | OutOfMoney:
         """As clients do: again after an error of the server, perhaps of another replica."""

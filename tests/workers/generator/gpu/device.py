@@ -214,6 +214,11 @@ def failing(faults: Faults) -> Iterator[None]:
         faults.at("receiving routes", 10, of=sequence.owner.request.id)
         return received(self, sequence)
 
+    def take_out(self: KVCache, pages: Any) -> Any:
+        if faults.batch:  # else an engine ends of it, and all that it has is done again by another
+            faults.at("taking pages out", 10)
+        return taken(self, pages)
+
     def save(self: PrefixCache, *args: Any) -> None:
         def copy(*pages: Any) -> None:
             faults.at("keeping blocks", 5)
@@ -223,7 +228,7 @@ def failing(faults: Faults) -> Iterator[None]:
             patch.setattr(prefix_cache, "copy_pages", copy)
             saved(self, *args)
 
-    saved, copied = PrefixCache.save, prefix_cache.copy_pages
+    saved, copied, taken = PrefixCache.save, prefix_cache.copy_pages, KVCache.take_out
     accepted, received, _put = SequenceProgress.accept, Seating.routes, step_module._put
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "READ_WAIT_S", 0)
@@ -239,6 +244,7 @@ def failing(faults: Faults) -> Iterator[None]:
         patch.setattr(torch_engine, "sample", _failing(faults, "drawing", torch_engine.sample))
         patch.setattr(torch_engine, "land", _failing(faults, "receiving scores", torch_engine.land))
         patch.setattr(KVCache, "copy", _failing(faults, "copying a page", KVCache.copy, times=10))
+        patch.setattr(KVCache, "take_out", take_out)
         patch.setattr(PrefixCache, "save", save)
         patch.setattr(SequenceProgress, "accept", accept)
         patch.setattr(Seating, "routes", routes)

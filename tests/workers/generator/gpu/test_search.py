@@ -172,7 +172,10 @@ class Program:
         name = self.draw.choice([*self.open, "nobody"])
         finished = self.engine.cancel(name)
         if finished is not None:
-            self.ended.append((self.open.pop(name), finished, True))
+            request = self.open.pop(name)
+            if finished.error is not None:
+                self.check_error(request, finished.error.message)
+            self.ended.append((request, finished, True))
 
     def swap(self) -> None:
         run = self.draw.choice([*self.newest])
