@@ -48,10 +48,11 @@ def make_key(data_dir: Path, organisation: str) -> str:
 
 
 def as_workers_run() -> None:
-    """Begin this program anew with the memory of workers, which is set by the environment in which a program starts. So
-    what computes in this process, a peer too, and what it starts have what users get."""
-    if memory_of_workers().items() - os.environ.items():
-        os.environ.update(memory_of_workers())
+    """Begin this program anew with the environment of workers, which decides on memory and threads when a program
+    starts. So what computes in this process, a peer too, and what it starts have what users get."""
+    wanted = memory_of_workers() | {"OMP_WAIT_POLICY": "PASSIVE"}
+    if wanted.items() - os.environ.items():
+        os.environ.update(wanted)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

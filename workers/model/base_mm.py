@@ -19,9 +19,9 @@ MIN_ROWS = 16
 def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
     """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given).
 
-    A row comes out with the same bits whatever else is in the batch: by construction where the weight is packed
-    (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py tests it
-    at start-up, on the machine and the threads in use."""
+    A row comes out with the same bits whatever else is in the batch: by construction in float32 on a CPU that has a
+    compiler (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py
+    tests it at start-up, on the machine and the threads in use."""
     if not transposed and (panels := packed(weight_OI)) is not None:
         return panels.product(x_TI.contiguous(), out)
     if (own := product(x_TI.contiguous(), weight_OI, transposed=transposed, out=out)) is not None:
@@ -70,8 +70,6 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
     expert. `ends_E` int32 on the device: where the rows of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
-    if (own := product(x_PI.contiguous(), weight_EOI, transposed=transposed, ends_E=ends_E)) is not None:
-        return own
     x_PI = x_PI.to(weight_EOI.dtype)
     weight_EIO = weight_EOI if transposed else weight_EOI.transpose(1, 2)
     grouped = takes(x_PI, weight_EIO)
@@ -81,6 +79,8 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
         return expert_mm(x_PI, weight_EOI, ends_E)
     if grouped:
         return _grouped(x_PI, weight_EIO, ends_E)
+    if (own := product(x_PI.contiguous(), weight_EOI, transposed=transposed, ends_E=ends_E)) is not None:
+        return own
     y_PO = x_PI.new_empty(x_PI.shape[0], weight_EIO.shape[2])
     start = 0
     for weight_OI, end in zip(weight_EOI.unbind(), ends_E.tolist(), strict=True):

@@ -57,7 +57,8 @@ _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", 
 #: The parts that compute functions of single numbers, and steps of recurrences.
 _PARTS = ("gate", "steady", "gated_delta", "mamba2", "one_token", "chunks", "convolution")
 _STEP = "native/recur.c"
-_CODE = ("isolation.py", "base_mm.py", _STEP, "native/vectors.h", *(f"parts/{name}.py" for name in _PARTS))
+_NATIVE = (_STEP, "native/gemm.c", "native/products.h", "native/vectors.h")
+_CODE = ("isolation.py", "base_mm.py", *_NATIVE, *(f"parts/{name}.py" for name in _PARTS))
 
 #: Rows of a step of a recurrence that are tested, each of which has a state.
 STEP_ROWS = 36

@@ -1,11 +1,12 @@
 /* Products with frozen weights: y = x W^T in float32, of one weight or of one for each expert.
  *
- * A weight [out, in] is packed once into panels of PANEL of its rows, [panels, in, PANEL], the last filled up with zeros,
- * so that a product reads it from end to end. Every element of y is one sum over `in`, in order: its bits follow from its
+ * A weight [out, in] is packed into panels of PANEL of its rows, [panels, in, PANEL], the last filled up with zeros, so
+ * that a product reads it from end to end: once and for all (weft_gemm), or a piece at a time in the call (weft_mm), which
+ * takes no memory and with many rows little time. Every element of y is one sum over `in`, in order: its bits follow from its
  * own row of x and row of W alone, whatever else is in the batch, its size, its place in memory and the threads. (No
  * library promises that; theirs would also pack the weights anew in every call.)
  *
- * Threads share the panels.
+ * Threads share the panels, or the tiles of their rows.
  */
 
 #include "products.h"
@@ -33,25 +34,25 @@ typedef struct {
 
 #define QUARTER (BLOCK / 4)
 
-/* y[i][0..PANEL] = x[i] . panel, for `rows` rows; with `more` the sums go on from what is in y. On the way, every `share`
- * steps, `next` is asked for, step by step, and every `errand->pace` steps what is needed later. */
+/* y[i][0..width * LANES] = x[i] . panel, for `rows` rows; with `more` the sums go on from what is in y. On the way, every
+ * `share` steps, `next` is asked for, step by step, and every `errand->pace` steps what is needed later. */
 static inline __attribute__((always_inline)) void tile(
-    const int rows, int more, int64_t in, const float *panel, const float *x, int64_t x_stride, float *y,
-    int64_t y_stride, const float *next, int64_t share, Errand *errand) {
+    const int rows, const int width, int more, int64_t in, const float *panel, const float *x, int64_t x_stride,
+    float *y, int64_t y_stride, const float *next, int64_t share, Errand *errand) {
     int64_t wait = errand->pace;
     int64_t due = share;
     vec total[ROWS][WIDTH];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < WIDTH; j++) total[i][j] = more ? load(y + i * y_stride + j * LANES) : splat(0.0f);
+        for (int j = 0; j < width; j++) total[i][j] = more ? load(y + i * y_stride + j * LANES) : splat(0.0f);
     for (int64_t k = 0; k < in; k++) {
         vec w[WIDTH];
-        for (int j = 0; j < WIDTH; j++) {
+        for (int j = 0; j < width; j++) {
             w[j] = load(panel + k * PANEL + j * LANES);
             __builtin_prefetch(panel + (k + AHEAD) * PANEL + j * LANES, 0, 3);
         }
         for (int i = 0; i < rows; i++) {
             const vec a = splat(x[i * x_stride + k]);
-            for (int j = 0; j < WIDTH; j++) total[i][j] += a * w[j];
+            for (int j = 0; j < width; j++) total[i][j] += a * w[j];
         }
         if (--due == 0) {
             for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next + j * LANES, 0, 2);
@@ -64,8 +65,14 @@ static inline __attribute__((always_inline)) void tile(
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < WIDTH; j++) store(y + i * y_stride + j * LANES, total[i][j]);
+        for (int j = 0; j < width; j++) store(y + i * y_stride + j * LANES, total[i][j]);
 }
+
+#define TILE(rows) \
+    case rows: \
+        if (columns > LANES) tile(rows, WIDTH, more, in, panel, x, x_stride, to, stride, next, share, errand); \
+        else tile(rows, 1, more, in, panel, x, x_stride, to, stride, next, share, errand); \
+        break
 
 /* The same for the first `columns` columns of y alone. */
 static void tile_of(
@@ -76,12 +83,12 @@ static void tile_of(
     if (to == whole && more)
         for (int64_t i = 0; i < rows; i++) memcpy(whole + i * PANEL, y + i * y_stride, columns * sizeof *y);
     switch (rows) {
-    case 6: tile(6, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
-    case 5: tile(5, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
-    case 4: tile(4, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
-    case 3: tile(3, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
-    case 2: tile(2, more, in, panel, x, x_stride, to, stride, next, share, errand); break;
-    default: tile(1, more, in, panel, x, x_stride, to, stride, next, share, errand);
+    TILE(6);
+    TILE(5);
+    TILE(4);
+    TILE(3);
+    TILE(2);
+    TILE(1);
     }
     if (to == whole)
         for (int64_t i = 0; i < rows; i++) memcpy(y + i * y_stride, whole + i * PANEL, columns * sizeof *y);

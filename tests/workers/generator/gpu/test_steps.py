@@ -53,8 +53,9 @@ def random_decoder(config: DecoderConfig) -> Decoder:
 
 @contextmanager
 def device_code() -> Iterator[None]:
-    """Adapters and experts in Triton."""
+    """Adapters and experts in Triton, products with the base by the library: what a device has."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_mm, "product", lambda *given, **more: None)
         patch.setattr(lora_products, "on_device", lambda weight: True)
         patch.setattr(base_mm, "in_triton", lambda x_PI: base_mm._replayed.get())
         yield
