@@ -101,23 +101,35 @@ class Driver:
 
     def __init__(self, engine: Engine, draw: Random, often: float) -> None:
         self._draw, self.often, self.cut = draw, often, Counter[str]()
-        commit = engine.dialect.do_commit
+        maybe = self._maybe
 
-        def do_commit(connection: Any) -> None:
-            self._maybe("COMMIT before")
-            commit(connection)
-            self._maybe("COMMIT answered")
+        class Dying(sqlite3.Connection):
+            """What is asked of it directly fails, too."""
 
-        engine.dialect.do_commit = do_commit  # type: ignore[method-assign, assignment]
+            def execute(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
+                if not statement.startswith("PRAGMA"):
+                    maybe("before", 0.2)
+                return super().execute(statement, *parameters)
+
+            def commit(self) -> None:
+                maybe("COMMIT before")
+                super().commit()
+                maybe("COMMIT answered")
+
+        @event.listens_for(engine, "do_connect")
+        def connect(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, Any]) -> None:
+            parameters["factory"] = Dying
 
         @event.listens_for(engine, "do_execute")
         def execute(_cursor: Any, statement: str, *_: Any) -> None:
             if "SAVEPOINT" not in statement:
-                self._maybe("before", 0.2)
+                maybe("before", 0.2)
 
         @event.listens_for(engine, "do_executemany")
         def execute_many(*_: Any) -> None:
-            self._maybe("before", 0.2)
+            maybe("before", 0.2)
+
+        engine.dispose()
 
     def close(self) -> None:
         self.often = 0

@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -158,7 +159,6 @@ class Program:
         self.answers: defaultdict[str, list[tuple[bytes | None, int]]] = defaultdict(list)
         self.terms = 0
         self.leads: list[Recorder] = []
-        self.repeats = 0
 
     # ---- what is done
 
@@ -167,10 +167,10 @@ class Program:
         project, key = self.draw.choice([None, "p"]), self.draw.choice([None, 1, 2])
         new = NewOperation(org, f"s{org}", "", number, SAMPLE, "m", tokens, b"{}", project_id=project, key_id=key)
         if self.draw.random() < 0.5:
-            new = replace(new, lane=f"s{org}:sample:0", plan=Sample(1, 3, "interactive"))
+            new = structs.replace(new, lane=f"s{org}:sample:0", plan=Sample(1, 3, "interactive"))
         else:
             body = f"data {number}".encode()
-            new = replace(new, lane=f"s{org}:train:0", kind=OpKind.FORWARD_BACKWARD, body=body)
+            new = structs.replace(new, lane=f"s{org}:train:0", kind=OpKind.FORWARD_BACKWARD, body=body)
         self.asked.append(new)
         return new
 
@@ -182,7 +182,6 @@ class Program:
             except OutOfMoney as refusal:
                 return refusal
             except (NoRoom, OperationalError):
-                self.repeats += 1
                 await asyncio.sleep(0.01)
 
     async def request(self, new: NewOperation, times: int = 1) -> None:
@@ -364,8 +363,7 @@ def test_whatever_dies_the_books_agree(make: Make) -> None:
 
             asyncio.run(story())
             program.check_ends()
-            assert any("COMMIT" in cut for cut in cuts.cut)
-            assert program.repeats
+            assert {"COMMIT" in cut for cut in cuts.cut} == {True, False}
 
 
 @pytest.mark.search
