@@ -25,12 +25,12 @@ from weft.money import usd
 from weft.wire.checks.problem import Problem
 from weft.wire.checks.problem import quote as quote
 
-from billing.accounts import OutOfMoney
-from billing.quotas import QuotaReached
+from billing.metering.quotas import QuotaReached
+from billing.money.accounts import OutOfMoney
 from store import logs
 from store.blobs.contract import is_lasting
 from store.blobs.room import what_failed
-from store.people import NoSuch, PeopleError
+from store.people.organisations import NoSuch, PeopleError
 
 log = logging.getLogger("weft.api")
 

@@ -26,6 +26,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from store.people import organisations
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import httpx
@@ -37,17 +39,18 @@ from sqlalchemy.orm import Session
 
 from api.console.sessions import new_link
 from bench.parts.serving import claim, machine
-from billing import ledger
-from billing.accounts import Payer
-from billing.charges import Charge, settle
+from billing.metering.charges import Charge, settle
+from billing.money import ledger
+from billing.money.accounts import Payer
+from billing.money.wallets import set_mode
 from billing.prices import PriceList, load_prices
-from billing.wallets import set_mode
 from migrations.upgrade import migrate
 from scheduler.order.plans import Step
-from store import audit, people, tables
-from store.db import Database
-from store.keys import new_key
-from store.people import organisation_named
+from store import tables
+from store.database import audit
+from store.database.db import Database
+from store.people.keys import new_key
+from store.people.organisations import organisation_named
 from tests.console.conftest import CHROMIUM, UNDRAWN
 from tests.e2e.conftest import Weftd
 
@@ -65,9 +68,12 @@ def fill(session: Session, prices: PriceList, runs: int, events: int) -> tuple[s
     """The organisation, and a person who owns it."""
     rng, now = random.Random(0), datetime.now(UTC)
     org_id = organisation_named(session, "bench").id
-    owner = people.add_member(session, org_id, "owner@bench.example", "owner")
-    users = [owner.id, *(people.add_member(session, org_id, f"m{n}@bench.example", "member").id for n in range(USERS))]
-    projects = [people.create_project(session, org_id, f"project {n}").id for n in range(8)]
+    owner = organisations.add_member(session, org_id, "owner@bench.example", "owner")
+    users = [
+        owner.id,
+        *(organisations.add_member(session, org_id, f"m{n}@bench.example", "member").id for n in range(USERS)),
+    ]
+    projects = [organisations.create_project(session, org_id, f"project {n}").id for n in range(8)]
     keys = [new_key(session, org_id, name=f"laptop of {n}", user_id=user)[0].id for n, user in enumerate(users)]
     set_mode(session, org_id, "prepaid", 0)
     for back in range(DAYS, 0, -7):

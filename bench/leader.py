@@ -39,7 +39,7 @@ import uvloop
 from bench.parts.leading import Places, ask, lead, set_up, work
 from bench.parts.serving import claim, machine
 from migrations.upgrade import migrate
-from store.db import Database
+from store.database.db import Database
 from tests.servers import postgres_server, redis_server
 
 GOAL_PER_S = 2000

@@ -39,11 +39,11 @@ from sqlalchemy.orm import Session
 from tinker import types
 
 from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
-from billing import ledger
-from billing.budgets import set_budget
+from billing.money import ledger
+from billing.money.budgets import set_budget
+from billing.money.wallets import set_mode
 from billing.prices import load_prices
-from billing.reconcile import check
-from billing.wallets import set_mode
+from billing.reports.reconcile import check
 from migrations.upgrade import migrate
 from scheduler.journal.accepting.acceptance import Taking, insert_all
 from scheduler.journal.ending.settlement import Ending, Settlement
@@ -52,7 +52,7 @@ from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Sample
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests.servers import postgres_server
 
 ORG = "bench"

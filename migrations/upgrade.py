@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DatabaseError
 
-from store.db import Database
-from store.row_security import protect
+from store.database.db import Database
+from store.database.row_security import protect
+from store.database.wal import use_wal
 from store.tables import LEADS, JobLease
-from store.wal import use_wal
 
 if TYPE_CHECKING:
     from alembic.config import Config

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from sqlalchemy import Text, cast, func, select
 from sqlalchemy.orm import Session
 
-from store.bulk import insert_into
+from store.database.bulk import insert_into
 from store.tables import Run, RunCurve, RunMetric
 
 #: Curves of one run, and points of one curve.

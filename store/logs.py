@@ -1,8 +1,8 @@
 """How a process of Weft logs: set up here and nowhere else, for servers, workers and jobs.
 
 A line is text for people, or one JSON object. What it is about (request, organisation, run, operation) travels in a
-context variable, like the caller (`store.caller`), and stands on every line that is logged meanwhile. Whoever logs it,
-keys, tokens and the passwords of URLs are taken out of a line here; requests' bodies are never logged.
+context variable, like the caller (`store.database.caller`), and stands on every line that is logged meanwhile. Whoever
+logs it, keys, tokens and the passwords of URLs are taken out of a line here; requests' bodies are never logged.
 """
 
 from __future__ import annotations

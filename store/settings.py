@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from store.environment import FROM_ENVIRONMENT as FROM_ENVIRONMENT
 from store.environment import SettingsError as SettingsError
 from store.environment import from_environment, over
-from store.oidc_settings import OidcSettings
+from store.people.oidc_settings import OidcSettings
 
 Positive = Annotated[int, Field(gt=0)]
 

@@ -15,7 +15,7 @@ import pytest
 
 from migrations.upgrade import migrate
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from tests.order import ByFile, place
 from tests.search import load_profile
 from tests.servers import OwnStore, PostgresServer, postgres_server, redis_server

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sqlalchemy.orm import Session
 
-from store import keys, people
+from store.people import keys, organisations
 
 
 def create_key(session: Session, org_name: str) -> str:
     """A new key with all scopes for the organisation of that name, which is made if it is not there."""
-    return keys.new_key(session, people.organisation_named(session, org_name).id)[1]
+    return keys.new_key(session, organisations.organisation_named(session, org_name).id)[1]

@@ -39,18 +39,22 @@ MODULES: dict[str, tuple[str, ...]] = {
     "api/who/principal.py": ("tests/api/who/test_principal.py",),
     "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
     "api/who/tokens.py": ("tests/api/test_tokens.py", "--deselect", "tests/api/test_tokens.py::TestOverHttp"),
-    "billing/accounts.py": (
-        *("tests/billing/test_charges.py", "tests/billing/test_budgets.py", "tests/billing/test_storage.py"),
+    "billing/money/accounts.py": (
+        *(
+            "tests/billing/metering/test_charges.py",
+            "tests/billing/money/test_budgets.py",
+            "tests/billing/metering/test_storage.py",
+        ),
         "tests/scheduler/journal/ending/test_settlement.py",
-        *("--deselect", "tests/billing/test_charges.py::test_a_summary_is_the_sum_of_first_endings"),
+        *("--deselect", "tests/billing/metering/test_charges.py::test_a_summary_is_the_sum_of_first_endings"),
     ),
-    "billing/charges.py": (
-        "tests/billing/test_charges.py",
-        "tests/billing/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
+    "billing/metering/charges.py": (
+        "tests/billing/metering/test_charges.py",
+        "tests/billing/money/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
     ),
-    "billing/wallets.py": (
-        *("tests/billing/test_wallet_defaults.py", "tests/billing/test_charges.py::TestModes"),
-        *("--deselect", "tests/billing/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
+    "billing/money/wallets.py": (
+        *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),
+        *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
     "scheduler/journal/accepting/backlog.py": (*("--noconftest", "tests/scheduler/journal/accepting/test_backlog.py"),),
     "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py",),
@@ -72,9 +76,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "--deselect",
         "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
     ),
-    "store/bulk.py": (*("-k", "", "tests/store/test_bulk.py", "tests/scheduler/journal/test_statements.py"),),
-    "store/keys.py": ("tests/store/test_keys.py",),
-    "store/roles.py": ("tests/tenancy/test_routes.py",),
+    "store/database/bulk.py": (
+        *("-k", "", "tests/store/database/test_bulk.py", "tests/scheduler/journal/test_statements.py"),
+    ),
+    "store/people/keys.py": ("tests/store/people/test_keys.py",),
+    "store/people/roles.py": ("tests/tenancy/test_routes.py",),
     "workers/model/isolation.py": (
         *("--noconftest", "tests/workers/model/test_probe.py", "tests/workers/model/test_probe_rows.py"),
     ),

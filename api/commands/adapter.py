@@ -11,8 +11,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
-from billing import storage
-from store import audit, tables
+from billing.metering import storage
+from store import tables
+from store.database import audit
 from workers.model.adapters.imported import CannotImport, Imported, read_adapter
 
 

@@ -10,8 +10,8 @@ from sqlalchemy import select
 
 from api.commands.changes import organisation
 from api.commands.places import database_of, refuse, where
-from store import audit as log
-from store.people import PeopleError
+from store.database import audit as log
+from store.people.organisations import PeopleError
 from store.tables import Organisation
 
 

@@ -73,7 +73,7 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
 def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     from migrations.upgrade import refuse_unknown
     from scheduler.journal.ending.references import needed_files
-    from store.commit_mark import CommitMark
+    from store.database.commit_mark import CommitMark
 
     bucket = _bucket(settings)
     url = settings.effective_database_url
@@ -203,7 +203,7 @@ def _told(work: Callable[[], T]) -> T:
     """What goes wrong is one line for the operator."""
     from api.server.serve import CannotServe
     from migrations.upgrade import CannotMigrate
-    from store.commit_mark import LostCommits
+    from store.database.commit_mark import LostCommits
 
     try:
         return work()

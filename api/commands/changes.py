@@ -10,8 +10,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.places import database_of, refuse
-from store.caller import OPERATOR, acting_as
-from store.people import NoSuch, PeopleError
+from store.database.caller import OPERATOR, acting_as
+from store.people.organisations import NoSuch, PeopleError
 from store.tables import Organisation
 
 T = TypeVar("T")

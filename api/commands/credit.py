@@ -14,13 +14,13 @@ from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.commands.places import database_of, refuse, settings_of, where
-from billing.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
-from billing.grants import GrantKind, give
-from billing.ledger import refund_operation
-from billing.reconcile import check
-from billing.wallets import MODES, Mode, available_nusd, set_mode, wallet_of
-from store import audit
-from store.db import Database
+from billing.money.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
+from billing.money.grants import GrantKind, give
+from billing.money.ledger import refund_operation
+from billing.money.wallets import MODES, Mode, available_nusd, set_mode, wallet_of
+from billing.reports.reconcile import check
+from store.database import audit
+from store.database.db import Database
 from store.settings import PaymentsSettings, SettingsError
 from store.tables import Organisation
 

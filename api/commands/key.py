@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name
 from api.commands.places import database_of, refuse, settings_of, where
-from store import keys, people
-from store.roles import ADMIN, SCOPES
+from store.people import keys, organisations
+from store.people.roles import ADMIN, SCOPES
 from store.tables import ApiKey, Membership, User
 
 
@@ -43,9 +43,9 @@ def create(
     check_org_name(org)
 
     def write(session: Session) -> str:
-        org_id = people.organisation_named(session, org).id
+        org_id = organisations.organisation_named(session, org).id
         if project is not None:
-            people.project_by_id(session, org_id, project)
+            organisations.project_by_id(session, org_id, project)
         _, secret = keys.new_key(
             session,
             org_id,
@@ -68,7 +68,7 @@ def _member(session: Session, org_id: str, email: str) -> str:
     query = select(User.id).join(Membership, Membership.user_id == User.id)
     user_id = session.scalar(query.where(Membership.org_id == org_id, User.email == email.strip().lower()))
     if user_id is None:
-        raise people.NoSuch(f"no member {email[:80]!r}: see weftd user list")
+        raise organisations.NoSuch(f"no member {email[:80]!r}: see weftd user list")
     return user_id
 
 
@@ -92,7 +92,7 @@ def rotate(data_dir: Path | None, config: Path | None, prefix: str, overlap_hour
         rows = session.scalars(select(ApiKey).where(ApiKey.prefix == prefix[:12])).all()
         good = [row for row in rows if keys.is_good(row)]
         if len(good) != 1:
-            raise people.NoSuch(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
+            raise organisations.NoSuch(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
         return keys.rotate(session, good[0], timedelta(hours=overlap_hours))
 
     click.echo(change(data_dir, config, write))

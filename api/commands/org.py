@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 from api.commands import org_data
 from api.commands.changes import change, check_org_name, organisation
 from api.commands.places import database_of, refuse, settings_of, where
-from billing.quotas import QUOTAS, Standing, standings
-from store import people
+from billing.metering.quotas import QUOTAS, Standing, standings
+from store.people import organisations
 from store.tables import Organisation
 
 
@@ -31,7 +31,7 @@ org.add_command(org_data.delete)
 def create(data_dir: Path | None, config: Path | None, name: str) -> None:
     """Make an organisation, and print its id. One that is there stays as it is."""
     check_org_name(name)
-    click.echo(change(data_dir, config, lambda session: people.organisation_named(session, name).id))
+    click.echo(change(data_dir, config, lambda session: organisations.organisation_named(session, name).id))
 
 
 @org.command("list")
@@ -46,10 +46,10 @@ def list_(data_dir: Path | None, config: Path | None) -> None:
 @org.command()
 @where
 @click.argument("name")
-@click.argument("status", type=click.Choice(people.STATUSES))
+@click.argument("status", type=click.Choice(organisations.STATUSES))
 def status(data_dir: Path | None, config: Path | None, name: str, status: str) -> None:
     """Set the state of an organisation; suspended and closed ones are refused everything, within seconds."""
-    change(data_dir, config, lambda session: people.set_status(session, organisation(session, name), status))
+    change(data_dir, config, lambda session: organisations.set_status(session, organisation(session, name), status))
 
 
 @org.command()
@@ -58,7 +58,7 @@ def status(data_dir: Path | None, config: Path | None, name: str, status: str) -
 @click.argument("weight", type=click.IntRange(1, 1000))
 def weight(data_dir: Path | None, config: Path | None, name: str, weight: int) -> None:
     """Set an organisation's fair share of the machines, relative to others'."""
-    change(data_dir, config, lambda session: people.set_weight(session, organisation(session, name), weight))
+    change(data_dir, config, lambda session: organisations.set_weight(session, organisation(session, name), weight))
 
 
 @org.command()
@@ -70,7 +70,7 @@ def sso(data_dir: Path | None, config: Path | None, name: str, how: str) -> None
     required = how == "required"
     if required and not settings_of(config, data_dir).oidc.on:
         refuse("no oidc.issuer is set, so nobody could sign in: set it first, or name its --config (docs/sign-in.md)")
-    change(data_dir, config, lambda session: people.require_sso(session, organisation(session, name), required))
+    change(data_dir, config, lambda session: organisations.require_sso(session, organisation(session, name), required))
 
 
 @org.command()
@@ -89,16 +89,18 @@ def limits(
 ) -> None:
     """Set the rate limits of an organisation, and print them."""
     given = (requests_per_minute, tokens_per_minute, max_in_flight)
-    values = {limit: value or None for limit, value in zip(people.LIMITS, given, strict=True) if value is not None}
+    values = {
+        limit: value or None for limit, value in zip(organisations.LIMITS, given, strict=True) if value is not None
+    }
 
     def write(session: Session) -> Organisation:
         row = organisation(session, name)
         if values:
-            people.set_limits(session, row, values)
+            organisations.set_limits(session, row, values)
         return row
 
     row = change(data_dir, config, write)
-    for limit in people.LIMITS:
+    for limit in organisations.LIMITS:
         click.echo(f"{limit}\t{getattr(row, limit) or 'none'}")
 
 
@@ -114,7 +116,7 @@ def quota(data_dir: Path | None, config: Path | None, name: str, changes: tuple[
     def write(session: Session) -> list[str]:
         row = organisation(session, name)
         if values:
-            people.set_quotas(session, row, values)
+            organisations.set_quotas(session, row, values)
             session.flush()
         return [_shown(row, standing) for standing in standings(session, row.id, limits)]
 

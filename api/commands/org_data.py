@@ -1,7 +1,7 @@
 """`weftd org export` and `weftd org delete`: everything that an organisation owns, for it to keep; and its end.
 
-Deleting takes rows and files of work and of people, and leaves money's records and the audit trail (`store.owned`).
-Weights that another organisation has copied stay for it: a folder goes when nobody needs it.
+Deleting takes rows and files of work and of people, and leaves money's records and the audit trail
+(`store.database.owned`). Weights that another organisation has copied stay for it: a folder goes when nobody needs it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from sqlalchemy.orm import Session
 from api.commands.changes import change, organisation
 from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
 from api.http.archives import archive_ref
-from billing import storage
+from billing.metering import storage
 from scheduler.journal.ending.outcomes import payload_of
 from scheduler.journal.ending.references import in_use
-from store import audit, tables
+from store import tables
 from store.backup.files import digest_of, write_sums
 from store.blobs.contract import Blobs, Damaged, files_of
 from store.blobs.opening import blobs_of
-from store.keys import revoke_row
-from store.owned import DELETED, rows_of
-from store.people import PeopleError
+from store.database import audit
+from store.database.owned import DELETED, rows_of
+from store.people.keys import revoke_row
+from store.people.organisations import PeopleError
 from store.tables import Checkpoint, Operation, Organisation, Run, Sampler, SessionTurn
 
 _README = """What {name} owned on this service at {at}.

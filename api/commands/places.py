@@ -15,7 +15,7 @@ from store.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
     from store.blobs.contract import Blobs
-    from store.db import Database
+    from store.database.db import Database
 
 
 def where(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
 from api.commands.places import database_of, refuse, where
-from store import people
+from store.people import organisations
 from store.tables import Project
 
 
@@ -25,7 +25,7 @@ def project() -> None:
 @click.argument("name")
 def create(data_dir: Path | None, config: Path | None, org: str, name: str) -> None:
     """Make a project, and print its id."""
-    click.echo(change(data_dir, config, lambda s: people.create_project(s, organisation(s, org).id, name).id))
+    click.echo(change(data_dir, config, lambda s: organisations.create_project(s, organisation(s, org).id, name).id))
 
 
 @project.command()
@@ -37,8 +37,8 @@ def archive(data_dir: Path | None, config: Path | None, org: str, project_id: st
     """Let a project take no more sessions."""
 
     def write(session: Session) -> None:
-        row = people.project_by_id(session, organisation(session, org).id, project_id)
-        people.archive_project(session, row, not restore)
+        row = organisations.project_by_id(session, organisation(session, org).id, project_id)
+        organisations.archive_project(session, row, not restore)
 
     change(data_dir, config, write)
 
@@ -51,7 +51,7 @@ def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     with database_of(config, data_dir) as database, database.read() as session:
         try:
             org_id = organisation(session, org).id
-        except people.PeopleError as error:
+        except organisations.PeopleError as error:
             refuse(str(error))
         for row in session.scalars(select(Project).filter_by(org_id=org_id).order_by(Project.name)):
             click.echo(f"{row.id}\t{row.name}\t{'archived' if row.archived_at else 'active'}")

@@ -27,7 +27,7 @@ from scheduler.simulator.calibration import Batch, calibrate
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Simulation
 from scheduler.simulator.workloads import Workload
-from store import keys, people
+from store.people import keys, organisations
 
 SLOTS = 8
 TENANTS = 4
@@ -193,4 +193,4 @@ def _service() -> Iterator[list[_Client]]:
 
 
 def _key(organisation: str, session: Session) -> str:
-    return keys.new_key(session, people.organisation_named(session, organisation).id)[1]
+    return keys.new_key(session, organisations.organisation_named(session, organisation).id)[1]

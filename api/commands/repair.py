@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from api.commands.places import database_of, refuse, settings_of, where
 from scheduler.journal.ending.references import broken_because
 from store import tables
-from store.commit_mark import CommitMark
+from store.database.commit_mark import CommitMark
 
 _LOST = "the server's database has lost what was committed last, and with it operations of this run"
 

@@ -13,7 +13,7 @@ import click
 from api.commands.places import database_of, settings_of, where
 
 if TYPE_CHECKING:
-    from billing.ownership import Ownership
+    from billing.reports.ownership import Ownership
 
 
 @click.command()
@@ -26,8 +26,8 @@ def tco(
     data_dir: Path | None, config: Path | None, days: int, gpus: int | None, gpu_hour: float | None, as_json: bool
 ) -> None:
     """What a token costs to make, and what is left of its price."""
-    from billing.ownership import ownership
-    from billing.tco import GpuHour, Server
+    from billing.reports.ownership import ownership
+    from billing.reports.tco import GpuHour, Server
 
     owned = settings_of(config, data_dir).ownership
     hour = Server.of(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)

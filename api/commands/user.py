@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 from api.commands.changes import change, check_org_name, organisation
 from api.commands.login_link import login_link
 from api.commands.places import database_of, refuse, where
-from store import identities, people
-from store.roles import ROLES
+from store.people import identities, organisations
+from store.people.roles import ROLES
 
 
 @click.group()
@@ -32,12 +32,12 @@ def create(data_dir: Path | None, config: Path | None, org: str, email: str, rol
     check_org_name(org)
 
     def write(session: Session) -> str:
-        row = people.organisation_named(session, org)
-        for _, member in people.members(session, row.id):
+        row = organisations.organisation_named(session, org)
+        for _, member in organisations.members(session, row.id):
             if member.email == email.strip().lower():
-                people.change_role(session, row.id, member.id, role)
+                organisations.change_role(session, row.id, member.id, role)
                 return member.id
-        return people.add_member(session, row.id, email, role).id
+        return organisations.add_member(session, row.id, email, role).id
 
     click.echo(change(data_dir, config, write))
 
@@ -49,8 +49,8 @@ def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Show the id, e-mail and role of an organisation's members."""
     with database_of(config, data_dir) as database, database.read() as session:
         try:
-            rows = people.members(session, organisation(session, org).id)
-        except people.PeopleError as error:
+            rows = organisations.members(session, organisation(session, org).id)
+        except organisations.PeopleError as error:
             refuse(str(error))
         for member, person in rows:
             click.echo(f"{person.id}\t{person.email}\t{member.role}")
@@ -65,10 +65,12 @@ def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> 
 
     def write(session: Session) -> None:
         row = organisation(session, org)
-        found = [person.id for _, person in people.members(session, row.id) if person.email == email.strip().lower()]
+        found = [
+            person.id for _, person in organisations.members(session, row.id) if person.email == email.strip().lower()
+        ]
         if not found:
-            raise people.NoSuch(f"no member {email[:80]!r}: see weftd user list")
-        people.remove_member(session, row.id, found[0])
+            raise organisations.NoSuch(f"no member {email[:80]!r}: see weftd user list")
+        organisations.remove_member(session, row.id, found[0])
 
     change(data_dir, config, write)
 

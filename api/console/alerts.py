@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.console.security import Viewer
-from store.caller import unrestricted
+from store.database.caller import unrestricted
 from store.tables import Alert, Organisation
 
 

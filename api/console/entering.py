@@ -11,9 +11,9 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.who.inviting import join
-from store import identities
-from store.identities import Account
-from store.oidc_settings import OidcSettings
+from store.people import identities
+from store.people.identities import Account
+from store.people.oidc_settings import OidcSettings
 from store.tables import Membership, Organisation, User
 
 

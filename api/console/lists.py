@@ -11,7 +11,7 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
 from api.console.titles import run_titles
-from billing.reports import Dimension
+from billing.reports.spending import Dimension
 from store.tables import ApiKey, Membership, Project, User
 
 T = TypeVar("T")

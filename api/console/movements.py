@@ -15,7 +15,7 @@ from typing import Literal
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from billing.reports import Window, by_day_and
+from billing.reports.spending import Window, by_day_and
 from store.tables import LedgerEntry, UsageHour
 
 #: Days of a page of the ledger; runs, and other entries, of a day that have lines of their own.

@@ -24,8 +24,8 @@ from api.errors import Forbidden, TooLarge, Unauthenticated
 from api.http.auth import admit
 from api.state.service import service_of
 from api.who.principal import Principal
-from store.caller import Caller, become
-from store.secret import derive
+from store.database.caller import Caller, become
+from store.people.secret import derive
 
 PREFIX = "/console"
 CSRF_HEADER = "x-csrf-token"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, time
 from typing import Any
 
-from billing.reports import DayRow, Window
+from billing.reports.spending import DayRow, Window
 
 KINDS = ("train", "sample", "prefill", "cached_prefill", "storage")
 

@@ -16,12 +16,12 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from api.who.principal import Principal, RateLimit, principal_of
-from store import audit
-from store.caller import acting_as, caller
-from store.identities import Account
-from store.keys import find, is_good, secret_ends
-from store.oidc_settings import OidcSettings
-from store.roles import ALLOWED
+from store.database import audit
+from store.database.caller import acting_as, caller
+from store.people.identities import Account
+from store.people.keys import find, is_good, secret_ends
+from store.people.oidc_settings import OidcSettings
+from store.people.roles import ALLOWED
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, User
 
 #: A session ends when it is not used for so long, and in any case so long after it began.

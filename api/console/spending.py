@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from api.console import series
-from billing import forecast, reports
-from billing.reports import DayRow, Window
+from billing.reports import forecast, spending
+from billing.reports.spending import DayRow, Window
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class Bill:
 
 def billed(now: datetime, days: int = 0) -> Window:
     """The days that `bill` looks at, and at least the last `days`."""
-    first = min(window.first for window in (reports.this_month(now), _whole(now), reports.last_days(days or 1, now)))
+    first = min(window.first for window in (spending.this_month(now), _whole(now), spending.last_days(days or 1, now)))
     return Window(first, now.astimezone(UTC).date())
 
 
 def bill(rows: Sequence[DayRow], now: datetime) -> Bill:
     """Of what the days of `billed` cost, which is read once for all that a page says of it."""
-    month, whole = reports.this_month(now), _whole(now)
-    of_month = reports.in_window(rows, month)
+    month, whole = spending.this_month(now), _whole(now)
+    of_month = spending.in_window(rows, month)
     so_far = sum(row.amount_nusd for row in of_month)
-    days = series.daily_totals(whole, reports.in_window(rows, whole))
-    return Bill(f"{month.first:%B}", so_far, forecast.month_end(so_far, days, now), reports.per_mtok_got(of_month))
+    days = series.daily_totals(whole, spending.in_window(rows, whole))
+    return Bill(f"{month.first:%B}", so_far, forecast.month_end(so_far, days, now), spending.per_mtok_got(of_month))
 
 
 def _whole(now: datetime) -> Window:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api.doctor.findings import Finding, ok, warning, wrong
 from api.doctor.stores import apart_s
-from store.oidc_settings import SECRET, OidcError, OidcSettings
+from store.people.oidc_settings import SECRET, OidcError, OidcSettings
 from store.settings import Settings
 from store.tables import Organisation
 

@@ -18,8 +18,8 @@ from api.doctor.machine import nearest, serving
 from migrations.upgrade import UnknownRevision, head, refuse_unknown, revision_of
 from store.backup.databases import check_sqlite, is_empty, is_sqlite
 from store.backup.files import BadBackup
-from store.commit_mark import CommitMark, LostCommits
-from store.row_security import SERVICE_ROLE
+from store.database.commit_mark import CommitMark, LostCommits
+from store.database.row_security import SERVICE_ROLE
 from store.settings import Settings
 from store.tables import JobRun
 

@@ -8,8 +8,8 @@ refuses (403) a key that lacks the scope and an organisation that is suspended, 
 fails for a route that declares nothing, and others are made from these declarations: every role against every route,
 every route with another organisation's ids.
 
-scope   one of `store.roles.SCOPES`, several of which one suffices, "any" for every good key, or "public" for routes
-        that take none and guard themselves (a signature, a browser session).
+scope   one of `store.people.roles.SCOPES`, several of which one suffices, "any" for every good key, or "public" for
+        routes that take none and guard themselves (a signature, a browser session).
 limit   "call" counts one request; "work" counts one request, and its operation's tokens and flight are counted where
         it is accepted (`api.operations.submit`); "poll" is not counted, so that results arrive and sessions live on,
         unless what it asks for is not there (`api.state.misses`); "background" is counted by itself.
@@ -34,7 +34,7 @@ from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SizeClass
 from api.state.rates import count_background, count_request
 from api.state.service import service_of
 from api.who.principal import Principal
-from store.roles import Scope
+from store.people.roles import Scope
 
 Limit = Literal["call", "work", "poll", "background"]
 Meter = Literal["train", "prefill", "sample", "storage", "nothing"]

@@ -19,8 +19,9 @@ from api.state.service import service_of
 from api.who.principal import Principal, principal_of
 from api.who.tokens import PREFIX as TOKEN_PREFIX
 from api.who.tokens import BadToken
-from store import keys, logs, tables
-from store.caller import Caller, become
+from store import logs, tables
+from store.database.caller import Caller, become
+from store.people import keys
 
 #: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
 KeyCache = Remembered[Principal]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.state.traffic import NO_ANSWER, NO_ROUTE, Traffic
 from store import logs, tracing
-from store.secret import new_id
+from store.people.secret import new_id
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Row, and_, or_, select
 
 from store import tables
-from store.db import Database
+from store.database.db import Database
 
 #: Operations read, and pieces of a trace built, at a time.
 BATCH = 500

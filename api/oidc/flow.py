@@ -23,9 +23,9 @@ from cryptography.fernet import Fernet, InvalidToken
 from api.oidc.id_token import account_of, checked, needs_userinfo, with_userinfo
 from api.oidc.provider import Provider
 from api.oidc.refusals import NotProved, ProviderError, Unwelcome
-from store.identities import Account
-from store.oidc_settings import OidcSettings
-from store.secret import derive
+from store.people.identities import Account
+from store.people.oidc_settings import OidcSettings
+from store.people.secret import derive
 
 #: How long somebody may take at the provider.
 LIFE_S = 600

@@ -18,8 +18,8 @@ from joserfc.jws import JWSRegistry
 
 from api.oidc.provider import Tokens
 from api.oidc.refusals import NotProved, Unwelcome
-from store.identities import Account
-from store.oidc_settings import OidcSettings
+from store.people.identities import Account
+from store.people.oidc_settings import OidcSettings
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 #: Letters of a token, and groups in one: what is beyond is no sign-in.

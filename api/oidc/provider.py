@@ -20,7 +20,7 @@ from authlib.oauth2.rfc6749.parameters import prepare_token_request
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from api.oidc.refusals import ProviderError
-from store.oidc_settings import OidcSettings, client_secret, safe_address
+from store.people.oidc_settings import OidcSettings, client_secret, safe_address
 
 #: A document may be used for so long without asking again, and that there is none is believed for so long.
 REMEMBERED_S = 300.0

@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 
 from api.errors import OverQuota, PaymentRequired
 from api.who.principal import Principal
-from billing.accounts import OutOfMoney, Payer, check_left
-from billing.quotas import QuotaReached, check, claim
+from billing.metering.quotas import QuotaReached, check, claim
+from billing.money.accounts import OutOfMoney, Payer, check_left
 from store import tables
 from store.settings import Limits
 

@@ -27,8 +27,8 @@ from api.state.service import Service
 from api.who.lanes import Lane
 from api.who.lookup import session_by_id
 from api.who.principal import Principal, RateLimit
-from billing.accounts import OutOfMoney
-from billing.quotas import QuotaReached
+from billing.metering.quotas import QuotaReached
+from billing.money.accounts import OutOfMoney
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused
 from scheduler.order.plans import BODY_ONLY, Plan

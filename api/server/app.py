@@ -34,14 +34,14 @@ from api.server.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
 from api.state.traffic import Traffic
-from billing.alerts import read_gauges
+from billing.money.alerts import read_gauges
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import JobContext
 from scheduler.reports.waiting import oldest_s
 from store.blobs.contract import Blobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
 

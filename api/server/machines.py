@@ -20,7 +20,7 @@ from scheduler.journal.recovery import recover
 from scheduler.links.messages import Drain
 from scheduler.links.sockets import ServerLink
 from store.blobs.contract import Blobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 from workers.model.base.files import remove_unused
 from workers.model.card import ModelCard

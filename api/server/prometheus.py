@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from api.server.vitals import counter, gauge, histogram
-from billing.alerts import MoneyGauges
-from billing.wallets import NUSD_PER_USD
+from billing.money.alerts import MoneyGauges
+from billing.money.wallets import NUSD_PER_USD
 from scheduler.jobs.catalogue import JOBS
 from scheduler.journal.ending.meters import Histogram, Meters
 

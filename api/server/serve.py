@@ -23,14 +23,14 @@ from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
 from api.server.worker_programs import embedded_workers
 from billing.prices import PriceList, load_prices
 from store import tracing
-from store.oidc_settings import OidcError, OidcSettings, client_secret
+from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import PaymentsSettings, Settings, SettingsError
 from workers.model.card import ModelCard, UnsupportedModel, read_card
 from workers.model.planning.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
 if TYPE_CHECKING:
-    from store.db import Database
+    from store.database.db import Database
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ def _serve(
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
     from api.server.app import create_app
     from api.server.listener import Server
-    from billing.charges import check_prices
-    from billing.wallets import set_default
+    from billing.metering.charges import check_prices
+    from billing.money.wallets import set_default
     from store.blobs.opening import blobs_of
 
     gc.freeze()
@@ -198,8 +198,8 @@ def open_database(settings: Settings) -> Database:
     from sqlalchemy.exc import SQLAlchemyError
 
     from migrations.upgrade import CannotMigrate, migrate
-    from store.commit_mark import LostCommits
-    from store.db import Database
+    from store.database.commit_mark import LostCommits
+    from store.database.db import Database
 
     database = None
     try:

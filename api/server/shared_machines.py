@@ -23,7 +23,7 @@ from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import worker_name
 from scheduler.order.operations import Waiting
 from store.blobs.contract import Blobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
 

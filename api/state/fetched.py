@@ -12,7 +12,7 @@ from itertools import islice
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from store.db import Database
+from store.database.db import Database
 from store.tables import Operation
 
 #: Results written down in one go, so that other writers need not wait long.

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import or_, update
 from sqlalchemy.orm import Session
 
-from store.db import Database
+from store.database.db import Database
 from store.tables import ApiKey
 
 #: A key is noted again after so long.

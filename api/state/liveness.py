@@ -18,9 +18,10 @@ from starlette.concurrency import run_in_threadpool
 from api.errors import SessionEnded
 from api.who.lookup import session_by_id
 from api.who.principal import Principal
-from billing import storage
-from store import audit, tables
-from store.db import Database
+from billing.metering import storage
+from store import tables
+from store.database import audit
+from store.database.db import Database
 
 #: Sessions written in one go, so that other writers need not wait long.
 FLUSH_ROWS = 500

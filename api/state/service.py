@@ -31,8 +31,8 @@ from api.who.signing import Signer
 from api.who.tokens import Tokens
 from store import tables
 from store.blobs.contract import Blobs
-from store.db import Database
-from store.secret import secret_of, server_secret
+from store.database.db import Database
+from store.people.secret import secret_of, server_secret
 from store.settings import Settings
 from workers.model.card import ModelCard
 

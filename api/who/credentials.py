@@ -11,8 +11,9 @@ from sqlalchemy.orm import Session
 from api.errors import NotFound, quote
 from api.who.principal import Principal
 from api.who.reach import Reach, permit
-from store import people, tables
-from store.roles import ADMIN
+from store import tables
+from store.people import organisations
+from store.people.roles import ADMIN
 
 
 def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
@@ -49,6 +50,6 @@ def permit_secret(who: Principal, key: Reach, user_id: str | None, what: str) ->
 
 def changed_member(session: Session, who: Principal, user_id: str, what: str) -> tables.Membership:
     """A membership, to be changed, ended or signed in with. Raises Forbidden for one that goes beyond `who`."""
-    row = people.membership(session, who.org_id, user_id)
+    row = organisations.membership(session, who.org_id, user_id)
     permit(who.reach, Reach.of_member(row.role), what)
     return row

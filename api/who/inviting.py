@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 from api.errors import Forbidden
 from api.who.principal import principal_of
 from api.who.reach import Reach, beyond
-from store import invitations, people
-from store.keys import is_good
+from store.people import invitations, organisations
+from store.people.keys import is_good
 from store.tables import ApiKey, Invitation, Membership, User
 
 STALE = "This invitation was used already, taken back, or is too old. Ask who sent it for a new one."
@@ -41,10 +41,10 @@ def join(session: Session, secret: str, user: User, now: datetime, address: str 
         raise Forbidden(MADE_BY_NOBODY)
     if row.email is not None and row.email != address:
         raise Forbidden(f"This invitation is for another address than {address}: sign in as whom it is for.")
-    people.add_member(session, row.org_id, user.email, row.role)
+    organisations.add_member(session, row.org_id, user.email, row.role)
     if invitations.use(session, secret, user.id, now) is None:
         raise Forbidden(STALE)
-    return people.membership(session, row.org_id, user.id)
+    return organisations.membership(session, row.org_id, user.id)
 
 
 def _maker(session: Session, row: Invitation) -> Reach | None:

@@ -17,8 +17,8 @@ from api.errors import Invalid, NotFound, quote
 from api.paths import CheckpointPath
 from api.who.principal import Principal, principal_of
 from store import tables
-from store.caller import unrestricted
-from store.keys import find
+from store.database.caller import unrestricted
+from store.people.keys import find
 from workers.model.card import ModelCard
 
 #: Scopes that show weights (`api.http.access.LOOKING`): a key with one of them can lend them.

@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 from api.who.reach import Reach
 from api.who.tokens import owner_urn
 from store import tables
-from store.keys import earlier
-from store.roles import BEYOND_A_PROJECT, SCOPES, effective
+from store.people.keys import earlier
+from store.people.roles import BEYOND_A_PROJECT, SCOPES, effective
 
 
 @dataclass(frozen=True)

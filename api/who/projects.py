@@ -14,8 +14,8 @@ from api.errors import Forbidden, Invalid, NotFound, quote
 from api.who.principal import Principal
 from api.who.session_search import DEFAULT_PROJECT
 from store import tables
-from store.people import create_project, project_by_id
-from store.roles import ADMIN
+from store.people.organisations import create_project, project_by_id
+from store.people.roles import ADMIN
 
 
 def check_project(project_id: str | None) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from api.errors import Forbidden
-from store.roles import ADMIN, BEYOND_A_PROJECT, SCOPES
+from store.people.roles import ADMIN, BEYOND_A_PROJECT, SCOPES
 
 
 @dataclass(frozen=True)

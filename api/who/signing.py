@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 from fastapi import Request
 
 from api.errors import ApiError
-from store.secret import derive
+from store.people.secret import derive
 
 
 class LinkRefused(ApiError):

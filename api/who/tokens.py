@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import jwt
 
-from store.secret import derive
+from store.people.secret import derive
 
 ALGORITHM = "HS256"
 #: Tinker's client takes the identity in a token for true only from issuers of this form.

@@ -42,7 +42,7 @@ from scheduler.order.operations import SAMPLE, NewOperation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Plan, Sample, Slice
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 
 MODEL = "bench/model"

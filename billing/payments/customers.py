@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from billing.payments.periods import end_of, period_of
-from store.db import Database
+from store.database.db import Database
 from store.tables import Organisation
 
 if TYPE_CHECKING:

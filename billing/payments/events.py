@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from billing import ledger
-from billing.alerts import raise_alert
+from billing.money import ledger
+from billing.money.alerts import raise_alert
 from billing.payments import invoices
 from billing.payments.client import NUSD_PER_CENT
 from store.tables import LedgerEntry, Organisation

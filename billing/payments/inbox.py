@@ -14,8 +14,8 @@ from pydantic import SecretStr
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from billing.alerts import raise_alert, resolve_alert
-from store.bulk import insert_into
+from billing.money.alerts import raise_alert, resolve_alert
+from store.database.bulk import insert_into
 from store.tables import StripeWebhookEvent
 
 #: The greatest age of a signature.

@@ -11,12 +11,12 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from billing import ledger
-from billing.alerts import raise_alert, resolve_alert
+from billing.money import ledger
+from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
 from billing.payments.meters import METERS, used_nusd
 from billing.payments.periods import end_of, name_of, period_of
-from billing.reconcile import reconcile
+from billing.reports.reconcile import reconcile
 from store.tables import Invoice, Organisation, StripeOutbox
 
 EVENTS = (

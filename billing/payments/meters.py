@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from billing.payments.client import NUSD_PER_UUSD
 from billing.payments.periods import end_of, name_of, period_before, period_of
-from store.bulk import insert_into
+from store.database.bulk import insert_into
 from store.tables import Invoice, LedgerEntry, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
 
 #: The kinds of usage on each meter. A meter is one line of an invoice.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from billing.alerts import raise_alert, resolve_alert
+from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.meters import event_name
 from store.tables import StripeOutbox
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from billing.alerts import raise_alert
+from billing.money.alerts import raise_alert
 from billing.payments.meters import event_name
 from billing.payments.periods import end_of, name_of
 from billing.payments.sender import mark_sent

@@ -671,7 +671,7 @@ def downgrade() -> None:
     for table in APPEND_ONLY:
         unprotect(table)
     if op.get_bind().dialect.name == "postgresql":
-        op.execute("DROP POLICY IF EXISTS tenant ON users")  # it reads memberships (store.row_security)
+        op.execute("DROP POLICY IF EXISTS tenant ON users")  # it reads memberships (store.database.row_security)
         op.execute("DROP POLICY IF EXISTS tenant ON budget_periods")  # and this one budgets
     for table in reversed(TABLES):
         op.drop_table(table)

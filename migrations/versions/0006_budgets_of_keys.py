@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from store.row_security import SERVICE_ROLE
+from store.database.row_security import SERVICE_ROLE
 from store.tables.base import Utc
 
 revision = "0006"
@@ -89,7 +89,7 @@ def _remove(connection: sa.Connection, row: Budget, *tables: Any) -> None:
 
 
 def _count(connection: sa.Connection, row: Budget) -> None:
-    """What its key has spent and holds in each of its periods (`billing.budgets.derived`)."""
+    """What its key has spent and holds in each of its periods (`billing.money.budgets.derived`)."""
     key, events, work = int(row["scope_id"]), _EVENTS.c, _OPERATIONS.c
     spent, held = Counter[datetime](), Counter[datetime]()
     at = sa.func.coalesce(events.accepted_at, events.recorded_at, type_=Utc())

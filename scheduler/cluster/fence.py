@@ -16,8 +16,8 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from store import tables
-from store.bulk import Question, ask
-from store.db import Batch, Database
+from store.database.bulk import Question, ask
+from store.database.db import Batch, Database
 
 T = TypeVar("T")
 #: A leader that did not renew its lease for so long may be followed by another.

@@ -13,8 +13,8 @@ from sqlalchemy import ColumnElement, Select, select, text, tuple_
 
 from scheduler.cluster.outbox import Pace
 from store import tables
-from store.bulk import among
-from store.db import Database
+from store.database.bulk import among
+from store.database.db import Database
 
 #: Looked up at once.
 MOST = 256

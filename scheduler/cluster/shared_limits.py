@@ -20,7 +20,7 @@ from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.order.operations import SAMPLE
 from store import tables
-from store.db import Database
+from store.database.db import Database
 
 _KEY = "{weft:backlogs}"
 #: A replica that has said nothing for so long is gone.

@@ -37,8 +37,8 @@ from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import SAMPLE
 from store import tables
 from store.blobs.contract import Blobs
-from store.bulk import among
-from store.db import Database
+from store.database.bulk import among
+from store.database.db import Database
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from billing.prices import load_prices
 from scheduler.jobs.registry import JobContext
 from store.blobs.opening import blobs_of
 from store.blobs.owner import claim_prefix
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 
 

@@ -8,8 +8,10 @@ from functools import partial
 
 from sqlalchemy import select
 
-from billing import grants, reconcile, storage
-from billing.alerts import raise_alert
+from billing.metering import storage
+from billing.money import grants
+from billing.money.alerts import raise_alert
+from billing.reports import reconcile
 from scheduler.jobs.registry import JobContext, Result, job
 from store.tables import Alert, BudgetAlert
 

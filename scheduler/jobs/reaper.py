@@ -13,12 +13,13 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from billing import storage
+from billing.metering import storage
 from scheduler.journal.ending.references import all_in_use
 from scheduler.journal.ending.results import RESULTS_LAST
-from store import audit, tables
+from store import tables
 from store.blobs.contract import Blobs
-from store.db import Database
+from store.database import audit
+from store.database.db import Database
 
 #: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses
 #: after they were made, or until their session is over.

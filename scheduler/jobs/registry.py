@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from billing.prices import PriceList
 from store.blobs.contract import Blobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 
 #: What a job did, in numbers: {"sent": 3}.

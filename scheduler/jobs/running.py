@@ -17,7 +17,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from scheduler.jobs.registry import Job, JobContext, Result
-from store.bulk import insert_into
+from store.database.bulk import insert_into
 from store.tables import JobLease, JobRun
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ from scheduler.order.operations import (
 from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
-from store.db import Database
+from store.database.db import Database
 from store.settings import Limits
 
 log = logging.getLogger(__name__)

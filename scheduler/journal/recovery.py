@@ -21,7 +21,7 @@ from scheduler.order.lanes import RunLane
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
 from store import tables
-from store.db import Database, Transactions
+from store.database.db import Database, Transactions
 
 
 def recover(journal: Journal, database: Database) -> None:

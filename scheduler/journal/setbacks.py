@@ -20,7 +20,7 @@ from scheduler.links.messages import SetAside
 from scheduler.order.lanes import RunLane, Unit
 from store import tables
 from store.blobs.contract import Blobs
-from store.db import Transactions
+from store.database.db import Transactions
 
 log = logging.getLogger(__name__)
 

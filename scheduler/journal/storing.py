@@ -17,7 +17,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from scheduler.order.operations import Operation
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
-from store.db import Transactions
+from store.database.db import Transactions
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

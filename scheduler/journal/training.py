@@ -25,7 +25,7 @@ from scheduler.order.operations import Operation, Waiting
 from scheduler.order.plans import Create, NewSampler
 from store import tables
 from store.blobs.contract import Blobs
-from store.db import Transactions
+from store.database.db import Transactions
 
 
 class Desk(Protocol):

@@ -8,7 +8,7 @@ from sqlalchemy.exc import OperationalError
 
 from scheduler.order.expected_cost import ExpectedCosts
 from store import tables
-from store.db import Transactions
+from store.database.db import Transactions
 
 
 def expected_costs_of(database: Transactions) -> ExpectedCosts:

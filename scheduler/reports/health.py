@@ -20,7 +20,7 @@ from sqlalchemy import Row as SqlRow
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from billing.ownership import covered_s
+from billing.reports.ownership import covered_s
 from scheduler.journal.rows import num_samples, priority, sequences
 from scheduler.links.messages import OpKind
 from scheduler.order.operations import INTERACTIVE, SAMPLE

@@ -15,8 +15,8 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from billing.ownership import covered_s
-from billing.tco import divide
+from billing.reports.ownership import covered_s
+from billing.reports.tco import divide
 from scheduler.order.operations import SAMPLE
 from store.tables import Operation
 

@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from billing.tco import pool_usd, usd_per_mtok
+from billing.reports.tco import pool_usd, usd_per_mtok
 from scheduler.links.contract import Path
 from scheduler.order.expected_cost import ExpectedCosts
 from scheduler.order.fair import FairTree

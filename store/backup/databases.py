@@ -18,7 +18,7 @@ from sqlalchemy import create_engine, func, inspect, make_url, select, table, te
 from sqlalchemy.orm import Session
 
 from store.backup.files import BadBackup
-from store.row_security import make_roles
+from store.database.row_security import make_roles
 
 #: Of SQLite: a database. Of PostgreSQL: pg_dump's custom format.
 SQLITE_FILE, DUMP_FILE = "weft.db", "weft.dump"

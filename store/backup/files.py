@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from store.blobs.contract import SUMS_FILE
-from store.secret import FILE_NAME as SECRET
+from store.people.secret import FILE_NAME as SECRET
 
 SUMS = "SHA256SUMS"
 #: Of the blobs: what can be made again, and what is not finished.

@@ -15,8 +15,8 @@ from sqlalchemy import select
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
-from store.bulk import insert_into
-from store.db import Database
+from store.database.bulk import insert_into
+from store.database.db import Database
 from store.settings import Settings, SettingsError
 from store.tables import JobLease
 

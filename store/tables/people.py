@@ -23,7 +23,7 @@ class RateLimited:
 class Organisation(RateLimited, Base):
     """A tenant. `status` is active | past_due | suspended | closed; the last two are refused everything. `weight` is
     its fair share of the machines, relative to others'; `quotas` are those that the operator has set, by name
-    (`billing.quotas`). Since `sso_required_at` members sign in to the console by the OpenID provider alone."""
+    (`billing.metering.quotas`). Since `sso_required_at` members sign in to the console by the OpenID provider alone."""
 
     __tablename__ = "organisations"
     __table_args__ = (
@@ -50,8 +50,8 @@ class User(Base):
 
 
 class Membership(Base):
-    """`role` is owner | admin | billing-admin | member | viewer (`store.roles`). It follows the groups that `issuer`
-    says its user is in; None: people have given it."""
+    """`role` is owner | admin | billing-admin | member | viewer (`store.people.roles`). It follows the groups that
+    `issuer` says its user is in; None: people have given it."""
 
     __tablename__ = "memberships"
     __table_args__ = (CheckConstraint("role IN ('owner', 'admin', 'billing-admin', 'member', 'viewer')", name="role"),)
@@ -139,7 +139,7 @@ class ApiKey(RateLimited, Base):
 class AuditEntry(Base):
     """Who did what to what; never changed. `event` reads <resource>_<action>. `actor` is user:<id>, key:<id>, operator
     or server; `key_id` is the key it was done with, if any. The entries of an organisation are a chain: `hash` covers
-    the entry and the hash of the one before it (`store.audit`)."""
+    the entry and the hash of the one before it (`store.database.audit`)."""
 
     __tablename__ = "audit_log"
     __table_args__ = (

@@ -20,7 +20,7 @@ from billing.prices import load_prices
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import GeneratorSettings, Limits, Settings, TrainerSettings
 from store.tables import Operation
 from tests.keys import create_key

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import delete, update
 from sqlalchemy.exc import IntegrityError
 
-from store.keys import revoke
+from store.people.keys import revoke
 from store.tables import AuditEntry
 from tests.api.conftest import World
 from tests.keys import create_key

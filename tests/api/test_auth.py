@@ -7,7 +7,7 @@ from api.errors import Unauthenticated
 from api.http.auth import KeyCache, presented_key
 from api.state.remembered import REMEMBERED_S
 from api.who.principal import Principal
-from store.keys import revoke
+from store.people.keys import revoke
 from tests.api.conftest import World
 
 

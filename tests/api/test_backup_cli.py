@@ -20,14 +20,14 @@ from sqlalchemy.exc import DBAPIError
 from api.cli import weftd
 from api.server.serve import open_database
 from migrations.upgrade import head
-from store import people
 from store.backup.objects import copy_objects, put_objects
 from store.blobs.bucket import Bucket
 from store.blobs.folder import FolderBlobs
 from store.blobs.objects import ObjectBlobs
 from store.blobs.opening import check_blobs, open_blobs
 from store.blobs.owner import claim_prefix
-from store.db import Database
+from store.database.db import Database
+from store.people import organisations
 from store.settings import load_settings
 from store.tables import AuditEntry, Checkpoint, Organisation
 from tests.rows import run_row, session_row
@@ -46,8 +46,8 @@ def fill(database: Database, data_dir: Path) -> None:
         (folder / "adapter.bin").write_bytes(b"weights")
 
     def write(session: object) -> None:
-        org = people.organisation_named(session, "acme")
-        people.set_status(session, org, "past_due")
+        org = organisations.organisation_named(session, "acme")
+        organisations.set_status(session, org, "past_due")
         session.add(session_row(org.id, NOW))
         session.flush()
         session.add(run_row(org.id, NOW, state="closed"))

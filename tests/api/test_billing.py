@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from billing.hourly import hour_of
+from billing.metering.hourly import hour_of
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
 

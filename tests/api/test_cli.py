@@ -26,8 +26,9 @@ from click.testing import CliRunner
 from weft.version import __version__
 
 from api.cli import weftd as command
-from store import keys, tables
-from store.db import Database
+from store import tables
+from store.database.db import Database
+from store.people import keys
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from api.cli import weftd
 from api.commands import doctor as command
 from api.doctor import machine, stores
 from migrations.upgrade import head
-from store.db import Database
+from store.database.db import Database
 from tests.servers import free_port, redis_server
 from workers.model.tiny import TINY_PATH
 

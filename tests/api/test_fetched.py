@@ -13,7 +13,7 @@ from api.state.fetched import Fetched
 from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.ending.results import FETCHED_LAST, Results
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 from tests.api.conftest import MODEL, World, open_world
 from tests.api.data import batch

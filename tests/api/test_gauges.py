@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from api.server.prometheus import Stored, render
-from billing import ledger
-from billing.alerts import MoneyGauges, read_gauges
-from billing.wallets import set_mode
+from billing.money import ledger
+from billing.money.alerts import MoneyGauges, read_gauges
+from billing.money.wallets import set_mode
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.registry import JobContext
 from scheduler.jobs.running import run_now

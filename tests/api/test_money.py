@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from billing import ledger
-from billing.reconcile import check
-from billing.wallets import set_mode
+from billing.money import ledger
+from billing.money.wallets import set_mode
+from billing.reports.reconcile import check
 from store.tables import Operation
 from tests.api.conftest import World
 from tests.api.data import batch

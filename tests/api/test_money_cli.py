@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from api.cli import weftd
 from migrations.upgrade import migrate
-from store.db import Database
+from store.database.db import Database
 from tests.keys import create_key
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from store.keys import new_key
-from store.people import add_member
+from store.people.keys import new_key
+from store.people.organisations import add_member
 from store.tables import AuditEntry, Operation, Organisation
 from store.tables.work import MAX_NOTES
 from tests.api.conftest import World

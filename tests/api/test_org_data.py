@@ -12,15 +12,17 @@ from click.testing import CliRunner, Result
 from sqlalchemy import func, select
 
 from api.cli import weftd
-from billing.accounts import Payer
-from billing.charges import Charge, settle
+from billing.metering.charges import Charge, settle
+from billing.metering.storage import begin, meter
+from billing.money.accounts import Payer
 from billing.prices import load_prices
-from billing.storage import begin, meter
-from store import audit, people, tables
+from store import tables
 from store.blobs.contract import Blobs
-from store.db import Database
-from store.keys import new_key
-from store.owned import DELETED, KEPT
+from store.database import audit
+from store.database.db import Database
+from store.database.owned import DELETED, KEPT
+from store.people import organisations
+from store.people.keys import new_key
 from store.tables import Base, Checkpoint, LedgerEntry, Operation, Organisation, UsageEvent, User
 from tests.rows import run_row, session_row
 
@@ -42,10 +44,10 @@ def work(database: Database, blobs: Blobs, name: str, weights: str, *emails: str
     (blobs.root.parent / "telemetry" / "2026-11-22").mkdir(parents=True, exist_ok=True)
 
     def write(session: object) -> str:
-        org = people.organisation_named(session, name)
+        org = organisations.organisation_named(session, name)
         for email in emails:
-            people.add_member(session, org.id, email, "owner")
-        people.create_project(session, org.id, "secret plans")
+            organisations.add_member(session, org.id, email, "owner")
+        organisations.create_project(session, org.id, "secret plans")
         new_key(session, org.id, name="laptop of Ann")
         session.add(session_row(org.id, NOW, id=name, state="finished", ended_at=NOW))
         session.flush()

@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 from api.server.prometheus import Stored, metrics_server, render
-from billing.alerts import MoneyGauges
+from billing.money.alerts import MoneyGauges
 from scheduler.journal.ending.meters import BOUNDS_S, Meters
 from scheduler.order.operations import Operation, Outcome
 from scheduler.order.plans import BODY_ONLY

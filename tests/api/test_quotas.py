@@ -15,9 +15,10 @@ from sqlalchemy import select
 
 from api.routes.openai.turns import PAGE_BYTES
 from api.state.coming_turns import ComingTurn
-from billing.quotas import QUOTAS
-from billing.storage import meter
-from store import people, tables
+from billing.metering.quotas import QUOTAS
+from billing.metering.storage import meter
+from store import tables
+from store.people import organisations
 from tests.api.conftest import MODEL, World
 from tests.api.test_custom_loss import body as loss
 from tests.api.test_money_cli import run as weftd
@@ -28,7 +29,7 @@ FINISH = {"reason": {"type": "success"}, "detail": None}
 
 def set_quota(world: World, **values: int | None) -> None:
     def write(session: Any) -> None:
-        people.set_quotas(session, session.get_one(tables.Organisation, org_id_of(world)), values)
+        organisations.set_quotas(session, session.get_one(tables.Organisation, org_id_of(world)), values)
 
     world.database.write_now(write)
 

@@ -13,7 +13,7 @@ from api.cli import weftd
 from api.server.serve import CannotServe, check_store, claim_store, open_database
 from store.blobs.bucket import OWNER, Bucket
 from store.blobs.opening import blobs_of
-from store.secret import secret_of
+from store.people.secret import secret_of
 from store.settings import Settings
 from tests.servers import OwnStore
 from workers.model.adapters.adapter import Adapter, AdapterShape

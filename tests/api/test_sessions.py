@@ -13,7 +13,7 @@ from api.server.housekeeping import reap
 from api.state.liveness import Liveness
 from api.who.principal import Principal
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from store.tables import AuditEntry
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import pytest
 
 from api.who.signing import LinkRefused, Signer
-from store.secret import FILE_NAME, derive, server_secret
+from store.people.secret import FILE_NAME, derive, server_secret
 
 PATH = "/api/v1/downloads/s:train:0/weights/a b"
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -7,7 +7,7 @@ import pytest
 
 from api.http.auth import KeyCache
 from api.who.tokens import BadToken, Claims, Tokens, key_of, owner_urn
-from store.keys import revoke
+from store.people.keys import revoke
 from tests.api.conftest import World
 
 SECRET = b"s" * 32

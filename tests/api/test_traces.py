@@ -8,7 +8,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from api.http import traces
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
 

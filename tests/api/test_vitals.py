@@ -18,7 +18,7 @@ from api.server.connections import Gate
 from api.server.prometheus import Stored, render
 from api.server.vitals import vitals
 from api.state.traffic import Traffic
-from billing.alerts import MoneyGauges
+from billing.money.alerts import MoneyGauges
 from scheduler.journal.ending.meters import Meters
 from scheduler.reports.waiting import oldest_s
 from store.settings import FrontSettings

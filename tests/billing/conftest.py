@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from billing.accounts import OutOfMoney, Payer
-from billing.charges import Charge, settle
+from billing.metering.charges import Charge, settle
+from billing.metering.quotas import Claim
+from billing.money.accounts import OutOfMoney, Payer
+from billing.money.wallets import Mode, set_mode
 from billing.prices import KINDS, PriceList, load_prices
-from billing.quotas import Claim
-from billing.reconcile import check
-from billing.wallets import Mode, set_mode
+from billing.reports.reconcile import check
 from scheduler.journal.accepting.acceptance import Taking, insert_all
 from store import tables
-from store.db import Database
+from store.database.db import Database
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ACME = Payer("a")

@@ -24,13 +24,13 @@ from starlette.testclient import TestClient
 
 from api.server.app import front
 from api.state.service import Service
-from billing.accounts import Payer
-from billing.charges import Charge, settle
+from billing.metering.charges import Charge, settle
+from billing.money.accounts import Payer
 from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import PaymentsSettings, Settings
 from tests.console.seed import MODEL, Seeded, seed
 from workers.model.card import read_card

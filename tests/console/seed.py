@@ -11,18 +11,20 @@ from typing import Any
 import msgspec
 from sqlalchemy.orm import Session
 
-from billing import charges, ledger
-from billing.accounts import Payer
-from billing.budgets import set_budget
-from billing.charges import Charge
+from billing.metering import charges
+from billing.metering.charges import Charge
+from billing.money import ledger
+from billing.money.accounts import Payer
+from billing.money.budgets import set_budget
+from billing.money.wallets import set_mode
 from billing.prices import PriceList
-from billing.wallets import set_mode
 from scheduler.order.plans import BODY_ONLY, Step
-from store import people, tables
-from store.caller import Caller, acting_as, caller
+from store import tables
 from store.curves import Point, log_points
-from store.keys import new_key
-from store.people import organisation_named
+from store.database.caller import Caller, acting_as, caller
+from store.people import organisations
+from store.people.keys import new_key
+from store.people.organisations import organisation_named
 
 MODEL = "weft/tiny-moe"
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}"
@@ -95,10 +97,10 @@ def _people(session: Session, made: Seeded) -> None:
     for role in ("owner", "admin", "billing-admin", "member", "viewer"):
         by = Caller(None, f"user:{made.users['owner']}", "203.0.113.7") if made.users else caller()
         with acting_as(by):
-            made.users[role] = people.add_member(session, made.org_id, f"{role}@acme.example", role).id
+            made.users[role] = organisations.add_member(session, made.org_id, f"{role}@acme.example", role).id
     with acting_as(Caller(None, f"user:{made.users['admin']}", "203.0.113.8")):
         for name in ("post-training", "evals"):
-            made.projects[name] = people.create_project(session, made.org_id, name).id
+            made.projects[name] = organisations.create_project(session, made.org_id, name).id
     for role, scopes in (("owner", ["admin"]), ("member", ["admin"]), ("viewer", ["admin"])):
         _, secret = new_key(session, made.org_id, name=f"{role}'s laptop", scopes=scopes, user_id=made.users[role])
         made.keys[role] = secret

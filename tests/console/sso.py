@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from store.oidc_settings import OidcSettings
+from store.people.oidc_settings import OidcSettings
 from tests.console.conftest import SAME_SITE, Console
 from tests.console.provider import Liar
 

@@ -12,8 +12,8 @@ from starlette.requests import Request
 
 from api.console import sessions
 from api.console.security import CSP
-from store import people
-from store.keys import revoke
+from store.people import organisations
+from store.people.keys import revoke
 from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink
 from tests.console.conftest import SAME_SITE, Console
 
@@ -168,7 +168,9 @@ class TestTheEnd:
     def test_with_the_membership(self, console: Console) -> None:
         made = console.made
         console.sign_in("viewer")
-        console.database.write_now(lambda session: people.remove_member(session, made.org_id, made.users["viewer"]))
+        console.database.write_now(
+            lambda session: organisations.remove_member(session, made.org_id, made.users["viewer"])
+        )
         console.get("/", status=303)
 
     def test_a_role_that_changes(self, console: Console) -> None:
@@ -176,7 +178,7 @@ class TestTheEnd:
         console.sign_in("viewer")
         console.get("/audit", status=403)
         user = made.users["viewer"]
-        console.database.write_now(lambda session: people.change_role(session, made.org_id, user, "admin"))
+        console.database.write_now(lambda session: organisations.change_role(session, made.org_id, user, "admin"))
         console.get("/audit")
 
 
@@ -216,7 +218,7 @@ class TestLinks:
     def test_not_for_who_has_left(self, console: Console) -> None:
         token, made = self.link(console), console.made
         user = made.users["billing-admin"]
-        console.database.write_now(lambda session: people.remove_member(session, made.org_id, user))
+        console.database.write_now(lambda session: organisations.remove_member(session, made.org_id, user))
         assert self.enter(console, token) == 401
 
     def test_not_from_elsewhere(self, console: Console) -> None:
@@ -280,7 +282,7 @@ def test_a_suspended_organisation_sees_only_its_bills(console: Console) -> None:
     from store.tables import Organisation
 
     def suspend(session: Any) -> None:
-        people.set_status(session, session.get_one(Organisation, console.made.org_id), "suspended")
+        organisations.set_status(session, session.get_one(Organisation, console.made.org_id), "suspended")
 
     console.sign_in()
     console.database.write_now(suspend)
@@ -292,7 +294,7 @@ def test_a_host_header_does_not_show_it_more(console: Console, monkeypatch: pyte
     from store.tables import Organisation
 
     def suspend(session: Any) -> None:
-        people.set_status(session, session.get_one(Organisation, console.made.org_id), "suspended")
+        organisations.set_status(session, session.get_one(Organisation, console.made.org_id), "suspended")
 
     def url(request: Request) -> URL:
         host = dict(request.scope["headers"]).get(b"host", b"").decode("latin1")

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.state import attempts
-from store import invitations, people
-from store.keys import new_key, revoke
+from store.people import invitations, organisations
+from store.people.keys import new_key, revoke
 from store.tables import AuditEntry, Invitation, Membership, User
 from tests.console.conftest import SAME_SITE, Console
 from tests.console.provider import Liar, liar_at, provider_process
@@ -146,12 +146,12 @@ class TestNoStronger:
         made.keys["admin"] = console.database.write_now(admin)
         path = link(console, "admin", role="admin")
         console.database.write_now(
-            lambda session: people.change_role(session, made.org_id, made.users["admin"], "member")
+            lambda session: organisations.change_role(session, made.org_id, made.users["admin"], "member")
         )
         assert "no longer give" in console.http.get(path).text
         refused(console, path, "no longer give")
         console.database.write_now(
-            lambda session: people.change_role(session, made.org_id, made.users["admin"], "owner")
+            lambda session: organisations.change_role(session, made.org_id, made.users["admin"], "owner")
         )
         console.database.write_now(lambda session: revoke(session, made.keys["admin"]))
         refused(console, path, "no longer give")
@@ -164,8 +164,8 @@ class TestNoStronger:
         made, other = console.made, "second@acme.example"
 
         def leave(session: Session) -> None:
-            people.add_member(session, made.org_id, other, "owner")
-            people.remove_member(session, made.org_id, made.users["owner"])
+            organisations.add_member(session, made.org_id, other, "owner")
+            organisations.remove_member(session, made.org_id, made.users["owner"])
 
         console.database.write_now(leave)
         refused(console, path, "no longer give")
@@ -315,7 +315,7 @@ class TestWhoIsSignedIn:
         org_id = console.made.rival_id
 
         def write(session: Session) -> tuple[str, str]:
-            user = people.add_member(session, org_id, "member@rival.example", "member")
+            user = organisations.add_member(session, org_id, "member@rival.example", "member")
             weak = new_key(session, org_id, user_id=user.id, scopes=["sample"])[1]
             return new_key(session, org_id, user_id=user.id)[1], weak
 

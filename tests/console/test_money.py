@@ -15,9 +15,9 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.install import PAGES
-from billing import ledger
-from billing.alerts import raise_alert, resolve_alert
-from store.people import LIMITS
+from billing.money import ledger
+from billing.money.alerts import raise_alert, resolve_alert
+from store.people.organisations import LIMITS
 from store.tables import Budget, Invoice, LedgerEntry, Organisation
 from tests.console.conftest import SAME_SITE, Console, take_cards
 from tests.console.seed import TOPUP_NUSD

@@ -9,11 +9,11 @@ from sqlalchemy import event, select
 from sqlalchemy.orm import Session
 
 from api.console.movements import DAYS, LINES, movements
-from billing import ledger
-from billing.accounts import Payer
-from billing.charges import Charge, settle
+from billing.metering.charges import Charge, settle
+from billing.money import ledger
+from billing.money.accounts import Payer
 from billing.prices import load_prices
-from store.db import Database
+from store.database.db import Database
 from store.tables import LedgerEntry, Organisation
 
 NOW = datetime(2026, 11, 23, 15, tzinfo=UTC)

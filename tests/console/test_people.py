@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from api.console import sessions
-from store.keys import new_key
+from store.people.keys import new_key
 from store.tables import ApiKey, AuditEntry, BrowserSession, LoginLink, Membership, Project
 from tests.console.conftest import SAME_SITE, Console
 

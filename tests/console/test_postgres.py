@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from billing.prices import load_prices
-from store.db import Database
+from store.database.db import Database
 from tests.console.conftest import Console, application
 from tests.console.seed import seed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy.orm import Session
 
-from store.keys import new_key
+from store.people.keys import new_key
 from store.tables import Run
 from tests.console.conftest import Console
 

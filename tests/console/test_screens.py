@@ -14,7 +14,7 @@ import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, Page, expect
 
-from store.people import organisation_named
+from store.people.organisations import organisation_named
 from tests.console.conftest import CHROMIUM, UNDRAWN, Console, Open
 from tests.console.provider import provider_process
 from tests.console.screenshots import everywhere, sign_in_as_operator

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from api.console.pages.search import MOST
 from api.state import rates
-from store.keys import new_key
+from store.people.keys import new_key
 from tests.console.conftest import Console
 from tests.console.seed import HOSTILE
 

@@ -15,8 +15,8 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from api.console import sessions
-from store import identities, people
-from store.keys import new_key
+from store.people import identities, organisations
+from store.people.keys import new_key
 from store.tables import ApiKey, AuditEntry, BrowserSession, Identity, Membership, Organisation, User
 from tests.console.conftest import SAME_SITE, Console
 from tests.console.provider import Liar, liar_at, provider_process, toolkit_process
@@ -51,7 +51,7 @@ def memberships(console: Console, email: str) -> dict[str, str]:
 
 
 def make_organisation(console: Console, name: str) -> str:
-    return str(console.database.write_now(lambda session: people.organisation_named(session, name).id))
+    return str(console.database.write_now(lambda session: organisations.organisation_named(session, name).id))
 
 
 def test_a_stranger_in_a_group_becomes_a_member(sso: Console, liar: Liar) -> None:
@@ -227,7 +227,9 @@ class TestGroups:
         take_provider(console, liar.url, groups=rules)
         person(liar.url, "eve", groups=["all"])
         sign_in(console, "eve")
-        console.database.write_now(lambda session: people.add_member(session, beta, "eve@corp.example", "viewer").id)
+        console.database.write_now(
+            lambda session: organisations.add_member(session, beta, "eve@corp.example", "viewer").id
+        )
         person(liar.url, "eve", groups=[])
         assert sign_in(console, "eve").status_code == 303
         assert "Beta" in console.get("/runs")

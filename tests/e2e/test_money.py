@@ -185,9 +185,9 @@ def test_admin_client_and_command_line_agree_with_the_ledger(own_weftd: Callable
 
 def meter_storage(server: Weftd) -> dict[str, int]:
     """The hourly job, as if its checkpoint had been there for three hours."""
+    from billing.metering.storage import meter
     from billing.prices import load_prices
-    from billing.storage import meter
-    from store.db import Database
+    from store.database.db import Database
 
     database = Database(f"sqlite:///{server.data_dir}/weft.db")
     try:

@@ -17,7 +17,7 @@ import weft
 from sqlalchemy import select
 from weft import types
 
-from store.db import Database
+from store.database.db import Database
 from store.tables import Operation, Organisation
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 

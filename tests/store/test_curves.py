@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from store import curves, tables
 from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve, thin
-from store.db import Database
+from store.database.db import Database
 from tests.rows import run_row, session_row
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -12,10 +12,10 @@ from sqlalchemy import Connection, create_engine, delete, insert, inspect, selec
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from billing.reconcile import reconcile
+from billing.reports.reconcile import reconcile
 from migrations.upgrade import InUse, alembic_config, migrate, revision_of
 from scheduler.cluster import fence
-from store.db import Database
+from store.database.db import Database
 from store.tables import Base, Budget, BudgetPeriod, Operation, Organisation, UsageEvent
 
 

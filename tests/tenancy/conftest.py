@@ -11,10 +11,10 @@ from fastapi import FastAPI
 
 from api.http.access import Access, declared
 from api.http.auth import KeyCache
-from store import people
 from store.blobs.folder import FolderBlobs
-from store.db import Database
-from store.keys import new_key
+from store.database.db import Database
+from store.people import organisations
+from store.people.keys import new_key
 from store.settings import Settings
 from store.tables import Organisation
 from tests.api.conftest import World, card, open_world, settings
@@ -68,7 +68,7 @@ def member(world: World, role: str, email: str | None = None, **options: Any) ->
     org_id = org_id_of(world)
 
     def write(session: Any) -> tuple[str, str]:
-        user = people.add_member(session, org_id, email or f"{role}@example.com", role)
+        user = organisations.add_member(session, org_id, email or f"{role}@example.com", role)
         return user.id, new_key(session, org_id, user_id=user.id, **options)[1]
 
     return world.database.write_now(write)

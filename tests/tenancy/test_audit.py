@@ -12,10 +12,11 @@ import pytest
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.orm import Session
 
-from store import audit, people
-from store.audit import Verdict
-from store.caller import OPERATOR, acting_as
-from store.db import Database
+from store.database import audit
+from store.database.audit import Verdict
+from store.database.caller import OPERATOR, acting_as
+from store.database.db import Database
+from store.people import organisations
 from store.tables import AuditEntry, Organisation
 from tests.api.conftest import World
 from tests.keys import create_key
@@ -101,8 +102,8 @@ def test_a_deed_that_fails_leaves_no_row(any_database: Database) -> None:
 
 WRITER = """
 import sys
-from store import audit
-from store.db import Database
+from store.database import audit
+from store.database.db import Database
 database = Database(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -189,15 +190,15 @@ def test_every_change_is_in_the_log(any_world: World) -> None:
 
 def test_the_last_owner_stays(any_database: Database) -> None:
     make_org(any_database, "a")
-    ann = any_database.write_now(lambda session: people.add_member(session, "a", "ann@example.com", "owner").id)
-    bob = any_database.write_now(lambda session: people.add_member(session, "a", "bob@example.com", "member").id)
+    ann = any_database.write_now(lambda session: organisations.add_member(session, "a", "ann@example.com", "owner").id)
+    bob = any_database.write_now(lambda session: organisations.add_member(session, "a", "bob@example.com", "member").id)
     for change in (
-        lambda session: people.change_role(session, "a", ann, "admin"),
-        lambda session: people.remove_member(session, "a", ann),
+        lambda session: organisations.change_role(session, "a", ann, "admin"),
+        lambda session: organisations.remove_member(session, "a", ann),
     ):
-        with pytest.raises(people.PeopleError, match="the last owner"):
+        with pytest.raises(organisations.PeopleError, match="the last owner"):
             any_database.write_now(change)
-    any_database.write_now(lambda session: people.change_role(session, "a", bob, "owner"))
-    any_database.write_now(lambda session: people.remove_member(session, "a", ann))
+    any_database.write_now(lambda session: organisations.change_role(session, "a", bob, "owner"))
+    any_database.write_now(lambda session: organisations.remove_member(session, "a", ann))
     with any_database.read() as session:
-        assert [(user.id, row.role) for row, user in people.members(session, "a")] == [(bob, "owner")]
+        assert [(user.id, row.role) for row, user in organisations.members(session, "a")] == [(bob, "owner")]

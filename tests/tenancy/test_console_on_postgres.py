@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from billing.prices import load_prices
-from store.db import Database
+from store.database.db import Database
 from tests.console.conftest import SAME_SITE, Console, application
 from tests.console.provider import provider_process
 from tests.console.seed import seed

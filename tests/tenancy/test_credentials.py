@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from store.keys import new_key
+from store.people.keys import new_key
 from store.tables import ApiKey, AuditEntry
 from tests.api.conftest import World
 from tests.tenancy.conftest import member, org_id_of

@@ -17,9 +17,10 @@ import pytest
 from weft.wire.binary.codec import encode_train_request
 
 from api.server.app import front
-from store import people, tables
-from store.keys import new_key
-from store.roles import BEYOND_A_PROJECT, SCOPES
+from store import tables
+from store.people import organisations
+from store.people.keys import new_key
+from store.people.roles import BEYOND_A_PROJECT, SCOPES
 from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch
 from tests.api.test_custom_loss import body as custom_loss
@@ -134,7 +135,7 @@ class Sides:
 
 
 @pytest.fixture
-def organisations(any_world: World) -> Sides:
+def two_organisations(any_world: World) -> Sides:
     return Sides(things(any_world), any_world.key, any_world.other_key, False)
 
 
@@ -145,9 +146,9 @@ def projects(any_world: World) -> Sides:
     org_id = org_id_of(world)
 
     def write(session: Any) -> list[str]:
-        user = people.add_member(session, org_id, "ann@example.com", "owner")
+        user = organisations.add_member(session, org_id, "ann@example.com", "owner")
         names = ("secret project", "elsewhere")
-        bound = [people.create_project(session, org_id, name).id for name in names]
+        bound = [organisations.create_project(session, org_id, name).id for name in names]
         return [new_key(session, org_id, user_id=user.id, project_id=project)[1] for project in bound]
 
     here, elsewhere = world.database.write_now(write)
@@ -157,7 +158,7 @@ def projects(any_world: World) -> Sides:
     return Sides(ids, here, elsewhere, True)
 
 
-@pytest.fixture(params=["organisations", "projects"])
+@pytest.fixture(params=["two_organisations", "projects"])
 def sides(request: pytest.FixtureRequest) -> Sides:
     found: Sides = request.getfixturevalue(request.param)
     return found
@@ -189,11 +190,11 @@ def things(world: World, admin: str | None = None) -> Ids:
             "created_at": datetime.now(UTC),
         }
         writing.add(tables.SessionTurn(org_id=org_id, project_id=project_of, name=f"talk {session}", **turn))
-        people.add_member(writing, org_id, "boss@example.com", "owner")
+        organisations.add_member(writing, org_id, "boss@example.com", "owner")
         if admin is None:
-            people.create_project(writing, org_id, "secret project")
-            return people.add_member(writing, org_id, "ann@example.com", "owner").id
-        return next(user.id for _, user in people.members(writing, org_id) if user.email == "ann@example.com")
+            organisations.create_project(writing, org_id, "secret project")
+            return organisations.add_member(writing, org_id, "ann@example.com", "owner").id
+        return next(user.id for _, user in organisations.members(writing, org_id) if user.email == "ann@example.com")
 
     user_id = world.database.write_now(write)
     key = world.post("weft/keys", {"name": "spare", "scopes": ["train"]})

@@ -12,10 +12,10 @@ from sqlalchemy import update
 from api.http.auth import KeyCache
 from api.state.last_used import LastUsed
 from api.state.remembered import REMEMBERED_S
-from store import people
 from store.blobs.folder import FolderBlobs
-from store.db import Database
-from store.keys import find
+from store.database.db import Database
+from store.people import organisations
+from store.people.keys import find
 from store.settings import Settings
 from store.tables import ApiKey
 from tests.api.conftest import World, open_world
@@ -179,7 +179,7 @@ def test_a_suspended_organisation_is_refused_everything(any_world: World, status
         def write(session: Any) -> None:
             from store.tables import Organisation
 
-            people.set_status(session, session.get_one(Organisation, org_id), to)
+            organisations.set_status(session, session.get_one(Organisation, org_id), to)
 
         any_world.database.write_now(write)
         forget_keys(any_world)

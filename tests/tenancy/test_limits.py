@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from api.state.rates import Charge, LocalRates
 from scheduler.journal.accepting.in_flight import LocalInFlight
 from scheduler.order.operations import SAMPLE, NewOperation
-from store import people
+from store.people import organisations
 from store.tables import Organisation
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch, datum
@@ -100,7 +100,7 @@ def limit_org(world: World, **values: int | None) -> None:
     org_id = org_id_of(world)
 
     def write(session: Any) -> None:
-        people.set_limits(session, session.get_one(Organisation, org_id), values)
+        organisations.set_limits(session, session.get_one(Organisation, org_id), values)
 
     world.database.write_now(write)
     forget_keys(world)

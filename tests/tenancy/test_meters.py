@@ -10,7 +10,7 @@ import pytest
 from weft.wire.binary.codec import encode_train_request
 
 from api.http.access import Meter
-from billing import storage
+from billing.metering import storage
 from billing.prices import load_prices
 from store.tables import Operation, StorageSpan, UsageEvent
 from tests.api.conftest import PROTOBUF, World

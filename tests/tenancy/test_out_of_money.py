@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from billing import ledger
-from billing.budgets import set_budget
-from billing.reconcile import check
-from billing.wallets import set_mode
+from billing.money import ledger
+from billing.money.budgets import set_budget
+from billing.money.wallets import set_mode
+from billing.reports.reconcile import check
 from store.tables import Checkpoint, Operation, Sampler, StorageSpan
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, org_id_of

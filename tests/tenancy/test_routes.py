@@ -10,7 +10,7 @@ from starlette.responses import Response as Reply
 from weft.wire.base import Response as Answer
 
 from api.server.app import front
-from store.roles import ALLOWED, ROLES, SCOPES
+from store.people.roles import ALLOWED, ROLES, SCOPES
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, routes_of
 

@@ -12,11 +12,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from migrations.upgrade import migrate
-from store import audit, people, tables
-from store.caller import Caller, acting_as, unrestricted
-from store.db import Database
-from store.keys import new_key
-from store.row_security import SERVER_ONLY
+from store import tables
+from store.database import audit
+from store.database.caller import Caller, acting_as, unrestricted
+from store.database.db import Database
+from store.database.row_security import SERVER_ONLY
+from store.people import organisations
+from store.people.keys import new_key
 from tests.servers import PostgresServer
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
@@ -31,8 +33,8 @@ def fill(database: Database) -> None:
         for org in ("a", "b"):
             session.add(tables.Organisation(id=org, name=org, created_at=NOW))
             session.flush()
-            people.add_member(session, org, f"{org}@example.com", "owner")
-            people.create_project(session, org, "p")
+            organisations.add_member(session, org, f"{org}@example.com", "owner")
+            organisations.create_project(session, org, "p")
             new_key(session, org)
 
     database.write_now(write)
@@ -157,7 +159,9 @@ def test_every_table_has_its_policies(two: Database) -> None:
         forced = set(session.scalars(text(bound)))
         policies = set(session.scalars(text("SELECT tablename FROM pg_policies WHERE policyname = 'tenant'")))
         bare = set(schema.get_table_names()) - (forced & policies)
-        assert bare == {*SERVER_ONLY, *OF_NOBODY}, "a table with neither org_id nor a policy (store.row_security)"
+        assert bare == {*SERVER_ONLY, *OF_NOBODY}, (
+            "a table with neither org_id nor a policy (store.database.row_security)"
+        )
         session.execute(text("SET LOCAL ROLE weft_app"))
         for table in SERVER_ONLY:
             allowed = text("SELECT has_table_privilege(:table, 'SELECT')")

@@ -21,12 +21,20 @@ FILES = {
     ("module", "some", "others"),
     [
         (
-            "store.keys",
-            {"store.people", "api.who.lookup", "api.routes.people.keys"},
+            "store.people.keys",
+            {"store.people.organisations", "api.who.lookup", "api.routes.people.keys"},
             {"store.tables", "workers.model.lora"},
         ),
-        ("store.tables.work", {"store.tables", "store.keys", "billing.wallets"}, {"store.caller", "store.roles"}),
-        ("billing.charges", {"scheduler.journal.ending.settlement"}, {"billing.wallets", "store.keys"}),
+        (
+            "store.tables.work",
+            {"store.tables", "store.people.keys", "billing.money.wallets"},
+            {"store.database.caller", "store.people.roles"},
+        ),
+        (
+            "billing.metering.charges",
+            {"scheduler.journal.ending.settlement"},
+            {"billing.money.wallets", "store.people.keys"},
+        ),
         ("api.who.may_change", {"api.routes.computing.training"}, {"api.who.lookup", "scheduler.order.fair"}),
     ],
 )

@@ -15,7 +15,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from store.blobs.folder import FolderBlobs
-from store.db import Database, _answer
+from store.database.db import Database, _answer
 from tests.truth.clock import Loop
 from tests.truth.schedules import DEATHS, FAULTS, Kind, Mishap, Role, Seams
 from tests.truth.strand import Killed

@@ -39,7 +39,7 @@ from scheduler.journal.recovery import recover
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Occupancy, RunSpec
 from store.blobs.room import Room
-from store.db import Database
+from store.database.db import Database
 from store.settings import Limits, Settings, TrainerSettings
 from tests.keys import create_key
 from tests.truth import programs

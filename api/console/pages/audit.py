@@ -19,7 +19,7 @@ from api.console.titles import run_of_path, run_titles
 from api.http.access import declare
 from api.state.service import ServiceDep
 from store import tables
-from store.audit import GROUPS
+from store.database.audit import GROUPS
 from store.tables import ApiKey, AuditEntry
 
 router = APIRouter(route_class=ConsoleRoute)

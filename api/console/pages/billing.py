@@ -23,10 +23,10 @@ from api.console.titles import run_titles
 from api.http.access import declare
 from api.routes.paying.payments import begin_topup
 from api.state.service import Service, ServiceDep
+from billing.money.wallets import available_nusd
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE
-from billing.reports import by_day
-from billing.wallets import available_nusd
+from billing.reports.spending import by_day
 from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
 
 router = APIRouter(route_class=ConsoleRoute)

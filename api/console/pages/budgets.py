@@ -21,8 +21,8 @@ from api.errors import Invalid, Malformed, explain
 from api.http.access import declare
 from api.routes.paying.money import change_budget, delete_budget
 from api.state.service import ServiceDep
-from billing.budgets import BudgetState, states
-from billing.quotas import standings
+from billing.metering.quotas import standings
+from billing.money.budgets import BudgetState, states
 from store.tables import ApiKey, Project
 
 router = APIRouter(route_class=ConsoleRoute)

@@ -24,7 +24,7 @@ from api.routes.runs.metrics import run_metrics
 from api.state.rates import count_request
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id, visible
-from billing.reports import Spent, spent_until
+from billing.reports.spending import Spent, spent_until
 from store.curves import bests, curves_of, first_reaching
 from store.tables import Run
 

@@ -24,10 +24,10 @@ from api.http.access import declare
 from api.state.service import Service, ServiceDep
 from api.who.inviting import MADE_BY_NOBODY, STALE, join, still_meant
 from api.who.reach import Reach, beyond
-from store import invitations
-from store.caller import SERVER, Caller, acting_as
-from store.oidc_settings import OidcSettings
-from store.people import PeopleError
+from store.database.caller import SERVER, Caller, acting_as
+from store.people import invitations
+from store.people.oidc_settings import OidcSettings
+from store.people.organisations import PeopleError
 from store.tables import Invitation, Organisation, User
 
 router = APIRouter(route_class=ConsoleRoute)

@@ -19,8 +19,8 @@ from api.http.access import declare
 from api.routes.people.keys import create_key, list_keys, revoke_key, rotate_key
 from api.state.service import Service, ServiceDep
 from api.who.projects import visible_projects
-from store.people import members
-from store.roles import ADMIN, SCOPES
+from store.people.organisations import members
+from store.people.roles import ADMIN, SCOPES
 from store.tables import Project
 
 router = APIRouter(route_class=ConsoleRoute)

@@ -24,7 +24,7 @@ from api.console.security import (
 from api.http.access import declare
 from api.oidc.refusals import ProviderError
 from api.state.service import Service, ServiceDep
-from store.keys import find
+from store.people.keys import find
 from store.tables import LoginLink
 
 router = APIRouter(route_class=ConsoleRoute)

@@ -20,8 +20,9 @@ from api.routes.people.projects import change_project, create_project, list_proj
 from api.state.service import ServiceDep
 from api.who.credentials import changed_member
 from api.who.reach import Reach, permit
-from store import audit, people
-from store.roles import ROLES
+from store.database import audit
+from store.people import organisations
+from store.people.roles import ROLES
 from store.tables import Organisation
 
 router = APIRouter(route_class=ConsoleRoute)
@@ -45,7 +46,7 @@ async def members(request: Request, service: ServiceDep, viewer: ViewerDep) -> H
     oidc = service.settings.oidc
 
     def read(session: Session) -> dict[str, Any]:
-        rows = people.members(session, viewer.org_id)
+        rows = organisations.members(session, viewer.org_id)
         return {
             "by_groups": {row.user_id for row, _ in rows if row.issuer is not None},
             "required": sessions.sso_required(session.get_one(Organisation, viewer.org_id), oidc),
@@ -143,7 +144,7 @@ async def require_sso(
         raise Forbidden(f"sign in with {oidc.name} yourself first: only so do you know that it lets you in")
 
     def write(session: Session) -> None:
-        people.require_sso(session, session.get_one(Organisation, who.org_id), required, who.key_id)
+        organisations.require_sso(session, session.get_one(Organisation, who.org_id), required, who.key_id)
 
     await service.database.write(write)
     return say(f"Members sign in with {oidc.name} alone" if required else "Keys and links open the console again")

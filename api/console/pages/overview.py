@@ -21,7 +21,7 @@ from api.http.access import declare
 from api.http.client_wheel import WHEEL_PATH
 from api.state.service import ServiceDep
 from api.who.lookup import visible
-from billing import reports
+from billing.reports import spending
 from store.tables import Run, Wallet
 
 router = APIRouter(route_class=ConsoleRoute)
@@ -71,9 +71,9 @@ async def overview(request: Request, service: ServiceDep, viewer: ViewerDep) -> 
 
 def _spending(session: Session, org_id: str) -> dict[str, Any]:
     now = datetime.now(UTC)
-    window = reports.last_days(DAYS, now)
-    lately = reports.by_day(session, org_id, billed(now, DAYS))
-    rows = reports.in_window(lately, window)
+    window = spending.last_days(DAYS, now)
+    lately = spending.by_day(session, org_id, billed(now, DAYS))
+    rows = spending.in_window(lately, window)
     totals = series.daily_totals(window, rows)
     return {
         "money": _money(session, org_id, sum(totals[-BURN_DAYS:]) // BURN_DAYS),

@@ -15,9 +15,9 @@ from api.console.security import ViewerDep
 from api.errors import Forbidden
 from api.http.access import declare
 from api.state.service import ServiceDep
-from billing.ownership import ownership
-from billing.tco import Server, break_even_tokens_per_s
-from store.caller import unrestricted
+from billing.reports.ownership import ownership
+from billing.reports.tco import Server, break_even_tokens_per_s
+from store.database.caller import unrestricted
 from store.tables import Organisation
 
 router = APIRouter(route_class=ConsoleRoute)

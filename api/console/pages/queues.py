@@ -21,7 +21,7 @@ from api.who.lookup import visible
 from scheduler.reports import occupancy
 from scheduler.reports.occupancy import Timeline
 from store import tables
-from store.caller import unrestricted
+from store.database.caller import unrestricted
 from store.tables import Organisation, Run
 
 router = APIRouter(route_class=ConsoleRoute)

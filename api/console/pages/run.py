@@ -28,7 +28,7 @@ from api.routes.stored.weights import CONTINUED_FROM
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id
 from api.who.may_change import own_run
-from billing import usage
+from billing.metering import usage
 from store import tables
 from store.tables import Checkpoint, Operation
 from store.tables.work import MAX_NOTES

@@ -19,7 +19,7 @@ from api.console.titles import called, title_of, with_owner
 from api.http.access import declare
 from api.state.service import ServiceDep
 from api.who.lookup import visible
-from billing.reports import Spent, of_runs
+from billing.reports.spending import Spent, of_runs
 from store import tables
 from store.curves import curves_of
 from store.tables import Run, RunCurve

@@ -21,7 +21,7 @@ from api.state.rates import count_request, count_searches
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, visible
 from store import tables
-from store.roles import ADMIN
+from store.people.roles import ADMIN
 from store.tables import Checkpoint, Membership, Run, User
 
 router = APIRouter(route_class=ConsoleRoute)

@@ -20,9 +20,9 @@ from api.errors import Forbidden, NotFound, Unavailable
 from api.http.access import declare
 from api.oidc.refusals import NotProved, ProviderError, Unwelcome
 from api.state.service import Service, ServiceDep
-from store.caller import SERVER, Caller, acting_as
-from store.identities import Account
-from store.people import PeopleError
+from store.database.caller import SERVER, Caller, acting_as
+from store.people.identities import Account
+from store.people.organisations import PeopleError
 
 if TYPE_CHECKING:
     from api.oidc.flow import Flow, SigningIn

@@ -24,8 +24,8 @@ from api.errors import Invalid
 from api.http.access import declare
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id
-from billing import reports
-from billing.reports import DIMENSIONS, Dimension, ShareRow, Window
+from billing.reports import spending
+from billing.reports.spending import DIMENSIONS, Dimension, ShareRow, Window
 
 router = APIRouter(route_class=ConsoleRoute)
 
@@ -64,7 +64,7 @@ def filters(
     kind: Text = "",
 ) -> Filters:
     given = {"model": model, "project": project, "key": key, "user": user, "run": run, "kind": kind}
-    window = reports.last_days(days)
+    window = spending.last_days(days)
     if first is not None or last is not None:
         end = last or window.last
         window = Window(first or end - timedelta(days=days - 1), end)
@@ -73,7 +73,7 @@ def filters(
         raise Invalid(f"first, last: a view has 1 to {LONGEST} days, and this would be {length}: change the dates")
     for dimension in DIMENSIONS:
         if given[dimension]:
-            window = reports.narrowed(window, dimension, None if given[dimension] == _NONE else given[dimension])
+            window = spending.narrowed(window, dimension, None if given[dimension] == _NONE else given[dimension])
     dated = {"first": first.isoformat() if first else "", "last": last.isoformat() if last else ""}
     query = {**dated, "days": "" if first or last or days == 30 else str(days), "by": by, **given}
     return Filters(window, by, query)
@@ -120,8 +120,8 @@ async def usage_page(
     def read(session: Session) -> dict[str, Any]:
         _check(session, viewer, chosen)
         window = chosen.window
-        days = reports.by_day(session, viewer.org_id, window)
-        rows = reports.by_dimension(session, viewer.org_id, window, chosen.split)
+        days = spending.by_day(session, viewer.org_id, window)
+        rows = spending.by_dimension(session, viewer.org_id, window, chosen.split)
         shares = _shares(session, viewer, chosen.split, rows)
         pages = Pages(page_number, len(shares))
         narrowed = {
@@ -138,8 +138,8 @@ async def usage_page(
             "shares": shares[pages.offset : pages.last],
             "pages": pages,
             "total_nusd": sum(row.amount_nusd for row in days),
-            "per_mtok_nusd": reports.per_mtok_got(days),
-            "total_tokens": sum(row.quantity for row in days if row.kind in reports.TOKEN_KINDS),
+            "per_mtok_nusd": spending.per_mtok_got(days),
+            "total_tokens": sum(row.quantity for row in days if row.kind in spending.TOKEN_KINDS),
             "today": datetime.now(UTC).date(),
         }
 
@@ -155,7 +155,7 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
         out = io.StringIO()
         table = csv.writer(out, lineterminator="\r\n")
         table.writerow(["day", chosen.split, "name", "kind", "quantity", "amount_usd"])
-        rows = reports.by_day_and(session, viewer.org_id, chosen.window, chosen.split)
+        rows = spending.by_day_and(session, viewer.org_id, chosen.window, chosen.split)
         called = names(session, viewer.org_id, chosen.split, {row.name for row in rows})
         for row in rows:
             cells = [csv_cell(row.name or ""), csv_cell(called[row.name]), csv_cell(row.kind)]
@@ -176,10 +176,10 @@ def _shares(session: Session, viewer: Viewer, split: Dimension, rows: list[Share
         by_name[row.name].append(row)
         share = shares.setdefault(row.name, Share(row.name, called[row.name]))
         share.amounts[row.kind] += row.amount_nusd
-        if row.kind in reports.TOKEN_KINDS:
+        if row.kind in spending.TOKEN_KINDS:
             share.tokens += row.quantity
         else:
             share.byte_hours += row.quantity
     for name, share in shares.items():
-        share.per_mtok_nusd = reports.per_mtok_got(by_name[name])
+        share.per_mtok_nusd = spending.per_mtok_got(by_name[name])
     return sorted(shares.values(), key=lambda share: (-share.amount_nusd, share.title))

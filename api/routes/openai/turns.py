@@ -22,7 +22,7 @@ from api.routes.openai.models import Target
 from api.state.coming_turns import ComingTurn
 from api.state.service import Service
 from api.who.principal import Principal
-from billing.quotas import QuotaReached, check, claim
+from billing.metering.quotas import QuotaReached, check, claim
 from store import tables
 
 #: Turns of one session, and sessions' names.

@@ -37,7 +37,7 @@ from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints
 from api.who.session_search import DEFAULT_PROJECT, text_values
 from api.who.tokens import owner_urn
-from billing.hourly import HOUR, CheckpointRow, GroupRow, UsageGroup, checkpoint_rows, hour_of, usage_rows
+from billing.metering.hourly import HOUR, CheckpointRow, GroupRow, UsageGroup, checkpoint_rows, hour_of, usage_rows
 from billing.prices import ANY_MODEL, STORAGE
 from store import tables
 

@@ -27,11 +27,12 @@ from api.http.bodies import read_json
 from api.state.service import Service, ServiceDep
 from api.who.lookup import run_by_id
 from api.who.principal import Principal
-from billing import usage
-from billing.budgets import BudgetState, owns, remove_budget, set_budget, states
+from billing.metering import usage
+from billing.money.budgets import BudgetState, owns, remove_budget, set_budget, states
+from billing.money.wallets import available_nusd
 from billing.prices import ANY_MODEL, STORAGE
-from billing.wallets import available_nusd
-from store import audit, tables
+from store import tables
+from store.database import audit
 
 router = APIRouter(prefix="/api/v1/weft")
 

@@ -15,7 +15,7 @@ from api.http.auth import PrincipalDep
 from api.state.service import ServiceDep
 from api.who.tokens import owner_urn
 from store import tables
-from store.audit import GROUPS
+from store.database.audit import GROUPS
 
 router = APIRouter(prefix="/api/v1")
 

@@ -16,8 +16,9 @@ from api.http.auth import PresentPrincipalDep, PrincipalDep
 from api.http.bodies import read_json
 from api.state.service import Service, ServiceDep
 from api.who.reach import Reach, permit
-from store import invitations, people, tables
-from store.roles import Role
+from store import tables
+from store.people import invitations, organisations
+from store.people.roles import Role
 
 router = APIRouter(prefix="/api/v1/weft/invitations")
 
@@ -67,7 +68,7 @@ async def revoke_invitation(invitation_id: str, service: ServiceDep, who: Presen
     def write(session: Session) -> None:
         row = session.get(tables.Invitation, invitation_id[:64])
         if row is None or row.org_id != who.org_id:
-            raise people.NoSuch(f"no invitation {invitation_id[:80]!r}")
+            raise organisations.NoSuch(f"no invitation {invitation_id[:80]!r}")
         permit(who.reach, Reach.of_member(row.role), "take back this invitation")
         invitations.revoke(session, row, who.key_id)
 

@@ -23,9 +23,10 @@ from api.http.bodies import read_json
 from api.state.service import ServiceDep
 from api.who.credentials import changed_key, managed_key, permit_secret
 from api.who.reach import Reach
-from store import keys, tables
-from store.people import NoSuch, project_by_id
-from store.roles import ADMIN, SCOPES, Scope
+from store import tables
+from store.people import keys
+from store.people.organisations import NoSuch, project_by_id
+from store.people.roles import ADMIN, SCOPES, Scope
 
 router = APIRouter(prefix="/api/v1/weft/keys")
 

@@ -18,7 +18,8 @@ from api.state.service import Service, ServiceDep
 from api.who.credentials import changed_key
 from api.who.principal import RateLimit
 from api.who.projects import visible_projects
-from store import people, tables
+from store import tables
+from store.people import organisations
 
 router = APIRouter(prefix="/api/v1/weft/rate_limits")
 
@@ -59,17 +60,17 @@ async def set_rate_limits(
     def write(session: Session) -> tuple[str, RateLimit]:
         row: tables.Project | tables.ApiKey
         if scope == "project":
-            row = people.project_by_id(session, who.org_id, id)
+            row = organisations.project_by_id(session, who.org_id, id)
         else:
             row = changed_key(session, who, id, "limit")
-        people.set_limits(session, row, body.model_dump(), who.key_id)
+        organisations.set_limits(session, row, body.model_dump(), who.key_id)
         return str(row.id), RateLimit.of(row)
 
     return _row(service, *await service.database.write(write))
 
 
 def _limited(row: tables.Organisation | tables.Project | tables.ApiKey) -> bool:
-    return any(getattr(row, name) is not None for name in people.LIMITS)
+    return any(getattr(row, name) is not None for name in organisations.LIMITS)
 
 
 def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:

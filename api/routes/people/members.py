@@ -14,8 +14,9 @@ from api.http.bodies import read_json
 from api.state.service import ServiceDep
 from api.who.credentials import changed_member
 from api.who.reach import Reach, permit
-from store import people, tables
-from store.roles import ADMIN, Role
+from store import tables
+from store.people import organisations
+from store.people.roles import ADMIN, Role
 
 router = APIRouter(prefix="/api/v1/weft/members")
 
@@ -38,7 +39,7 @@ async def list_members(service: ServiceDep, who: PrincipalDep) -> MembersRespons
     everybody = who.project_id is None and (who.user_id is not None or ADMIN in who.scopes)
 
     def read(session: Session) -> list[MemberRow]:
-        found = people.members(session, who.org_id)
+        found = organisations.members(session, who.org_id)
         return [_shown(row, user) for row, user in found if everybody or user.id == who.user_id]
 
     return MembersResponse(members=await service.read(read))
@@ -51,7 +52,7 @@ async def add_member(request: Request, service: ServiceDep, who: PresentPrincipa
     permit(who.reach, Reach.of_member(body.role), "add this member")
 
     def write(session: Session) -> MemberRow:
-        user = people.add_member(session, who.org_id, body.email, body.role, who.key_id)
+        user = organisations.add_member(session, who.org_id, body.email, body.role, who.key_id)
         return _shown(session.get_one(tables.Membership, (who.org_id, user.id)), user)
 
     return await service.database.write(write)
@@ -67,7 +68,7 @@ async def change_role(
     def write(session: Session) -> MemberRoleResponse:
         changed_member(session, who, user_id, "change the role of this member")
         permit(who.reach, Reach.of_member(body.role), f"give the role {body.role}")
-        people.change_role(session, who.org_id, user_id, body.role, who.key_id)
+        organisations.change_role(session, who.org_id, user_id, body.role, who.key_id)
         return MemberRoleResponse(user_id=user_id, role=body.role)
 
     return await service.database.write(write)
@@ -79,7 +80,7 @@ async def remove_member(user_id: str, service: ServiceDep, who: PresentPrincipal
 
     def write(session: Session) -> None:
         changed_member(session, who, user_id, "remove this member")
-        people.remove_member(session, who.org_id, user_id, who.key_id)
+        organisations.remove_member(session, who.org_id, user_id, who.key_id)
 
     await service.database.write(write)
     return StatusResponse(status="removed")

@@ -13,7 +13,8 @@ from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.state.service import ServiceDep
 from api.who.projects import visible_project, visible_projects
-from store import people, tables
+from store import tables
+from store.people import organisations
 
 router = APIRouter(prefix="/api/v1/weft/projects")
 
@@ -47,7 +48,7 @@ async def create_project(request: Request, service: ServiceDep, who: PrincipalDe
     body = await read_json(request, NewProject)
 
     def write(session: Session) -> ProjectRow:
-        return _shown(people.create_project(session, who.org_id, body.name, key_id=who.key_id))
+        return _shown(organisations.create_project(session, who.org_id, body.name, key_id=who.key_id))
 
     return await service.database.write(write)
 
@@ -63,11 +64,11 @@ async def change_project(project_id: str, request: Request, service: ServiceDep,
     body = await read_json(request, ProjectChange)
 
     def write(session: Session) -> ProjectRow:
-        row = people.project_by_id(session, who.org_id, project_id)
+        row = organisations.project_by_id(session, who.org_id, project_id)
         if body.name is not None:
-            people.rename_project(session, row, body.name, who.key_id)
+            organisations.rename_project(session, row, body.name, who.key_id)
         if body.archived is not None:
-            people.archive_project(session, row, body.archived, who.key_id)
+            organisations.archive_project(session, row, body.archived, who.key_id)
         return _shown(row)
 
     return await service.database.write(write)

@@ -19,7 +19,7 @@ from api.state.rates import count_points
 from api.state.service import ServiceDep
 from api.who.lookup import run_by_id
 from api.who.may_change import own_run
-from billing.reports import spent_by
+from billing.reports.spending import spent_by
 from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve
 
 router = APIRouter(prefix="/api/v1/weft")

@@ -14,7 +14,7 @@ from api.state.service import Service, ServiceDep
 from api.who.lookup import run_by_id
 from api.who.may_change import own_run
 from api.who.principal import Principal
-from store import audit
+from store.database import audit
 from store.tables.work import MAX_NOTES
 
 router = APIRouter(prefix="/api/v1/weft")

@@ -38,7 +38,8 @@ from api.who.may_change import own_session
 from api.who.principal import Principal
 from api.who.projects import check_project, project_for
 from api.who.session_search import DEFAULT_PROJECT, search, text_values
-from store import audit, tables
+from store import tables
+from store.database import audit
 
 router = APIRouter(prefix="/api/v1")
 

@@ -28,7 +28,8 @@ from api.state.telemetry import TelemetryBatch
 from api.who.credentials import key_reach
 from api.who.reach import permit
 from api.who.tokens import Claims
-from store import keys, tables
+from store import tables
+from store.people import keys
 
 router = APIRouter(prefix="/api/v1")
 

@@ -40,10 +40,11 @@ from api.who.lookup import checkpoint_at, live_checkpoints, run_by_id, visible
 from api.who.may_change import own_checkpoint
 from api.who.principal import Principal
 from api.who.session_search import text_values
-from billing import storage
+from billing.metering import storage
 from scheduler.journal.ending.references import in_use
-from store import audit, tables
+from store import tables
 from store.blobs.contract import Damaged
+from store.database import audit
 
 log = logging.getLogger(__name__)
 

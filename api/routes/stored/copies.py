@@ -24,8 +24,9 @@ from api.who.lookup import readable_checkpoint, run_of
 from api.who.may_change import active_session
 from api.who.principal import Principal
 from api.who.projects import check_project, project_for
-from billing import storage
-from store import audit, tables
+from billing.metering import storage
+from store import tables
+from store.database import audit
 
 router = APIRouter(prefix="/api/v1")
 

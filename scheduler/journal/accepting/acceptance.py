@@ -22,17 +22,17 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session, make_transient
 
-from billing.accounts import Accounts, OutOfMoney, Payer
+from billing.metering.quotas import Claim, QuotaReached, check, claim
+from billing.money.accounts import Accounts, OutOfMoney, Payer
 from billing.prices import PriceList, most_for_sample, most_for_tokens
-from billing.quotas import Claim, QuotaReached, check, claim
 from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, small_text, to_row
 from scheduler.links.messages import READ, OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import logs, tables
 from store.blobs.contract import Blobs, beside_the_loop
-from store.bulk import insert_rows
-from store.db import Database
-from store.secret import new_id
+from store.database.bulk import insert_rows
+from store.database.db import Database
+from store.people.secret import new_id
 from store.settings import Limits
 from store.tracing import origin_here
 

@@ -13,8 +13,8 @@ from typing import Protocol
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from billing.accounts import OutOfMoney
-from billing.quotas import QuotaReached
+from billing.metering.quotas import QuotaReached
+from billing.money.accounts import OutOfMoney
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.accepting.in_flight import InFlight

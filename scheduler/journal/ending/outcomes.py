@@ -16,7 +16,7 @@ from scheduler.journal.rows import SMALL_BYTES, small_text
 from scheduler.order.operations import SAMPLE, Gone, Operation, Outcome
 from store import tables
 from store.blobs.contract import Blobs, Damaged
-from store.db import Transactions
+from store.database.db import Transactions
 
 log = logging.getLogger(__name__)
 

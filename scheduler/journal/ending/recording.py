@@ -19,7 +19,7 @@ from scheduler.order.operations import SAMPLE, Operation, Outcome
 from store import logs, tracing
 from store.blobs.contract import Blobs, beside_the_loop
 from store.blobs.room import Room
-from store.db import Transactions
+from store.database.db import Transactions
 
 log = logging.getLogger(__name__)
 

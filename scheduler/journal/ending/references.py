@@ -13,7 +13,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from scheduler.journal.rows import source_ref
 from scheduler.links.messages import MUTATING, SAVES, OpKind
 from store import tables
-from store.caller import unrestricted
+from store.database.caller import unrestricted
 
 _LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
 _SAVING = sorted(kind.value for kind in SAVES)

@@ -17,10 +17,10 @@ from functools import partial
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.orm import Session
 
-from billing.quotas import Claim, limit_of
+from billing.metering.quotas import Claim, limit_of
 from store import tables
 from store.blobs.contract import Blobs
-from store.db import Database
+from store.database.db import Database
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, select, update
 from sqlalchemy.orm import Session
 
-from billing import storage
-from billing.accounts import READ, Found, Payer, wanted
-from billing.charges import Charge, Posting
+from billing.metering import storage
+from billing.metering.charges import Charge, Posting
+from billing.money.accounts import READ, Found, Payer, wanted
 from billing.prices import PriceList
 from scheduler.journal.ending.outcomes import JSON, result_ref, text_of
 from scheduler.journal.ending.references import in_use
@@ -26,8 +26,9 @@ from scheduler.journal.samples.versions import row_of
 from scheduler.links.messages import MUTATING, Done, OpKind
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import Create, Load, NewSampler, Save, Source
-from store import audit, tables
-from store.bulk import Question, among, ask, update_rows
+from store import tables
+from store.database import audit
+from store.database.bulk import Question, among, ask, update_rows
 
 PROTOBUF = "application/x-protobuf"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from store import tables
-from store.db import Transactions
+from store.database.db import Transactions
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)

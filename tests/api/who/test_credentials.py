@@ -13,10 +13,10 @@ from api.who.credentials import changed_key, changed_member, key_reach, managed_
 from api.who.principal import Principal
 from api.who.reach import Reach
 from store import tables
-from store.db import Database
-from store.keys import new_key
-from store.people import NoSuch
-from store.roles import ADMIN
+from store.database.db import Database
+from store.people.keys import new_key
+from store.people.organisations import NoSuch
+from store.people.roles import ADMIN
 
 NOW = datetime.now(UTC)
 OWNER = Principal("acme", 1)

@@ -15,8 +15,8 @@ from api.paths import CheckpointPath
 from api.who import lookup
 from api.who.principal import Principal
 from store import tables
-from store.db import Database
-from store.keys import new_key
+from store.database.db import Database
+from store.people.keys import new_key
 from tests.api.who.conftest import SESSIONS, checkpoint_row
 
 ALL = {id: (org_id, project) for org_id, project, id, _, _ in SESSIONS}

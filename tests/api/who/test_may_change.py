@@ -10,7 +10,7 @@ from api.errors import Forbidden, Invalid, NotFound
 from api.paths import CheckpointPath
 from api.who.may_change import active_session, own_checkpoint, own_operation, own_run, own_session
 from api.who.principal import Principal
-from store.db import Database
+from store.database.db import Database
 from store.tables import Session
 
 ANN = Principal("acme", 1, "ann", role="member")

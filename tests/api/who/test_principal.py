@@ -10,9 +10,9 @@ from sqlalchemy import select
 
 from api.who.principal import Principal, RateLimit, principal_of
 from store import tables
-from store.db import Database
-from store.keys import new_key
-from store.roles import BEYOND_A_PROJECT, SCOPES
+from store.database.db import Database
+from store.people.keys import new_key
+from store.people.roles import BEYOND_A_PROJECT, SCOPES
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 SOON, LATER = NOW + timedelta(minutes=15), NOW + timedelta(days=1)

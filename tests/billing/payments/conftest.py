@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from store.db import Database
+from store.database.db import Database
 from tests.billing.payments.kit import START, Payments
 from tests.fakestripe import FakeStripe, fake_stripe
 

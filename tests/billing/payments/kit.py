@@ -12,13 +12,13 @@ from typing import Any
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from billing.accounts import Payer
-from billing.charges import Charge, settle
+from billing.metering.charges import Charge, settle
+from billing.money.accounts import Payer
+from billing.money.wallets import set_mode, wallet_of
 from billing.prices import load_prices
-from billing.wallets import set_mode, wallet_of
 from scheduler.jobs.registry import JobContext
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import PaymentsSettings, Settings
 from store.tables import LedgerEntry, Organisation, StripeOutbox, Wallet
 from tests.fakestripe import FakeStripe

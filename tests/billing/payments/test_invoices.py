@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from billing.ledger import refund_operation
+from billing.money.ledger import refund_operation
 from billing.payments import inbox, setup
 from billing.payments.client import stripe_client
 from scheduler.jobs.money import reconcile_books

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from billing.alerts import read_gauges
+from billing.money.alerts import read_gauges
 from billing.payments import sender
 from billing.payments.client import stripe_client
 from billing.payments.meters import METERS

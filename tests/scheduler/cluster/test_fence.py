@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from scheduler.cluster.fence import Fenced, Superseded, give_up, take
 from store import tables
-from store.db import Database
+from store.database.db import Database
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -19,8 +19,8 @@ from scheduler.order.operations import Outcome, RunClosed
 from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.folder import FolderBlobs
-from store.caller import Caller, acting_as
-from store.db import Database
+from store.database.caller import Caller, acting_as
+from store.database.db import Database
 from tests import rows
 from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, sample, trainer, url  # noqa: F401
 from tests.scheduler.journal.test_journal import RUN, create, run_row, train

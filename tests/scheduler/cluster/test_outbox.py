@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.cluster import outbox
 from scheduler.cluster.outbox import MOST, Outbox
-from store.caller import SERVER, Caller, acting_as, caller
+from store.database.caller import SERVER, Caller, acting_as, caller
 
 
 def test_what_comes_at_once_is_told_in_one_call_and_what_comes_meanwhile_in_the_next() -> None:

@@ -49,7 +49,7 @@ from scheduler.order.operations import (
 from scheduler.order.plans import NewSampler, Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from tests.scheduler.journal.test_journal import RUN, create, organisation, run_row, train
 from tests.servers import redis_server
 

@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.cluster.shared_limits import SharedBacklog, SharedInFlight
 from scheduler.order.operations import NewOperation
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests.scheduler.journal.test_journal import organisation
 
 

@@ -16,7 +16,7 @@ from scheduler.order.operations import NewOperation
 from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Plan, Slice
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from tests import rows
 from tests.scheduler.dispatch.link import Link
 

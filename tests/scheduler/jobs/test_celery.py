@@ -19,7 +19,7 @@ import redis
 
 from billing.payments import inbox
 from scheduler.jobs.running import ask
-from store.db import Database
+from store.database.db import Database
 from store.tables import JobRun
 from tests.billing.payments.kit import Payments
 from tests.fakestripe import FakeStripe, fake_stripe

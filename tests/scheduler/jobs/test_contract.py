@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from billing import grants
-from billing.budgets import set_budget
+from billing.money import grants
+from billing.money.budgets import set_budget
 from billing.payments import inbox
 from scheduler.jobs import housekeeping
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.running import run_now
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from store.tables import Base
 from tests.billing.payments.kit import Payments
 from tests.fakestripe import FakeStripe, fake_stripe

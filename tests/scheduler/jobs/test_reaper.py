@@ -17,7 +17,7 @@ from scheduler.links.messages import RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, Source
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from tests.keys import create_key
 from tests.rows import run_row, session_row
 

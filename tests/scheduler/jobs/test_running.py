@@ -14,7 +14,7 @@ from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import Job, JobContext, Result
 from scheduler.jobs.running import LEASE_S, RETRY_S, _start, ask, run_if_due, run_now, states
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from store.settings import Settings
 from store.tables import JobRun
 

@@ -15,11 +15,11 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from billing import ledger
-from billing.accounts import OutOfMoney
+from billing.money import ledger
+from billing.money.accounts import OutOfMoney
+from billing.money.wallets import set_mode, wallet_of
 from billing.prices import KINDS, load_prices
-from billing.reconcile import check
-from billing.wallets import set_mode, wallet_of
+from billing.reports.reconcile import check
 from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done, OpKind, RunSpec
@@ -28,7 +28,7 @@ from scheduler.order.plans import BODY_ONLY, Create, Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom
-from store.db import Database
+from store.database.db import Database
 from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
 

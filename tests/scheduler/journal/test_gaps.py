@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from billing.reconcile import check
+from billing.reports.reconcile import check
 from scheduler.journal import gaps
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import PullPass

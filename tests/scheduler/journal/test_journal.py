@@ -41,7 +41,7 @@ from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import Room
-from store.db import Database
+from store.database.db import Database
 from tests import rows
 
 NOW = datetime.now(UTC)

@@ -25,7 +25,7 @@ from scheduler.order.plans import ForwardBackward, Slice
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom, Room
-from store.db import Database
+from store.database.db import Database
 from tests.scheduler.journal.test_journal import (
     RESULT,
     RUN,

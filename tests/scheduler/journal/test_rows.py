@@ -27,8 +27,8 @@ from scheduler.order.plans import (
     Step,
 )
 from store import tables
-from store.bulk import insert_rows, update_rows
-from store.db import Database
+from store.database.bulk import insert_rows, update_rows
+from store.database.db import Database
 
 SPEC = RunSpec("s:train:0", "m", 8, 32.0, 2**40, train_attn=True, train_mlp=False, train_unembed=True)
 SOURCE = Source("weights/abc", "tinker://run/weights/a", with_optimizer=True)

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from billing.budgets import set_budget
+from billing.money.budgets import set_budget
 from billing.prices import load_prices
 from scheduler.journal.accepting.acceptance import Taking, insert_all, most_nusd
 from scheduler.journal.ending.settlement import Ending, Settlement, result_of
@@ -24,7 +24,7 @@ from scheduler.links.messages import Done
 from scheduler.order.operations import SAMPLE, Operation
 from scheduler.order.plans import BODY_ONLY, Sample
 from store import tables
-from store.db import Database
+from store.database.db import Database
 
 NOW = datetime.now(UTC)
 PRICES = load_prices()

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from scheduler.order.plans import ForwardBackward, Sample
 from scheduler.reports.health import Health, Stall, health_of
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests import rows
 
 START = datetime(2026, 11, 1, tzinfo=UTC)

@@ -8,7 +8,7 @@ from threading import Barrier
 from sqlalchemy.orm import Session
 
 from store.blobs.owner import _service_id
-from store.db import Database
+from store.database.db import Database
 
 
 def test_all_that_start_at_once_have_one_id(postgres_database: Database) -> None:

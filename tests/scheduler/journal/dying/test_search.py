@@ -23,11 +23,11 @@ from msgspec import structs
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from billing import ledger
-from billing.accounts import OutOfMoney
-from billing.budgets import set_budget
+from billing.money import ledger
+from billing.money.accounts import OutOfMoney
+from billing.money.budgets import set_budget
+from billing.money.wallets import set_mode
 from billing.prices import KINDS, load_prices
-from billing.wallets import set_mode
 from scheduler.cluster import fence
 from scheduler.cluster.fence import Fenced
 from scheduler.cluster.leading_journal import FencedRecorder
@@ -47,7 +47,7 @@ from scheduler.order.plans import Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom, Room
-from store.db import Database, Transactions
+from store.database.db import Database, Transactions
 from store.settings import Limits
 from tests.rows import run_row, session_row
 from tests.scheduler.journal.dying.books import Books, Limit, at_once, wrong

@@ -18,7 +18,7 @@ from scheduler.links.messages import Done, Failure, OpKind, RunSpec
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, Load, NewSampler, Plan, Save, Source
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)

@@ -17,7 +17,7 @@ from scheduler.links.messages import Done
 from scheduler.order.operations import Gone, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
 from store.blobs.folder import FolderBlobs
-from store.db import Transactions
+from store.database.db import Transactions
 from tests.scheduler.journal.test_journal import Service, folder, go, sample  # noqa: F401
 
 

@@ -13,7 +13,7 @@ from scheduler.journal.ending.results import BATCH, FETCHED_LAST, RESULTS_LAST, 
 from scheduler.order.operations import Gone, Outcome
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.db import Database
+from store.database.db import Database
 from tests.keys import create_key
 
 NOW = datetime.now(UTC)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from billing import ledger
+from billing.money import ledger
+from billing.money.wallets import set_mode
 from billing.prices import KINDS, load_prices
-from billing.reconcile import check
-from billing.wallets import set_mode
+from billing.reports.reconcile import check
 from scheduler.journal.accepting.acceptance import Taking, insert_all
 from scheduler.journal.ending.settlement import Ending, Settled, Settlement, result_of
 from scheduler.links.messages import Done, Failure
 from scheduler.order.operations import Operation
 from scheduler.order.plans import BODY_ONLY
 from store import tables
-from store.db import Database
+from store.database.db import Database
 
 NOW = datetime.now(UTC)
 #: A token costs a nano-dollar.

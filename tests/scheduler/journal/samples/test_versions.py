@@ -14,7 +14,7 @@ from scheduler.journal.samples.versions import policy_of, version_at
 from scheduler.links.messages import PolicyMoved, RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Save, Source
 from store import tables
-from store.db import Database
+from store.database.db import Database
 from tests.scheduler.journal.test_journal import organisation
 
 NOW = datetime.now(UTC)

@@ -1,0 +1,151 @@
+"""Checks the books: every amount that is kept in two places must be equal in both, to the nano-dollar.
+
+    wallet balance  = sum of ledger entries
+    usage entry     = minus the sum of its events, for each settlement
+    hours of usage  = sums of their events, in quantity, amount and number
+    wallet held     = sum of holds of queued operations
+    budget spent    = sum of events accepted in its period, and held likewise
+    grants          remain no more than they were
+
+It only reads: a difference is a fault to be understood, and nothing is corrected automatically.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Row, func, select
+from sqlalchemy.orm import Session
+
+from billing.money.budgets import derived
+from store.database.db import Database
+from store.tables import Budget, BudgetPeriod, LedgerEntry, Operation, UsageEvent, UsageHour, Wallet
+
+#: Sums are computed in two halves, each of which fits into 64 bits.
+_HALF = 10**9
+
+
+@dataclass(frozen=True)
+class Drift:
+    """An amount as kept and as derived from other rows, which differ."""
+
+    org_id: str
+    what: str
+    kept: int
+    derived: int
+
+    def __str__(self) -> str:
+        return f"{self.org_id}: {self.what}: kept {self.kept}, derived {self.derived}, {self.kept - self.derived:+d}"
+
+
+def check(database: Database, org_id: str | None = None) -> list[Drift]:
+    """All differences, of one organisation or of all; work may go on meanwhile."""
+    with database.read() as session:
+        if session.get_bind().dialect.name == "postgresql":  # one snapshot; SQLite's reads are always that
+            session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+        return reconcile(session, org_id)
+
+
+def reconcile(session: Session, org_id: str | None = None) -> list[Drift]:
+    """`check` in the session's own snapshot."""
+    found = [
+        *_wallets(session, org_id),
+        *_settlements(session, org_id),
+        *_hours(session, org_id),
+        *_budgets(session, org_id),
+    ]
+    return sorted(found, key=lambda drift: (drift.org_id, drift.what))
+
+
+def drift_nusd(drifts: Iterable[Drift]) -> int:
+    """The sum of all differences, for a gauge; 0 is good."""
+    return sum(abs(drift.kept - drift.derived) for drift in drifts)
+
+
+def _wallets(session: Session, org_id: str | None) -> list[Drift]:
+    entry, op, wallet = LedgerEntry, Operation, Wallet
+    ledger = _sums(session, _of(org_id, entry.org_id, select(entry.org_id, *_halves(entry.amount_nusd))), entry.org_id)
+    open_ops = select(op.org_id, *_halves(op.hold_nusd)).where(op.state == "queued", op.hold_nusd != 0)
+    held = _sums(session, _of(org_id, op.org_id, open_ops), op.org_id)
+    drifts = []
+    rows = session.execute(_of(org_id, wallet.org_id, select(wallet.org_id, wallet.balance_nusd, wallet.held_nusd)))
+    wallets = {owner: (balance, on_hold) for owner, balance, on_hold in rows}
+    for owner in wallets.keys() | ledger.keys() | held.keys():
+        balance, on_hold = wallets.get(owner, (0, 0))
+        drifts.append(Drift(owner, "balance against ledger", balance, ledger[owner]))
+        drifts.append(Drift(owner, "held against queued operations", on_hold, held[owner]))
+    return [drift for drift in drifts if drift.kept != drift.derived]
+
+
+def _settlements(session: Session, org_id: str | None) -> list[Drift]:
+    """Each usage entry against its events, and events without an entry."""
+    event, entry = UsageEvent, LedgerEntry
+    query = select(event.org_id, event.settlement, *_halves(event.amount_nusd))
+    rows = session.execute(_of(org_id, event.org_id, query).group_by(event.org_id, event.settlement))
+    spent = {(owner, ref): -_whole(*halves) for owner, ref, *halves in rows}
+    posted = select(entry.org_id, entry.ref_id, entry.amount_nusd).where(entry.type == "usage")
+    entries: Counter[tuple[str, str | None]] = Counter()
+    for owner, ref_id, amount in session.execute(_of(org_id, entry.org_id, posted)):
+        entries[owner, ref_id] += amount
+    return [
+        Drift(key[0], f"usage entry {key[1]} against its events", entries[key], spent.get(key, 0))
+        for key in spent.keys() | entries.keys()
+        if entries[key] != spent.get(key, 0)
+    ]
+
+
+def _hours(session: Session, org_id: str | None) -> list[Drift]:
+    """Rows of events are added up per organisation, run, kind and price; per hour would need the database's clock."""
+    event, hour = UsageEvent, UsageHour
+    kept, summed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    key: list[Any] = [hour.org_id, hour.run_id, hour.session_id, hour.kind, hour.price_version]
+    query = select(*key, func.sum(hour.events), *_halves(hour.quantity), *_halves(hour.amount_nusd))
+    for row in session.execute(_of(org_id, hour.org_id, query).group_by(*key)):
+        _count(kept, row, len(key))
+    key = [event.org_id, func.coalesce(event.run_id, ""), event.session_id, event.kind, event.price_version]
+    query = select(*key, func.count(), *_halves(event.quantity), *_halves(event.amount_nusd))
+    for row in session.execute(_of(org_id, event.org_id, query).group_by(*key)):
+        _count(summed, row, len(key))
+    return [
+        Drift(which[0], f"hours of {' '.join(which[1:])}", kept[which], summed[which])
+        for which in kept.keys() | summed.keys()
+        if kept[which] != summed[which]
+    ]
+
+
+def _count(counter: Counter[tuple[Any, ...]], row: Row[Any], length: int) -> None:
+    key, (events, *halves) = tuple(row[:length]), row[length:]
+    counter[*key, "events"] += int(events)
+    counter[*key, "quantity"] += _whole(*halves[:2])
+    counter[*key, "nUSD"] += _whole(*halves[2:])
+
+
+def _budgets(session: Session, org_id: str | None) -> list[Drift]:
+    drifts = []
+    query = select(Budget, BudgetPeriod).join(BudgetPeriod, BudgetPeriod.budget_id == Budget.id)
+    for budget, period in session.execute(_of(org_id, Budget.org_id, query)):
+        spent, held = derived(session, budget, period.start)
+        name = f"{budget.scope} {budget.scope_id} in the {budget.period} from {period.start:%Y-%m-%d}"
+        drifts.append(Drift(budget.org_id, f"spent of the budget of {name}", period.spent_nusd, spent))
+        drifts.append(Drift(budget.org_id, f"held of the budget of {name}", period.held_nusd, held))
+    return [drift for drift in drifts if drift.kept != drift.derived]
+
+
+def _of(org_id: str | None, column: Any, query: Any) -> Any:
+    return query if org_id is None else query.where(column == org_id)
+
+
+def _halves(column: Any) -> list[ColumnElement[int]]:
+    """Sums of the upper and of the lower part, exact at any size: in both databases n == n / half * half + n % half."""
+    return [func.sum(column.op("/")(_HALF)), func.sum(column % _HALF)]
+
+
+def _whole(upper: Any, lower: Any) -> int:
+    return int(upper or 0) * _HALF + int(lower or 0)
+
+
+def _sums(session: Session, query: Any, column: Any) -> Counter[str]:
+    return Counter({owner: _whole(*halves) for owner, *halves in session.execute(query.group_by(column))})

@@ -1,0 +1,110 @@
+"""Cost of ownership: the cost of a GPU-hour from capital and running costs, and the resulting cost of a token.
+
+The arithmetic is that of SemiAnalysis' comparison of owned and hosted RL (2026-06): an annuity in arrears for the
+servers, power and space by the kilowatt, and cost per Mtok = price of the pool for the time / tokens trained. Figures
+are estimates in floating-point dollars; the ledger's integers are elsewhere (`billing.money.ledger`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from store.settings import OwnershipSettings
+
+T = TypeVar("T")
+
+HOURS_PER_MONTH = 730.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """The costs of a server with `gpus` GPUs. The defaults are the comparison's figures for H100."""
+
+    price_usd: float = 361_255.0
+    gpus: int = 8
+    interest_per_year: float = 0.1025
+    months: int = 72
+    draw_kw: float = 10.926
+    usd_per_kwh: float = 0.087
+    load: float = 0.80
+    #: Power usage effectiveness: total power, with cooling and losses, over the power of the computers.
+    pue: float = 1.35
+    space_usd_per_kw_month: float = 150.0
+    other_usd_per_month: float = 170.0
+
+    @classmethod
+    def of(cls, owned: OwnershipSettings) -> Server:
+        return cls(
+            owned.server_usd,
+            owned.gpus_per_server,
+            owned.interest_per_year,
+            owned.months,
+            owned.draw_kw,
+            owned.usd_per_kwh,
+            owned.load,
+            owned.pue,
+            owned.space_usd_per_kw_month,
+            owned.other_usd_per_month,
+        )
+
+    @property
+    def capital_usd_per_month(self) -> float:
+        return annuity(self.interest_per_year, self.months, self.price_usd)
+
+    @property
+    def electricity_usd_per_kw_month(self) -> float:
+        return self.usd_per_kwh * self.load * self.pue * HOURS_PER_MONTH
+
+    @property
+    def power_usd_per_month(self) -> float:
+        """Electricity and space."""
+        return (self.electricity_usd_per_kw_month + self.space_usd_per_kw_month) * self.draw_kw
+
+    @property
+    def running_usd_per_month(self) -> float:
+        return self.power_usd_per_month + self.other_usd_per_month
+
+    @property
+    def gpu_hour(self) -> GpuHour:
+        hours = self.gpus * HOURS_PER_MONTH
+        return GpuHour(self.capital_usd_per_month / hours, self.running_usd_per_month / hours)
+
+
+@dataclass(frozen=True)
+class GpuHour:
+    """Dollars for one hour of one GPU, used or not."""
+
+    capital_usd: float
+    running_usd: float
+
+    @property
+    def usd(self) -> float:
+        return self.capital_usd + self.running_usd
+
+
+def annuity(interest_per_year: float, months: int, value_usd: float) -> float:
+    """The payment at the end of each month that pays `value_usd` back."""
+    rate = interest_per_year / 12
+    return value_usd / months if rate == 0 else value_usd * rate / (1 - (1 + rate) ** -months)
+
+
+def pool_usd(gpu_hour_usd: float, gpus: int, seconds: float) -> float:
+    """What owning `gpus` GPUs costs for that time."""
+    return gpu_hour_usd * gpus * seconds / 3600
+
+
+def usd_per_mtok(usd: float, tokens: float) -> float:
+    return usd / tokens * 1e6 if tokens else 0.0
+
+
+def break_even_tokens_per_s(gpu_hour_usd: float, price_usd_per_mtok: float) -> float:
+    """The tokens per second and GPU above which owning is cheaper than that price."""
+    return gpu_hour_usd / 3600 * 1e6 / price_usd_per_mtok
+
+
+def divide(whole: float, parts: Mapping[T, float]) -> dict[T, float]:
+    """`whole` divided in the proportions of `parts`."""
+    total = sum(parts.values())
+    return {name: whole * part / total if total else 0.0 for name, part in parts.items()}

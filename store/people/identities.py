@@ -1,0 +1,109 @@
+"""Accounts of an OpenID provider: whose they are, and which memberships follow from their groups.
+
+An account is (issuer, subject), which never changes hands; an e-mail address may. So an account that was seen before is
+its user, whatever address it has now; one that was not is the user with its address, which the provider must have
+verified, unless another account is that user already. What is refused is a `PeopleError`, in one line.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from store.database import audit
+from store.people import organisations
+from store.people.oidc_settings import GroupRole
+from store.people.organisations import PeopleError, check_email
+from store.people.roles import ROLES
+from store.tables import BrowserSession, Identity, Membership, Organisation, User
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a provider has proved about somebody. `email` is verified; `proved_at` None: it does not tell when."""
+
+    issuer: str
+    subject: str
+    email: str
+    groups: frozenset[str] = frozenset()
+    proved_at: datetime | None = None
+
+
+def roles_by_groups(session: Session, groups: frozenset[str], rules: Iterable[GroupRole]) -> dict[str, str]:
+    """Organisation's id -> role, the first in the order of ROLES where several groups give one. Organisations that are
+    not there give nothing."""
+    wanted: dict[str, set[str]] = {}
+    for rule in rules:
+        if rule.group in groups:
+            wanted.setdefault(rule.organisation, set()).add(rule.role)
+    rows = session.execute(select(Organisation.id, Organisation.name).where(Organisation.name.in_(wanted)))
+    return {org_id: min(wanted[name], key=ROLES.index) for org_id, name in rows}
+
+
+def user_of(session: Session, account: Account) -> User | None:
+    """Whose account it is; None for a stranger. Raises PeopleError if the address is another account's."""
+    known = session.get(Identity, (account.issuer, account.subject))
+    if known is not None:
+        return session.get_one(User, known.user_id)
+    user = session.scalar(select(User).where(User.email == account.email))
+    if user is not None and session.scalar(select(Identity).filter_by(issuer=account.issuer, user_id=user.id)):
+        raise PeopleError(
+            f"{account.email} belongs to another account of the provider here. If the address was given to you after "
+            "somebody else had it, the operator unlinks it: weftd user unlink"
+        )
+    return user
+
+
+def link(session: Session, account: Account) -> User:
+    """`user_of`, made if there is none; from now on the account is theirs."""
+    user, now = user_of(session, account), datetime.now(UTC)
+    if user is None:
+        user = User(id=uuid.uuid4().hex, email=check_email(account.email), created_at=now)
+        session.add(user)
+        session.flush()
+    key = (account.issuer, account.subject)
+    if session.get(Identity, key) is None:
+        session.add(
+            Identity(issuer=key[0], subject=key[1], user_id=user.id, email=account.email, created_at=now),
+        )
+        session.flush()
+    return user
+
+
+def follow_groups(session: Session, user: User, issuer: str, wanted: dict[str, str]) -> dict[str, str]:
+    """Have the memberships that follow groups, of `issuer` or of a provider before it, be those of `wanted`
+    (`roles_by_groups`). What people have given stays as it is, and so does the last owner of an organisation, who is
+    not let in by it. Returns organisation's id -> why it does not let them in."""
+    rows = session.scalars(select(Membership).filter_by(user_id=user.id).order_by(Membership.org_id)).all()
+    for org_id in sorted(wanted.keys() - {row.org_id for row in rows}):
+        organisations.add_member(session, org_id, user.email, wanted[org_id], issuer=issuer)
+    refused: dict[str, str] = {}
+    for row in (row for row in rows if row.issuer is not None):
+        row.issuer = issuer
+        try:
+            if row.org_id in wanted:
+                organisations.set_role(session, row, wanted[row.org_id])
+            else:
+                organisations.remove_member(session, row.org_id, user.id)
+        except PeopleError as error:
+            refused[row.org_id] = str(error)
+    return refused
+
+
+def unlink(session: Session, email: str) -> int:
+    """Forget which accounts are the user's with that address, so that another may be, and end the user's sessions of
+    the console. Returns how many accounts there were."""
+    user = session.scalar(select(User).where(User.email == email.strip().lower()))
+    if user is None:
+        raise organisations.NoSuch(f"no user {email[:80]!r}")
+    gone = list(session.scalars(select(Identity).filter_by(user_id=user.id)))
+    session.execute(delete(Identity).where(Identity.user_id == user.id))
+    session.execute(delete(BrowserSession).where(BrowserSession.user_id == user.id))
+    for org_id in session.scalars(select(Membership.org_id).filter_by(user_id=user.id)).all():
+        audit.record(session, org_id=org_id, key_id=None, event="member_unlinked", target=user.id)
+    return len(gone)

@@ -1,0 +1,148 @@
+"""API keys of organisations.
+
+A key is `tml-<8 id characters>_<43 secret characters>`: 256 random bits, so its SHA-256 is enough to keep and a slow
+password hash would add nothing. The database never holds the key itself; `prefix` is its public part, and stays the
+same when a key gets another secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import string
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
+
+from store.database import audit
+from store.database.caller import caller
+from store.people.roles import ADMIN
+from store.tables import ApiKey, Organisation
+
+_ALPHABET = string.ascii_letters + string.digits
+_PREFIX_LENGTH = len("tml-") + 8
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def new_key(
+    session: Session,
+    org_id: str,
+    *,
+    name: str = "",
+    scopes: Iterable[str] = (ADMIN,),
+    user_id: str | None = None,
+    project_id: str | None = None,
+    expires_at: datetime | None = None,
+    by: int | None = None,
+) -> tuple[ApiKey, str]:
+    """A new key and its row, made with the key `by` (None: no key). The caller has checked all of it."""
+    now = datetime.now(UTC)
+    secret = f"tml-{_random(8)}_{_random(43)}"
+    row = ApiKey(
+        org_id=org_id,
+        project_id=project_id,
+        user_id=user_id,
+        name=name,
+        scopes=sorted(scopes),
+        prefix=secret[:_PREFIX_LENGTH],
+        last4=secret[-4:],
+        secret_sha256=_digest(secret),
+        given_to=_receiver(),
+        created_at=now,
+        expires_at=expires_at,
+    )
+    session.add(row)
+    session.flush()
+    detail = {"key_id": row.id, "scopes": row.scopes, "user_id": user_id, "project_id": project_id}
+    audit.record(session, org_id=org_id, key_id=by, event="key_created", target=row.prefix, detail=detail, at=now)
+    return row, secret
+
+
+def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = None) -> str:
+    """Give a key another secret; the present one stays good for `overlap`. Returns the new one, only here."""
+    now = datetime.now(UTC)
+    secret = f"{row.prefix}_{_random(43)}"
+    row.previous_sha256, row.previous_expires_at = row.secret_sha256, now + overlap
+    row.secret_sha256, row.last4, row.given_to = _digest(secret), secret[-4:], _receiver()
+    detail = {"key_id": row.id, "overlap_s": int(overlap.total_seconds())}
+    audit.record(session, org_id=row.org_id, key_id=by, event="key_rotated", target=row.prefix, detail=detail, at=now)
+    session.flush()
+    return secret
+
+
+def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey | None:
+    """The key with that secret, if it is good: not revoked, not expired, not rotated away."""
+    digest, now = _digest(secret), now or datetime.now(UTC)
+    query = select(ApiKey).where(or_(ApiKey.secret_sha256 == digest, ApiKey.previous_sha256 == digest))
+    row = session.scalars(query).one_or_none()
+    if row is None or not is_good(row, now):
+        return None
+    if hmac.compare_digest(row.secret_sha256, digest):
+        return row
+    overlaps = row.previous_expires_at is not None and now < row.previous_expires_at
+    return row if overlaps and hmac.compare_digest(row.previous_sha256 or "", digest) else None
+
+
+def secret_ends(row: ApiKey, secret: str) -> datetime | None:
+    """When a secret of `row` ends: with the key, or when it has been rotated away, with the overlap."""
+    if hmac.compare_digest(row.secret_sha256, _digest(secret)):
+        return row.expires_at
+    return earlier(row.expires_at, row.previous_expires_at)
+
+
+def earlier(one: datetime | None, other: datetime | None) -> datetime | None:
+    """Of two ends, where None is none."""
+    return min((end for end in (one, other) if end is not None), default=None)
+
+
+def _receiver() -> str | None:
+    """Who is given a secret that is made here: in a session that began by a link, who made the link could be sitting
+    there. None for the operator, who hands it on to whom it is for."""
+    who = caller()
+    receiver = who.link_by or who.actor
+    return None if receiver in ("operator", "server") else receiver
+
+
+def is_good(row: ApiKey, now: datetime | None = None) -> bool:
+    now = now or datetime.now(UTC)
+    return row.revoked_at is None and (row.expires_at is None or now < row.expires_at)
+
+
+def revoke(session: Session, key: str, by: int | None = None) -> int:
+    """Revoke by prefix (or by the whole key), at the wish of the key `by` (None: the operator). Returns how many keys
+    were revoked by this call."""
+    rows = session.scalars(select(ApiKey).where(ApiKey.prefix == key[:_PREFIX_LENGTH], ApiKey.revoked_at.is_(None)))
+    revoked = 0
+    for row in rows:
+        whole = len(key) > _PREFIX_LENGTH
+        if whole and _digest(key) not in (row.secret_sha256, row.previous_sha256):
+            continue
+        revoke_row(session, row, by)
+        revoked += 1
+    return revoked
+
+
+def revoke_row(session: Session, row: ApiKey, by: int | None = None) -> None:
+    row.revoked_at = datetime.now(UTC)
+    detail = {"key_id": row.id}
+    audit.record(
+        session, org_id=row.org_id, key_id=by, event="key_revoked", target=row.prefix, detail=detail, at=row.revoked_at
+    )
+
+
+def list_keys(session: Session) -> list[tuple[Organisation, ApiKey]]:
+    """Every key with its organisation, oldest first."""
+    rows = session.execute(
+        select(Organisation, ApiKey).join(ApiKey, ApiKey.org_id == Organisation.id).order_by(ApiKey.id)
+    )
+    return [(org, key) for org, key in rows]

@@ -1,0 +1,242 @@
+"""Organisations, their members and their projects: what changes them, each with its row in the audit log.
+
+Called inside writes, by the API and by `weftd`. What is wrong with a change is a `PeopleError`, in one line.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from store.database import audit
+from store.database.caller import unrestricted
+from store.people.keys import revoke_row
+from store.people.roles import ROLES
+from store.tables import ApiKey, Membership, Organisation, Project, User
+
+_EMAIL = re.compile(r"[^@\s\x00-\x1f]{1,64}@[^@\s\x00-\x1f]{1,189}")
+STATUSES = ("active", "past_due", "suspended", "closed")
+
+
+class PeopleError(ValueError):
+    """A change that cannot be made."""
+
+
+class NoSuch(PeopleError):
+    """It names something that is not there, or not in this organisation."""
+
+
+def organisation_named(session: Session, name: str) -> Organisation:
+    """The organisation of that name, made if it is not there."""
+    org = session.scalar(select(Organisation).where(Organisation.name == name))
+    if org is None:
+        org = Organisation(id=uuid.uuid4().hex, name=name, created_at=datetime.now(UTC))
+        session.add(org)
+        session.flush()
+    return org
+
+
+def set_status(session: Session, org: Organisation, status: str, key_id: int | None = None) -> None:
+    if status not in STATUSES:
+        raise PeopleError(f"status: must be one of {', '.join(STATUSES)}, got {status!r}")
+    if org.status != status:
+        detail = {"from": org.status, "to": status}
+        org.status = status
+        audit.record(
+            session, org_id=org.id, key_id=key_id, event="organization_status_set", target=org.id, detail=detail
+        )
+
+
+def set_weight(session: Session, org: Organisation, weight: int) -> None:
+    """Its fair share of the machines, relative to others'."""
+    if org.weight != weight:
+        detail = {"from": org.weight, "to": weight}
+        org.weight = weight
+        audit.record(session, org_id=org.id, key_id=None, event="organization_weight_set", target=org.id, detail=detail)
+
+
+def require_sso(session: Session, org: Organisation, required: bool, key_id: int | None = None) -> None:
+    """Whether members sign in to the console by the OpenID provider alone. Other sessions end with it."""
+    if (org.sso_required_at is not None) != required:
+        org.sso_required_at = datetime.now(UTC) if required else None
+        audit.record(
+            session,
+            org_id=org.id,
+            key_id=key_id,
+            event="organization_sso_required" if required else "organization_sso_not_required",
+            target=org.id,
+        )
+
+
+# ---- members
+
+
+def add_member(
+    session: Session, org_id: str, email: str, role: str, key_id: int | None = None, issuer: str | None = None
+) -> User:
+    """Make that person a member; who is unknown becomes a user. With `issuer` the membership follows its groups."""
+    email = check_email(email)
+    check_role(role)
+    with unrestricted(session):
+        user = session.scalar(select(User).where(User.email == email))
+    now = datetime.now(UTC)
+    if user is None:
+        user = User(id=uuid.uuid4().hex, email=email, created_at=now)
+        session.add(user)
+        session.flush()
+    if session.get(Membership, (org_id, user.id)) is not None:
+        raise PeopleError(f"email: {email} is a member already; change the role instead")
+    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=now))
+    session.flush()
+    how = {"by_groups_of": issuer} if issuer is not None else {}
+    _note(session, org_id, key_id, "member_added", user.id, role=role, email=email, **how)
+    return user
+
+
+def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: int | None = None) -> Membership:
+    row = membership(session, org_id, user_id)
+    check_role(role)
+    if row.issuer is not None and row.role != role:
+        raise PeopleError(
+            "the role of this member follows their groups at the OpenID provider: change those; or remove the member "
+            "and add them again, and the role is yours to give"
+        )
+    return set_role(session, row, role, key_id)
+
+
+def set_role(session: Session, row: Membership, role: str, key_id: int | None = None) -> Membership:
+    """Another role, whoever gave the one before."""
+    if row.role == "owner" and role != "owner":
+        _keep_an_owner(session, row.org_id)
+    if row.role != role:
+        how = {"by_groups_of": row.issuer} if row.issuer is not None else {}
+        _note(session, row.org_id, key_id, "member_role_set", row.user_id, was=row.role, role=role, **how)
+        row.role = role
+    return row
+
+
+def remove_member(session: Session, org_id: str, user_id: str, key_id: int | None = None) -> None:
+    """End a membership, and with it the member's keys in this organisation."""
+    row = membership(session, org_id, user_id)
+    if row.role == "owner":
+        _keep_an_owner(session, org_id)
+    for key in session.scalars(select(ApiKey).filter_by(org_id=org_id, user_id=user_id, revoked_at=None)):
+        revoke_row(session, key, key_id)
+    session.delete(row)
+    _note(session, org_id, key_id, "member_removed", user_id, role=row.role)
+
+
+def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:
+    query = select(Membership, User).join(User, User.id == Membership.user_id)
+    rows = session.execute(query.where(Membership.org_id == org_id).order_by(Membership.created_at, User.id))
+    return [(member, user) for member, user in rows]
+
+
+def membership(session: Session, org_id: str, user_id: str) -> Membership:
+    row = session.get(Membership, (org_id, user_id))
+    if row is None:
+        raise NoSuch(f"no member {user_id[:80]!r}")
+    return row
+
+
+def _keep_an_owner(session: Session, org_id: str) -> None:
+    """Owners are read under a lock, so that the last two cannot leave at the same moment."""
+    session.scalars(select(Organisation.id).where(Organisation.id == org_id).with_for_update()).all()
+    owners = session.scalar(select(func.count()).select_from(Membership).filter_by(org_id=org_id, role="owner"))
+    if (owners or 0) <= 1:
+        raise PeopleError("the last owner of an organisation stays: make somebody else an owner first")
+
+
+def check_email(email: str) -> str:
+    email = email.strip().lower()
+    if not _EMAIL.fullmatch(email) or not email.isprintable():
+        raise PeopleError(f"email: must be an e-mail address of at most 254 characters, got {email[:80]!r}")
+    return email
+
+
+def check_role(role: str) -> None:
+    if role not in ROLES:
+        raise PeopleError(f"role: must be one of {', '.join(ROLES)}, got {role[:80]!r}")
+
+
+# ---- projects
+
+
+def create_project(
+    session: Session, org_id: str, name: str, *, project_id: str | None = None, key_id: int | None = None
+) -> Project:
+    """A new project; its id is the name where that can be one and is not taken."""
+    _check_name(session, org_id, name)
+    taken = session.get(Project, (org_id, name)) is not None
+    project_id = project_id or (name if _is_id(name) and not taken else uuid.uuid4().hex)
+    row = Project(id=project_id, org_id=org_id, name=name, created_at=datetime.now(UTC))
+    session.add(row)
+    session.flush()
+    _note(session, org_id, key_id, "project_created", row.id, name=name)
+    return row
+
+
+def rename_project(session: Session, row: Project, name: str, key_id: int | None = None) -> None:
+    if row.name != name:
+        _check_name(session, row.org_id, name)
+        _note(session, row.org_id, key_id, "project_renamed", row.id, was=row.name, name=name)
+        row.name = name
+
+
+def archive_project(session: Session, row: Project, archived: bool = True, key_id: int | None = None) -> None:
+    """An archived project takes no new sessions; what is in it stays, and goes on."""
+    if (row.archived_at is not None) != archived:
+        row.archived_at = datetime.now(UTC) if archived else None
+        _note(session, row.org_id, key_id, "project_archived" if archived else "project_restored", row.id)
+
+
+def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
+    row = session.get(Project, (org_id, project_id)) if _is_id(project_id) else None
+    if row is None:
+        raise NoSuch(f"no project {project_id[:80]!r}")
+    return row
+
+
+def _is_id(text: str) -> bool:
+    """Of a project: what fits its column and reads as one word or several."""
+    return 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
+
+
+def _check_name(session: Session, org_id: str, name: str) -> None:
+    if not 1 <= len(name) <= 128 or not name.isprintable() or name != name.strip():
+        raise PeopleError("name: must be 1 to 128 printable characters without spaces around them")
+    if session.scalar(select(Project.id).filter_by(org_id=org_id, name=name)) is not None:
+        raise PeopleError(f"name: a project named {name!r} exists already")
+
+
+def _note(session: Session, org_id: str, key_id: int | None, event: str, target: str, **detail: str) -> None:
+    audit.record(session, org_id=org_id, key_id=key_id, event=event, target=target, detail=dict(detail))
+
+
+def set_quotas(session: Session, org: Organisation, values: Mapping[str, int | None]) -> None:
+    """Set quotas (None: the server's default); those that are not in `values` stay."""
+    kept = {**org.quotas, **values}
+    org.quotas = {name: value for name, value in kept.items() if value is not None}
+    target = f"organisation {org.id}"
+    audit.record(session, org_id=org.id, key_id=None, event="quotas_set", target=target, detail=dict(values))
+
+
+# ---- limits
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_in_flight")
+
+
+def set_limits(
+    session: Session, row: Organisation | Project | ApiKey, values: Mapping[str, int | None], key_id: int | None = None
+) -> None:
+    """Set the rate limits in `values` (None: none); those that it does not name stay."""
+    org_id = row.id if isinstance(row, Organisation) else row.org_id
+    for name, value in values.items():
+        setattr(row, name, value)
+    target = f"{row.__tablename__.rstrip('s')} {row.id}"
+    audit.record(session, org_id=org_id, key_id=key_id, event="limits_set", target=target, detail=dict(values))

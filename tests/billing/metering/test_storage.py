@@ -1,0 +1,159 @@
+"""Storage: bytes x time, each hour once, from the commit of a checkpoint to its end."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy.orm import Session
+
+from billing.metering import storage
+from billing.metering.storage import byte_hours, hours, meter
+from store import tables
+from store.tables import Checkpoint
+from tests.billing.conftest import START, Till
+from tests.rows import run_row, session_row
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+GB = 10**9
+#: A gigabyte for an hour, at $0.10 per GB-month.
+GB_HOUR_NUSD = 138_889
+
+
+@pytest.fixture(autouse=True)
+def run(till: Till) -> None:
+    till.database.write_now(add_run)
+
+
+def add_run(session: Session) -> None:
+    session.add(session_row("a", START, project_id="p", key_id=1))
+    session.flush()
+    session.add(run_row("a", START, "r"))
+
+
+def save(till: Till, at: datetime, name: str = "c", size: int = GB, begin: bool = True) -> None:
+    def write(session: Session) -> None:
+        row = Checkpoint(
+            id=name, org_id="a", run_id="r", kind="weights", name=name, ref=name, size_bytes=size, public=False,
+            user_metadata={}, created_at=at, expires_at=None,
+        )  # fmt: skip
+        session.add(row)
+        session.flush()
+        if begin:
+            storage.begin(session, row, at)
+
+    till.database.write_now(write)
+
+
+def delete(till: Till, at: datetime, name: str = "c", end: bool = True) -> None:
+    def write(session: Session) -> None:
+        row = session.get_one(Checkpoint, name)
+        if end:
+            storage.end(session, row, at)
+        session.delete(row)
+
+    till.database.write_now(write)
+
+
+def billed(till: Till) -> list[tuple[str, int, int]]:
+    events = sorted(till.rows(tables.UsageEvent), key=lambda event: event.accepted_at)
+    return [(f"{event.accepted_at:%H:%M}", event.quantity, event.amount_nusd) for event in events]
+
+
+def test_each_full_hour_once(till: Till) -> None:
+    save(till, NOON + timedelta(minutes=30))
+    assert meter(till.database, till.prices, NOON + timedelta(minutes=59))["events"] == 0
+    for minutes in (60, 61, 119, 120, 121):
+        meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
+    assert billed(till) == [("12:30", GB // 2, 69_444), ("13:00", GB, GB_HOUR_NUSD)]
+    (event, _) = till.rows(tables.UsageEvent)
+    assert (event.kind, event.run_id, event.project_id, event.key_id, event.rate_uusd) == (
+        "storage",
+        "r",
+        "p",
+        1,
+        10**5,
+    )
+    assert till.wallet().balance_nusd == -sum(amount for _, _, amount in billed(till))
+    assert till.agrees()
+
+
+def test_it_ends_with_the_deletion(till: Till) -> None:
+    save(till, NOON)
+    delete(till, NOON + timedelta(minutes=90))
+    for minutes in (100, 200, 300):
+        meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB, GB // 2]
+    assert till.rows(tables.StorageSpan) == []
+    assert till.agrees()
+
+
+def test_within_an_hour_and_before_any_metering(till: Till) -> None:
+    save(till, NOON)
+    delete(till, NOON + timedelta(minutes=6))
+    meter(till.database, till.prices, NOON + timedelta(minutes=7))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB // 10]
+
+
+def test_it_ends_when_it_expires_however_late_that_is_noticed(till: Till) -> None:
+    save(till, NOON)
+
+    def expire(session: Session) -> None:
+        session.get_one(Checkpoint, "c").expires_at = NOON + timedelta(minutes=30)
+
+    till.database.write_now(expire)
+    meter(till.database, till.prices, NOON + timedelta(hours=5))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
+
+
+def test_a_deletion_nobody_told_of_ends_it_at_the_next_metering(till: Till) -> None:
+    save(till, NOON)
+    delete(till, NOON, end=False)
+    assert meter(till.database, till.prices, NOON + timedelta(minutes=30))["ended"] == 1
+    assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
+
+
+def test_a_checkpoint_from_before_is_metered_from_now_on(till: Till) -> None:
+    save(till, NOON, begin=False)
+    now = datetime.now(UTC)
+    assert meter(till.database, till.prices, now)["begun"] == 1
+    (span,) = till.rows(tables.StorageSpan)
+    assert span.started_at >= now
+
+
+def test_many_at_once(till: Till) -> None:
+    for number in range(storage.AT_A_TIME + 5):
+        save(till, NOON, f"c{number}", 10)
+    counts = meter(till.database, till.prices, NOON + timedelta(hours=2))
+    assert counts["events"] == 2 * (storage.AT_A_TIME + 5)
+    assert till.agrees()
+
+
+def test_two_that_meter_at_once_bill_once(till: Till) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from store.database.db import Database
+
+    save(till, NOON)
+    others = [Database(till.database.url) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda other: meter(other, till.prices, NOON + timedelta(hours=3)), others))
+    for other in others:
+        other.close()
+    assert len(billed(till)) == 3
+    assert till.agrees()
+
+
+@given(
+    st.integers(0, 10**15),
+    st.datetimes(datetime(2026, 1, 1), datetime(2026, 2, 1), timezones=st.just(UTC)),
+    st.timedeltas(timedelta(0), timedelta(days=3)),
+)
+def test_pieces_make_the_whole(size: int, start: datetime, length: timedelta) -> None:
+    pieces = list(hours(start, start + length))
+    assert sum(((stop - begun) for begun, stop in pieces), timedelta(0)) == length
+    assert len({begun.replace(minute=0, second=0, microsecond=0) for begun, _ in pieces}) == len(pieces)
+    whole = byte_hours(size, start, start + length)
+    assert abs(sum(byte_hours(size, *piece) for piece in pieces) - whole) <= len(pieces) / 2 + 1

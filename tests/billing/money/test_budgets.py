@@ -1,0 +1,186 @@
+"""Budgets: months in UTC, made in the middle of one, alerts, and what a refusal says."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+
+from billing.money.accounts import OutOfMoney, Payer, check_left, period_start
+from billing.money.budgets import Period, Scope, remove_budget, set_budget, states
+from billing.money.grants import expire, give
+from store import tables
+from tests.billing.conftest import Till
+
+KEY = Payer("a", "p", 1)
+NOVEMBER, DECEMBER = datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
+
+
+def put(
+    till: Till, limit: int, scope: Scope = "org", scope_id: str = "a", period: Period = "month", hard: bool = True
+) -> str:
+    return till.database.write_now(
+        lambda session: set_budget(session, "a", scope, scope_id, period, limit, hard=hard, now=NOVEMBER)
+    ).id
+
+
+def spent(till: Till, now: datetime = NOVEMBER) -> list[tuple[int, int]]:
+    with till.database.read() as session:
+        return [(state.spent_nusd, state.held_nusd) for state in states(session, "a", now)]
+
+
+@pytest.mark.parametrize("year", [2026, 2027, 2028])
+def test_months_begin_at_midnight_of_utc_whatever_the_clock_shows(year: int) -> None:
+    for month in range(1, 13):
+        start = datetime(year, month, 1, tzinfo=UTC)
+        for zone in (UTC, timezone(timedelta(hours=14)), timezone(timedelta(hours=-12))):
+            assert period_start("month", start.astimezone(zone)) == start
+            assert period_start("month", (start + timedelta(days=28) - timedelta.resolution).astimezone(zone)) == start
+        assert period_start("month", start - timedelta.resolution) < start
+
+
+def test_a_month_rolls_over_and_work_belongs_to_the_month_of_its_acceptance(till: Till) -> None:
+    put(till, 10)
+    late = till.accept(8, at=NOVEMBER)
+    assert till.refused(3, at=NOVEMBER).available_nusd == 2
+    early = till.accept(10, at=DECEMBER)
+    till.end(late, now=DECEMBER, train=8)
+    till.end(early, now=DECEMBER, train=4)
+    assert (spent(till), spent(till, DECEMBER)) == ([(8, 0)], [(4, 0)])
+    assert till.agrees()
+
+
+def test_a_total_never_rolls_over(till: Till) -> None:
+    put(till, 10, period="total")
+    till.end(till.accept(8, at=NOVEMBER), train=8)
+    refusal = till.refused(3, at=DECEMBER)
+    assert (refusal.limit, refusal.available_nusd) == ("the budget of the organisation in total", 2)
+    assert till.agrees()
+
+
+def test_made_in_the_middle_it_knows_what_is_spent_and_held(till: Till) -> None:
+    till.end(till.accept(5, KEY, NOVEMBER), now=NOVEMBER, train=4)
+    running = till.accept(3, KEY, NOVEMBER)
+    till.accept(100, at=NOVEMBER)  # of no project and no key
+    put(till, 10, "project", "p")
+    put(till, 10, "key", "1")
+    assert spent(till) == [(4, 3), (4, 3)]
+    assert till.refused(4, KEY, NOVEMBER).available_nusd == 3
+    till.end(running, train=3)
+    assert spent(till) == [(7, 0), (7, 0)]
+    assert till.agrees()
+
+
+@pytest.mark.parametrize(
+    ("scope", "scope_id", "name"),
+    [("org", "a", "organisation"), ("project", "p", "project p"), ("key", "1", "key 1")],
+)
+def test_a_refusal_says_which(till: Till, scope: Scope, scope_id: str, name: str) -> None:
+    put(till, 5, scope, scope_id)
+    till.accept(2, KEY, NOVEMBER)
+    refusal = till.refused(4, KEY, NOVEMBER)
+    assert refusal.limit == f"the budget of the {name} in 2026-11 (UTC)"
+    assert (refusal.needed_nusd, refusal.available_nusd, refusal.held_nusd) == (4, 3, 2)
+    assert till.wallet().held_nusd == 2  # nothing is held anywhere for what was refused
+    assert till.agrees()
+
+
+def test_several_count_each_its_own(till: Till) -> None:
+    """What several limit stops at the first that is reached."""
+    put(till, 100, period="total")
+    put(till, 10, "project", "p", "total")
+    put(till, 50, "key", "1")
+    till.end(till.accept(8, KEY, NOVEMBER), train=8)
+    till.end(till.accept(30, Payer("a", "q", 1), NOVEMBER), train=30)
+    till.accept(20, Payer("a"), NOVEMBER)
+    assert (till.refused(3, KEY, NOVEMBER).scope, till.refused(3, KEY, NOVEMBER).available_nusd) == ("project", 2)
+    assert till.refused(13, Payer("a", "q", 1), NOVEMBER).available_nusd == 12
+    assert till.refused(43, Payer("a"), NOVEMBER).available_nusd == 42
+    assert till.agrees()
+
+
+def test_the_last_of_it_can_be_had_and_nothing_beyond(till: Till) -> None:
+    put(till, 1)
+    till.accept(0, at=NOVEMBER)
+    till.end(till.accept(1, at=NOVEMBER), train=1)
+    till.refused(0, at=NOVEMBER)
+    put(till, 0)  # less than is spent
+    till.refused(0, at=NOVEMBER)
+    assert till.agrees()
+
+
+def test_what_helps_an_empty_wallet(till: Till) -> None:
+    till.mode("prepaid")
+    assert till.refused(1).remedy.startswith("top up, or wait until running operations")
+    assert till.refused(0).remedy == "top up"
+
+
+def test_of_a_grant_that_has_expired_nothing_is_taken_that_is_held_or_owed(till: Till) -> None:
+    till.database.write_now(lambda session: give(session, "a", 5, expires_at=NOVEMBER, now=NOVEMBER))
+    till.accept(5)
+    assert expire(till.database, DECEMBER) == {"expired": 0}
+    till.accept(2)  # unlimited: more is held than there is
+    assert expire(till.database, DECEMBER) == {"expired": 0}
+    assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("period", "remedy"), [("month", "raise the budget, or wait for the next month"), ("total", "raise the budget")]
+)
+def test_what_helps_depends_on_the_period(till: Till, period: Period, remedy: str) -> None:
+    put(till, 5, period=period)
+    assert till.refused(6, at=NOVEMBER).remedy == remedy
+
+
+def test_what_is_no_operation_needs_money_and_holds_none(till: Till) -> None:
+    def left(now: datetime = NOVEMBER) -> None:
+        till.database.write_now(lambda session: check_left(session, Payer("a"), now))
+
+    till.database.write_now(lambda session: give(session, "a", 1))
+    till.mode("prepaid")
+    put(till, 2)
+    left()
+    till.accept(1, at=NOVEMBER)
+    left()  # held is not spent
+    assert (till.wallet().held_nusd, spent(till)) == (1, [(0, 1)])
+    till.end(till.rows(tables.Operation)[0].id, train=1)
+    with pytest.raises(OutOfMoney, match="the prepaid balance"):
+        left()
+    assert till.agrees()
+
+
+def test_others_are_not_limited(till: Till) -> None:
+    put(till, 0, "key", "1")
+    put(till, 0, "project", "p")
+    till.accept(5, Payer("a", "q", 2))
+    till.accept(5, Payer("b", "p", 1))
+    till.refused(1, Payer("a", "p", 2))
+
+
+def test_raising_and_removing_it_lets_work_go_on(till: Till) -> None:
+    budget = put(till, 5)
+    till.refused(6, at=NOVEMBER)
+    assert put(till, 6) == budget
+    op = till.accept(6, at=NOVEMBER)
+    assert till.database.write_now(lambda session: remove_budget(session, "b", budget)) is False
+    assert till.database.write_now(lambda session: remove_budget(session, "a", budget)) is True
+    till.accept(100, at=NOVEMBER)
+    till.end(op, train=6)
+    assert till.agrees()
+
+
+def test_alerts_are_recorded_once_at_each_percentage(till: Till) -> None:
+    put(till, 100, hard=False)
+    for used in (49, 1, 20, 15, 10, 200):
+        till.end(till.accept(used, at=NOVEMBER), now=NOVEMBER, train=used)
+    found = [(row.pct, row.spent_nusd) for row in till.rows(tables.BudgetAlert)]
+    assert sorted(found) == [(50, 50), (80, 85), (100, 295)]
+    with till.database.read() as session:
+        (state,) = states(session, "a", NOVEMBER)
+    assert ([alert.pct for alert in state.alerts], state.left_nusd) == ([50, 80, 100], -195)
+
+
+def test_a_budget_below_what_is_spent_alerts_at_once(till: Till) -> None:
+    till.end(till.accept(60, at=NOVEMBER), now=NOVEMBER, train=60)
+    put(till, 100)
+    assert [row.pct for row in till.rows(tables.BudgetAlert)] == [50]
