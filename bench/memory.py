@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
-from api.server.worker_programs import memory_of_workers
+from api.server.workers.worker_programs import memory_of_workers
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, WorkerConfig
 from scheduler.links.messages import (
     Done,

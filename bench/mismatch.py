@@ -44,8 +44,8 @@ from weft.rl.chat.render import TemplateRenderer
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 from api import cli
-from api.server import worker_programs
-from api.server.worker_process import WorkerProgram
+from api.server.workers import worker_programs
+from api.server.workers.worker_process import WorkerProgram
 from bench.parts.router_noise import mismatch_kl, routing
 from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 from scheduler.links.configs import WorkerConfig

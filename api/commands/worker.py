@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
     from api.server.serve import CannotServe, read_cards, trace_as, with_plan
-    from api.server.worker_programs import lone_worker
+    from api.server.workers.worker_programs import lone_worker
     from store.blobs.opening import check_blobs
     from store.settings import SettingsError
 

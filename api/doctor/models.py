@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from api.doctor.findings import Finding, ok, wrong
-from api.server.worker_programs import embedded_workers
+from api.server.workers.worker_programs import embedded_workers
 from billing.prices import PriceError, load_prices
 from store.settings import Settings, SettingsError
 from workers.model.card import UnsupportedModel, read_card, weight_files

@@ -29,8 +29,8 @@ from api.routes.server import probes, sdk, service, weft
 from api.routes.stored import checkpoints, copies, downloads, weights
 from api.server import reference
 from api.server.housekeeping import keep_house
-from api.server.machines import EmbeddedMachines, Machines
-from api.server.worker_process import WorkerProcess
+from api.server.workers.machines import EmbeddedMachines, Machines
+from api.server.workers.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
 from api.state.traffic import Traffic
@@ -131,7 +131,7 @@ def parts_of(
 ) -> tuple[Machines, Rates]:
     """Those of the embedded service, or those of one replica of several."""
     if settings.redis_url:  # imported here, with Redis
-        from api.server.shared_machines import SharedMachines
+        from api.server.workers.shared_machines import SharedMachines
         from api.state.shared_rates import SharedRates
 
         return SharedMachines(settings, cards, database, blobs, prices), SharedRates(settings.redis_url)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from api.server.connections import Connection, Gate
-from api.server.supervisor import WorkerFailed
+from api.server.workers.supervisor import WorkerFailed
 from store.settings import FrontSettings
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from api.server.memory_plan import planned
-from api.server.worker_process import WorkerProcess, WorkerProgram, start_ahead
-from api.server.worker_programs import embedded_workers
+from api.server.workers.memory_plan import planned
+from api.server.workers.worker_process import WorkerProcess, WorkerProgram, start_ahead
+from api.server.workers.worker_programs import embedded_workers
 from billing.prices import PriceList, load_prices
 from store import tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from sqlalchemy.orm import Session
 
-from api.server.shared_machines import SharedMachines
+from api.server.workers.shared_machines import SharedMachines
 from billing.prices import load_prices
 from scheduler.journal.ending.completions import CLIENT_STRIDE
 from scheduler.links.messages import (

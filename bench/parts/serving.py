@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from api.server.worker_programs import memory_of_workers
+from api.server.workers.worker_programs import memory_of_workers
 
 BIN = Path(sys.executable).parent
 BASE_MODEL = "weft/tiny-moe"

@@ -1,7 +1,7 @@
 """What a worker is told first, over its link: everything that an operator can set of it.
 
-The server makes these of its settings, which are checked there (`api.server.worker_programs`). A worker reads no
-settings of its own and takes no other arguments than the link.
+The server makes these of its settings, which are checked there (`api.server.workers.worker_programs`). A worker reads
+no settings of its own and takes no other arguments than the link.
 """
 
 from __future__ import annotations

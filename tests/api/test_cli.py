@@ -39,9 +39,9 @@ STAND_IN = """
 import asyncio, os, sys, time, types
 from contextlib import asynccontextmanager
 from fastapi import FastAPI
-from api.server import supervisor as s
+from api.server.workers import supervisor as s
 s.START_ATTEMPTS = 2
-from api.server import worker_process
+from api.server.workers import worker_process
 worker_process.start_ahead = lambda programs: {}  # the real ones
 mode = os.environ.get("MODE", "")
 WORKER = '''
@@ -279,10 +279,10 @@ def test_a_price_list_that_begins_after_what_is_not_billed_yet_is_refused(tmp_pa
 #: Of the real app, without workers: what the process has loaded when it listens.
 LISTENS = """
 import json, sys
-import api.server.machines, api.server.serve
+import api.server.workers.machines, api.server.serve
 from api.server.listener import Server
 api.server.serve.worker_programs = lambda settings, cards: []
-api.server.machines.embedded_workers = lambda settings, models: []
+api.server.workers.machines.embedded_workers = lambda settings, models: []
 startup = Server.startup
 async def listens(self, sockets=None):
     await startup(self, sockets)

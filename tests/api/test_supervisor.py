@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from api.server.supervisor import Backoff, Supervisor, WorkerFailed
-from api.server.worker_process import WorkerProgram, start_ahead
-from api.server.worker_programs import embedded_workers
+from api.server.workers.supervisor import Backoff, Supervisor, WorkerFailed
+from api.server.workers.worker_process import WorkerProgram, start_ahead
+from api.server.workers.worker_programs import embedded_workers
 from scheduler.links.configs import Basics, TrainerConfig
 from store.settings import load_settings
 
@@ -169,7 +169,7 @@ def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_p
 
 def test_a_worker_that_drains_has_all_the_time_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when its link is closed already: it may be writing, on a machine that is busy."""
-    monkeypatch.setattr("api.server.supervisor.LINGER_S", 0.1)
+    monkeypatch.setattr("api.server.workers.supervisor.LINGER_S", 0.1)
     slow = WORKER.replace("sys.exit(0)", "link.close(); time.sleep(1.5); sys.exit(0)")
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -194,7 +194,7 @@ def children() -> set[int]:
 
 
 def test_a_successor_stands_by_and_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.server.supervisor.STANDBY_AFTER_S", 0)
+    monkeypatch.setattr("api.server.workers.supervisor.STANDBY_AFTER_S", 0)
     before = children()
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -216,7 +216,7 @@ def test_a_successor_stands_by_and_is_the_next(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_that_died_while_it_stood_by_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.server.supervisor.STANDBY_AFTER_S", 0)
+    monkeypatch.setattr("api.server.workers.supervisor.STANDBY_AFTER_S", 0)
     before = children()
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -280,7 +280,7 @@ def test_a_real_trainer_stands_by_without_a_model_and_ends_with_the_server(tmp_p
 
 
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("api.server.supervisor.TERMINATE_S", 0.2)
+    monkeypatch.setattr("api.server.workers.supervisor.TERMINATE_S", 0.2)
 
     async def main(supervisor: Supervisor, server: Server) -> None:
         await supervisor.wait_attached()
@@ -308,7 +308,7 @@ def test_a_worker_that_never_comes_up_is_an_error(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(WorkerFailed, match=r"the trainer did not come up in 2 starts: it exited with code 3"):
             await supervisor.wait_attached()
 
-    monkeypatch.setattr("api.server.supervisor.START_ATTEMPTS", 2)
+    monkeypatch.setattr("api.server.workers.supervisor.START_ATTEMPTS", 2)
     run(main, program("raise SystemExit(3)"))
 
 
@@ -317,12 +317,12 @@ def test_a_program_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(WorkerFailed, match=r"could not be started: .*No such file"):
             await supervisor.wait_attached()
 
-    monkeypatch.setattr("api.server.supervisor.START_ATTEMPTS", 2)
+    monkeypatch.setattr("api.server.workers.supervisor.START_ATTEMPTS", 2)
     run(main, WorkerProgram("trainer", ["/nonexistent"]))
 
 
 def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.server.supervisor.LINGER_S", 0.1)
+    monkeypatch.setattr("api.server.workers.supervisor.LINGER_S", 0.1)
 
     async def main(supervisor: Supervisor, server: Server) -> None:
         await until(lambda: len(server.heard) == 1)
@@ -342,8 +342,8 @@ def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(monkeypa
 
 PARENT = f"""
 import asyncio, sys
-from api.server.supervisor import Supervisor
-from api.server.worker_process import WorkerProgram
+from api.server.workers.supervisor import Supervisor
+from api.server.workers.worker_process import WorkerProgram
 async def attach(role, sock):
     await asyncio.sleep(60)
 async def main():

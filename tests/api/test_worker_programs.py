@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from api.server.worker_process import WorkerProcess
-from api.server.worker_programs import embedded_workers, lone_worker, memory_of_workers
+from api.server.workers.worker_process import WorkerProcess
+from api.server.workers.worker_programs import embedded_workers, lone_worker, memory_of_workers
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, VllmConfig
 from store.settings import SettingsError, load_settings
 

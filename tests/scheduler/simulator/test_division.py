@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from api.cli import weftd
-from api.server.gpu_shapes import shape_of
+from api.server.workers.gpu_shapes import shape_of
 from scheduler.simulator.division import (
     Gpu,
     Owned,

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from api.cli import weftd
-from api.server.memory_plan import planned
+from api.server.workers.memory_plan import planned
 from store.settings import load_settings
 from tests.workers.model.models import ours, reference
 from workers.generator.torch_engine import TorchEngine
@@ -213,8 +213,8 @@ def setting(shown: str, name: str) -> int:
 def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [])
-    monkeypatch.setattr("api.server.memory_plan.free_bytes", lambda: 40 * GIB)
+    monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [])
+    monkeypatch.setattr("api.server.workers.memory_plan.free_bytes", lambda: 40 * GIB)
     cards = {"4B": config_card("4B", folder_of("4B"))}
     settings = planned(load_settings(None, data_dir=tmp_path, base_dir=""), cards)[0]
     assert not settings.generator.packed  # 15 GiB twice, and no room for a third
@@ -226,7 +226,7 @@ def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     assert planned(told, cards)[0].generator == told.generator
     alone = planned(load_settings(None, data_dir=tmp_path), cards, "trainer")[0]
     assert alone.trainer.resident_bytes == 0  # it shares its machine with whom it does not know
-    monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [24 * GIB, 80 * GIB])
+    monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [24 * GIB, 80 * GIB])
     apart = load_settings(None, data_dir=tmp_path, trainer={"device": "cuda:1"})
     found, tables = planned(apart, cards)
     assert len(tables) == 2

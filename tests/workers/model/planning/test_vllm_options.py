@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from api.cli import weftd
-from api.server.memory_plan import planned
-from api.server.worker_programs import embedded_workers, lone_worker
+from api.server.workers.memory_plan import planned
+from api.server.workers.worker_programs import embedded_workers, lone_worker
 from scheduler.links.configs import GeneratorConfig, VllmConfig
 from store.settings import Settings, SettingsError, load_settings
 from tests.workers.model.planning.test_check import NEMOTRON, NEMOTRONS, OF_TINKER, PUBLISHED, SAME
@@ -253,8 +253,8 @@ def test_room_for_adapters_of_latent_attention_is_what_tinker_counts_of_it(tmp_p
 def test_what_is_started_here_is_held_against_the_gpus_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.server.memory_plan.free_bytes", lambda: 400 * GIB)
-    monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [80 * GIB] * 4)
+    monkeypatch.setattr("api.server.workers.memory_plan.free_bytes", lambda: 400 * GIB)
+    monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [80 * GIB] * 4)
     cards = {"30B-A3B": card(tmp_path, "30B-A3B")}
 
     def settings(**vllm: Any) -> Settings:
@@ -267,7 +267,7 @@ def test_what_is_started_here_is_held_against_the_gpus_that_are_there(
         planned(settings(options={"tensor_parallel_size": 4, "data_parallel_size": 2}), cards)
     with pytest.raises(DoesNotFit, match=r"weights; cuda:3 has 80.0 GiB, of which 72.0 GiB are taken"):
         planned(settings(options={"tensor_parallel_size": 4}), cards)
-    monkeypatch.setattr("api.server.memory_plan.cuda_bytes", lambda: [])
+    monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [])
     with pytest.raises(DoesNotFit, match="kv_offloading_size needs a GPU, and there is none here"):
         planned(settings(options={"kv_offloading_size": 4}), cards)
     with pytest.raises(DoesNotFit, match="is no multiple"):

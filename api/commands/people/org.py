@@ -8,8 +8,8 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands import org_data
 from api.commands.changes import change, check_org_name, organisation
+from api.commands.people import org_data
 from api.commands.places import database_of, refuse, settings_of, where
 from billing.metering.quotas import QUOTAS, Standing, standings
 from store.people import organisations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from api.server.vllm_places import taken_bytes, vllm_tables
+from api.server.workers.vllm_places import taken_bytes, vllm_tables
 from store.settings import Settings
 from workers.model.base.files import stored_bytes
 from workers.model.card import ModelCard

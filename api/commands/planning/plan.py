@@ -30,8 +30,8 @@ def plan(
 ) -> None:
     """Print a table of memory and the settings that fit, or, with exit code 2, the one that does not. Of the model only
     config.json is read."""
-    from api.server.memory_plan import devices_here, plan_on
-    from api.server.vllm_places import gpus_of_one, started_here, vllm_table
+    from api.server.workers.memory_plan import devices_here, plan_on
+    from api.server.workers.vllm_places import gpus_of_one, started_here, vllm_table
     from store.settings import SettingsError, load_settings
     from workers.model.card import UnsupportedModel, config_card
     from workers.model.planning.plan import Device, DoesNotFit

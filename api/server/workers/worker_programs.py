@@ -16,8 +16,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from api.server.vllm_places import gpus_of, options_of
-from api.server.worker_process import WorkerProgram
+from api.server.workers.vllm_places import gpus_of, options_of
+from api.server.workers.worker_process import WorkerProgram
 from scheduler.links.configs import (
     Basics,
     GeneratorConfig,
@@ -30,7 +30,7 @@ from scheduler.links.configs import (
 from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
 from workers.model.planning.plan import MOST_SLOTS
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 #: What glibc reads when a program starts: huge pages where the kernel leaves that to programs, and memory of one pass
 #: kept for the next instead of given back to the system (docs/performance.md, "Memory of the workers").
 _TUNABLES = {

@@ -78,7 +78,7 @@ def simulate(
 def _divide(
     model: Path, gpu_bytes: int, gpus: int, tenants: int, usd: float, asked: dict[str, Any], as_json: bool
 ) -> None:
-    from api.server.gpu_shapes import shape_of
+    from api.server.workers.gpu_shapes import shape_of
     from scheduler.simulator import division
     from scheduler.simulator.workloads import tenants_of
     from workers.model.card import UnsupportedModel, config_card
@@ -109,7 +109,7 @@ def _divide(
 
 def _check(as_json: bool) -> None:
     """Occupancy of slots as predicted and as measured; exit code 1 when any is off by more than the tolerance."""
-    from api.commands import rehearsal
+    from api.commands.planning import rehearsal
 
     found = []
     for case in rehearsal.check():

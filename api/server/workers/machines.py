@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from api.checks.adapter_sizes import sizes_of
-from api.server.supervisor import Supervisor
-from api.server.worker_process import WorkerProcess
-from api.server.worker_programs import embedded_workers
+from api.server.workers.supervisor import Supervisor
+from api.server.workers.worker_process import WorkerProcess
+from api.server.workers.worker_programs import embedded_workers
 from billing.prices import PriceList
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk

@@ -8,7 +8,7 @@ import click
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, organisation
-from api.commands.login_link import login_link
+from api.commands.people.login_link import login_link
 from api.commands.places import database_of, refuse, where
 from store.people import identities, organisations
 from store.people.roles import ROLES

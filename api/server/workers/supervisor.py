@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from api.server.worker_process import WorkerProcess, WorkerProgram
+from api.server.workers.worker_process import WorkerProcess, WorkerProgram
 
 log = logging.getLogger(__name__)
 
