@@ -32,8 +32,9 @@ def test_numbers_are_torchs(rows: int, out: int, inner: int) -> None:
     torch.testing.assert_close(base_mm(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_has_the_same_bits_in_any_batch() -> None:
-    x, weight = rows_of(200, 96), weight_of(150, 96)
+@pytest.mark.parametrize(("out", "inner"), [(150, 96), (100, 33), (65, 40), (17, 40)])
+def test_a_row_has_the_same_bits_in_any_batch(out: int, inner: int) -> None:
+    x, weight = rows_of(200, inner), weight_of(out, inner)
     whole = base_mm(x, weight)
     for start, count in [(0, 1), (3, 1), (5, 2), (7, 6), (11, 7), (13, 25), (100, 100)]:
         assert torch.equal(base_mm(x[start : start + count].clone(), weight), whole[start : start + count])

@@ -28,8 +28,8 @@ static inline __attribute__((always_inline)) void score_page(
             __builtin_prefetch(next + d * page + at + LANES, 0, 2);
             for (int g = 0; g < count; g++) {
                 const vec x = splat(q[g][d]);
-                low[g] += x * a;
-                high[g] += x * b;
+                low[g] = fused(x, a, low[g]);
+                high[g] = fused(x, b, high[g]);
             }
         }
         for (int g = 0; g < count; g++) {
@@ -39,22 +39,25 @@ static inline __attribute__((always_inline)) void score_page(
     }
 }
 
+/* Columns of values that are summed together, in vectors. */
+#define WIDE (REGISTERS / 8)
+
 /* out += p V over `used` positions of one page, for `width` * LANES columns; `next` as above. */
 static inline __attribute__((always_inline)) void add_values(
     const int count, const int width, int64_t used, int64_t dim, const float *v, const float *const *p,
     float *const *out, const float *next) {
-    vec total[4][4];
+    vec total[4][WIDE];
     for (int g = 0; g < count; g++)
         for (int c = 0; c < width; c++) total[g][c] = load(out[g] + c * LANES);
     for (int64_t t = 0; t < used; t++) {
-        vec own[4];
+        vec own[WIDE];
         for (int c = 0; c < width; c++) {
             own[c] = load(v + t * dim + c * LANES);
             __builtin_prefetch(next + t * dim + c * LANES, 0, 2);
         }
         for (int g = 0; g < count; g++) {
             const vec x = splat(p[g][t]);
-            for (int c = 0; c < width; c++) total[g][c] += x * own[c];
+            for (int c = 0; c < width; c++) total[g][c] = fused(x, own[c], total[g][c]);
         }
     }
     for (int g = 0; g < count; g++)
@@ -72,7 +75,7 @@ static inline __attribute__((always_inline)) void add_latents(
             const vec a = load(k + d * page + at), b = load(k + d * page + at + LANES);
             for (int g = 0; g < count; g++) {
                 float *sum = sums[g] + d * LANES;
-                store(sum, load(sum) + low[g] * a + high[g] * b);
+                store(sum, fused(high[g], b, fused(low[g], a, load(sum))));
             }
         }
     }
@@ -159,10 +162,10 @@ static inline __attribute__((always_inline)) void attend_some(
         const float *after = n + 1 < used ? values + (pages[n + 1] * sh->heads + head) * tile : next;
         for (int g = 0; g < count; g++) ps[g] = scratch + g * room + n * page;
         int64_t c = 0;
-        for (; c + 4 * LANES <= dim; c += 4 * LANES) {
+        for (; c + WIDE * LANES <= dim; c += WIDE * LANES) {
             float *to[4];
             for (int g = 0; g < count; g++) to[g] = outs[g] + c;
-            add_values(count, 4, here, dim, v + c, ps, to, after + c);
+            add_values(count, WIDE, here, dim, v + c, ps, to, after + c);
         }
         for (; c < dim; c += LANES) {
             float *to[4];

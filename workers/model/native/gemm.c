@@ -13,16 +13,15 @@
 
 /* A tile of ROWS x PANEL sums stays in registers. */
 #define ROWS 6
-#ifdef __AVX512F__
-#define WIDTH 4
-#else
-#define WIDTH 1
-#endif
+#define WIDTH (REGISTERS / 8)
 #define PANEL (WIDTH * LANES)
 
 /* How far ahead of its use a panel is asked for out of the processor's own cache, in steps of the sum. It has come there
  * while the one before was multiplied. */
 #define AHEAD 8
+
+/* Numbers that memory delivers at once. */
+#define LINE 16
 
 int64_t weft_panel(void) { return PANEL; }
 
@@ -48,14 +47,14 @@ static inline __attribute__((always_inline)) void tile(
         vec w[WIDTH];
         for (int j = 0; j < width; j++) {
             w[j] = load(panel + k * PANEL + j * LANES);
-            __builtin_prefetch(panel + (k + AHEAD) * PANEL + j * LANES, 0, 3);
+            if (j * LANES % LINE == 0) __builtin_prefetch(panel + (k + AHEAD) * PANEL + j * LANES, 0, 3);
         }
         for (int i = 0; i < rows; i++) {
             const vec a = splat(x[i * x_stride + k]);
-            for (int j = 0; j < width; j++) total[i][j] += a * w[j];
+            for (int j = 0; j < width; j++) total[i][j] = fused(a, w[j], total[i][j]);
         }
         if (--due == 0) {
-            for (int j = 0; j < WIDTH; j++) __builtin_prefetch(next + j * LANES, 0, 2);
+            for (int j = 0; j < PANEL; j += LINE) __builtin_prefetch(next + j, 0, 2);
             next += PANEL, due = share;
         }
         if (--wait == 0) {
@@ -154,6 +153,19 @@ typedef struct {
 } Plain;
 
 typedef int32_t places __attribute__((vector_size(4 * LANES)));
+#if LANES == 16
+#define ROUNDS 4
+#define FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define ROUNDS 3
+#define FIRST 0, 8, 1, 9, 2, 10, 3, 11
+#define SECOND 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define ROUNDS 2
+#define FIRST 0, 4, 1, 5
+#define SECOND 2, 6, 3, 7
+#endif
 #ifdef __clang__
 #define mixed(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -161,14 +173,14 @@ typedef int32_t places __attribute__((vector_size(4 * LANES)));
 #endif
 
 /* LANES rows of as many numbers become columns. A round puts the first half of the rows between the second, number by
- * number; after four each number is where it belongs. */
+ * number; after ROUNDS of them each number is where it belongs. */
 static inline void turn(const float *w, int64_t stride, float *to) {
     vec v[LANES], n[LANES];
     for (int i = 0; i < LANES; i++) v[i] = load(w + i * stride);
-    for (int round = 0; round < 4; round++) {
+    for (int round = 0; round < ROUNDS; round++) {
         for (int i = 0; i < LANES / 2; i++) {
-            n[2 * i] = mixed(v[i], v[i + LANES / 2], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            n[2 * i + 1] = mixed(v[i], v[i + LANES / 2], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            n[2 * i] = mixed(v[i], v[i + LANES / 2], FIRST);
+            n[2 * i + 1] = mixed(v[i], v[i + LANES / 2], SECOND);
         }
         for (int i = 0; i < LANES; i++) v[i] = n[i];
     }

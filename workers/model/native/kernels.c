@@ -16,17 +16,14 @@
 
 #include "products.h"
 
-/* Halves added to each other until four lanes are left: the same order on every machine. */
+/* Halves added to each other until four lanes are left, and these likewise. */
 static inline float sum(vec v) {
-    typedef float half __attribute__((vector_size(32)));
-    typedef float quarter __attribute__((vector_size(16)));
-    half h[2];
-    memcpy(h, &v, sizeof v);
-    const half eight = h[0] + h[1];
-    quarter q[2];
-    memcpy(q, &eight, sizeof eight);
-    const quarter four = q[0] + q[1];
-    return (four[0] + four[2]) + (four[1] + four[3]);
+    typedef float four __attribute__((vector_size(16)));
+    four parts[LANES / 4];
+    memcpy(parts, &v, sizeof v);
+    for (int many = LANES / 8; many; many /= 2)
+        for (int i = 0; i < many; i++) parts[i] += parts[i + many];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
 /* One segment: its rows, its factor [r, n], the column where its part begins, and the factor of the segment after it
@@ -71,7 +68,7 @@ static inline int segment_at(const Factor *factor, int64_t first, Segment *segme
 #define ROWS 4
 
 /* Columns that are summed together: with fewer rows more, so that one row alone reads W almost from end to end. */
-#define WIDTH(rows) (16 / (rows) < 4 ? 4 : 16 / (rows))
+#define WIDTH(rows) (REGISTERS / 2 / (rows) < REGISTERS / 8 ? REGISTERS / 8 : REGISTERS / 2 / (rows))
 
 static inline __attribute__((always_inline)) void expand_columns(
     const int rows, const int width, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha,
@@ -86,14 +83,14 @@ static inline __attribute__((always_inline)) void expand_columns(
         for (int j = 0; j < width; j++) {
             const vec a = load(own + j * LANES);
             ask(own + j * LANES, ahead);
-            for (int i = 0; i < rows; i++) total[i][j] += x[i] * a;
+            for (int i = 0; i < rows; i++) total[i][j] = fused(x[i], a, total[i][j]);
         }
     }
     const vec scale = splat(alpha);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < width; j++) {
             float *to = y[i] + c + j * LANES;
-            store(to, load(to) + scale * total[i][j]);
+            store(to, fused(scale, total[i][j], load(to)));
         }
 }
 
@@ -107,8 +104,8 @@ static inline __attribute__((always_inline)) void expand_rows(
     for (; c < n; c++)
         for (int i = 0; i < rows; i++) {
             float total = 0.0f;
-            for (int64_t k = 0; k < r; k++) total += u[i][k] * w[k * n + c];
-            y[i][c] += alpha * total;
+            for (int64_t k = 0; k < r; k++) total = fused_one(u[i][k], w[k * n + c], total);
+            y[i][c] = fused_one(alpha, total, y[i][c]);
         }
 }
 
@@ -133,31 +130,31 @@ static void expand_segment(
     }
 }
 
-/* v[row, :] = alpha * x[row, :] W^T, for up to ROWS rows and FACTORS rows of W at a time. */
-#define FACTORS 4
+/* v[row, :] = alpha * x[row, :] W^T, for up to ROWS rows and SHRUNK rows of W at a time. */
+#define SHRUNK (REGISTERS / 8)
 
 static inline __attribute__((always_inline)) void shrink_block(
     const int rows, const int factors, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *x,
     float *const *v, int64_t at) {
-    vec total[ROWS][FACTORS];
+    vec total[ROWS][SHRUNK];
     for (int i = 0; i < rows; i++)
         for (int k = 0; k < factors; k++) total[i][k] = splat(0.0f);
     int64_t c = 0;
     for (; c + LANES <= n; c += LANES) {
-        vec own[FACTORS];
+        vec own[SHRUNK];
         for (int k = 0; k < factors; k++) {
             own[k] = load(w + k * n + c);
             ask(w + k * n + c, ahead);
         }
         for (int i = 0; i < rows; i++) {
             const vec a = load(x[i] + c);
-            for (int k = 0; k < factors; k++) total[i][k] += a * own[k];
+            for (int k = 0; k < factors; k++) total[i][k] = fused(a, own[k], total[i][k]);
         }
     }
     for (int i = 0; i < rows; i++)
         for (int k = 0; k < factors; k++) {
             float rest = 0.0f;
-            for (int64_t d = c; d < n; d++) rest += x[i][d] * w[k * n + d];
+            for (int64_t d = c; d < n; d++) rest = fused_one(x[i][d], w[k * n + d], rest);
             v[i][at + k] = alpha * (sum(total[i][k]) + rest);
         }
 }
@@ -167,7 +164,7 @@ static inline __attribute__((always_inline)) void shrink_rows(
     float *const *v) {
     int64_t k = 0;
     if (rows > 1)
-        for (; k + FACTORS <= r; k += FACTORS) shrink_block(rows, FACTORS, n, w + k * n, ahead, alpha, x, v, k);
+        for (; k + SHRUNK <= r; k += SHRUNK) shrink_block(rows, SHRUNK, n, w + k * n, ahead, alpha, x, v, k);
     for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, ahead, alpha, x, v, k);
 }
 
@@ -224,11 +221,10 @@ void weft_add(
     }
 }
 
-/* Keeps a product from being fused with the sum that it is added to. */
-#define rounded(x) __asm__("" : "+m"(x))
-
 /* W += alpha * u^T y over the rows of a segment, for up to FACTORS rows of W, in the columns from..to. What is added is
    rounded first, so that it may as well be computed elsewhere, from zero, and added later (workers/trainer/ranks). */
+#define FACTORS 4
+
 static inline __attribute__((always_inline)) void outer_block(
     const int factors, const Segment *segment, int64_t n, int64_t k, int64_t from, int64_t to, const float *u,
     int64_t u_stride, const float *y, int64_t y_stride) {
@@ -248,28 +244,23 @@ static inline __attribute__((always_inline)) void outer_block(
             const vec a = load(own), b = load(own + LANES);
             for (int i = 0; i < factors; i++) {
                 const vec x = splat(by[i]);
-                low[i] += x * a;
-                high[i] += x * b;
+                low[i] = fused(x, a, low[i]);
+                high[i] = fused(x, b, high[i]);
             }
         }
         const vec scale = splat(segment->alpha);
         for (int i = 0; i < factors; i++) {
-            vec first = scale * low[i], second = scale * high[i];
-            rounded(first);
-            rounded(second);
-            store(w + i * n + c, load(w + i * n + c) + first);
-            store(w + i * n + c + LANES, load(w + i * n + c + LANES) + second);
+            store(w + i * n + c, load(w + i * n + c) + scale * low[i]);
+            store(w + i * n + c + LANES, load(w + i * n + c + LANES) + scale * high[i]);
         }
     }
     for (; c < to; c++)
         for (int i = 0; i < factors; i++) {
             float total = 0.0f;
             for (int64_t row = segment->first; row < segment->last; row++) {
-                total += u[row * u_stride + i] * y[row * y_stride + c];
+                total = fused_one(u[row * u_stride + i], y[row * y_stride + c], total);
             }
-            total *= segment->alpha;
-            rounded(total);
-            w[i * n + c] += total;
+            w[i * n + c] += segment->alpha * total;
         }
 }
 

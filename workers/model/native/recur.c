@@ -19,7 +19,7 @@ struct step {
 };
 
 /* Columns that are summed together, in vectors: a row of most published states from end to end. */
-#define WIDE 8
+#define WIDE (REGISTERS / 4)
 
 /* `count` vectors of columns of one head. */
 static inline __attribute__((always_inline)) void columns(
@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) void columns(
     if (rate) {
         for (int64_t d = 0; d < dim; d++) {
             const vec key = splat(k[d]);
-            for (int c = 0; c < count; c++) total[c] += key * load(start + d * width + c * LANES);
+            for (int c = 0; c < count; c++) total[c] = fused(key, load(start + d * width + c * LANES), total[c]);
         }
         for (int c = 0; c < count; c++) {
             written[c] = splat(*rate) * (written[c] - kept * total[c]);
@@ -42,9 +42,9 @@ static inline __attribute__((always_inline)) void columns(
     for (int64_t d = 0; d < dim; d++) {
         const vec key = splat(k[d]), query = splat(q[d]);
         for (int c = 0; c < count; c++) {
-            const vec s = kept * load(start + d * width + c * LANES) + key * written[c];
+            const vec s = fused(kept, load(start + d * width + c * LANES), key * written[c]);
             store(end + d * width + c * LANES, s);
-            total[c] += query * s;
+            total[c] = fused(query, s, total[c]);
         }
     }
     for (int c = 0; c < count; c++) store(out + c * LANES, total[c]);
@@ -56,14 +56,14 @@ static void column(
     const float *rate, float *out) {
     float total = 0.0f;
     if (rate) {
-        for (int64_t d = 0; d < sh->dim; d++) total += k[d] * start[d * sh->width];
+        for (int64_t d = 0; d < sh->dim; d++) total = fused_one(k[d], start[d * sh->width], total);
         v = *rate * (v - decay * total);
         total = 0.0f;
     }
     for (int64_t d = 0; d < sh->dim; d++) {
-        const float s = decay * start[d * sh->width] + k[d] * v;
+        const float s = fused_one(decay, start[d * sh->width], k[d] * v);
         end[d * sh->width] = s;
-        total += q[d] * s;
+        total = fused_one(q[d], s, total);
     }
     *out = total;
 }

@@ -1,0 +1,36 @@
+"""The kernels as other processors have them: narrower vectors, and compilers tuned to fuse sums in some loops alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+KERNELS = ("test_native.py", "test_gemm.py", "test_joined.py")
+RUN = """
+import sys
+import pytest
+from workers.model.native import build
+build._FLAGS = (*(flag for flag in build._FLAGS if flag != "-march=native"), *sys.argv[1].split())
+assert build.library() is not None
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+def runs_here(flags: str) -> bool:
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "v3" not in flags or {"avx2", "fma"} <= set(known.split())
+
+
+@pytest.mark.parametrize("flags", ["-march=x86-64", "-march=x86-64-v3 -mtune=znver3"], ids=["four", "eight, for Zen"])
+def test_rows_keep_their_bits_on_any_processor(flags: str) -> None:
+    if not runs_here(flags):
+        pytest.skip(f"this processor does not run {flags}")
+    files = [str(HERE / name) for name in KERNELS]
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, flags, *files], cwd=HERE.parents[2], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
