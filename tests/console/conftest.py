@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from starlette.testclient import TestClient
 
 from api.server.app import front
@@ -43,6 +43,9 @@ WATCH = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
 """
+#: How long a test waits for a page, beside others that want the processor, too. `expect` does not ask the context, and
+#: has five seconds unless it is told.
+PATIENCE_MS = 60_000
 #: What of a page is not drawn yet.
 UNDRAWN = ".chart:not(:has(canvas)), [aria-busy=true]"
 Open = Callable[..., Page]
@@ -173,6 +176,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Of a module, because its loop is in the way of tests with loops of their own."""
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -190,7 +194,7 @@ def open_page(browser: Browser, site: Console) -> Iterator[Open]:
 
     def open_page(path: str = "/", role: str | None = "owner", refusals: bool = False, **options: Any) -> Page:
         context = browser.new_context(reduced_motion="reduce", **options)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(PATIENCE_MS)
         context.add_init_script(WATCH)
         contexts.append(context)
         page = context.new_page()

@@ -227,6 +227,18 @@ def test_the_menu_of_a_telephone(open_page: Open) -> None:
     page.wait_for_url("**/console/usage")
 
 
+def test_on_a_telephone_a_kind_has_its_colour_beside_its_name(console: Console, open_page: Open) -> None:
+    page = open_page(f"/runs/{console.made.runs[0]}", viewport=NARROW)
+    cells = page.locator("td:not(.name):has(> .dot)")
+    expect(cells.first).to_be_visible()
+    between = """cell => {
+        const name = document.createRange();
+        name.selectNodeContents(cell.lastChild);
+        return name.getBoundingClientRect().left - cell.querySelector(".dot").getBoundingClientRect().right;
+    }"""
+    assert all(0 <= cell.evaluate(between) < 16 for cell in cells.all())
+
+
 def test_by_keyboard_alone(console: Console, open_page: Open) -> None:
     page = open_page(role=None)
     page.goto(f"{console.url}/console/runs?state=live")
