@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import orjson
 import pytest
+import zstandard
 from sqlalchemy.orm import Session
+from weft.wire.turns import TurnsResponse
 
+from api.routes.openai import turns
 from api.routes.runs import metrics
 from api.state.service import READS_AT_ONCE
-from store import curves
+from store import curves, tables
 from store.database.caller import Caller, become
 from tests.api.conftest import World
+from tests.api.test_quotas import org_id_of
 
 #: More than there are threads.
 MANY = 60
@@ -64,19 +72,55 @@ def test_curves_are_read_one_at_a_time_and_leave_threads_to_colleagues(
         return curves.read_curve(session, *about)
 
     monkeypatch.setattr(metrics, "read_curve", slow)
+    assert _one_at_a_time(world, held, f"weft/runs/{run}/metrics")
+
+
+def _one_at_a_time(world: World, held: Held, path: str) -> bool:
     answers: list[int] = []
     asking = [
-        threading.Thread(target=lambda: answers.append(world.call("GET", f"weft/runs/{run}/metrics").status_code))
+        threading.Thread(target=lambda: answers.append(world.call("GET", path).status_code))
         for _ in range(READS_AT_ONCE + 2)
     ]
     for thread in asking:
         thread.start()
-    assert world.http.portal.call(held.begun, 1)  # type: ignore[union-attr]
-    assert world.get(f"training_runs/{run}")["training_run_id"] == run
+    alone = world.http.portal.call(held.begun, 1)  # type: ignore[union-attr]
+    assert world.get("training_runs")["cursor"]["offset"] == 0, "colleagues read meanwhile"
     held.go.set()
     for thread in asking:
         thread.join(30)
-    assert answers == [200] * len(asking)
+    return alone and answers == [200] * len(asking)
+
+
+def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve requests for twenty megabytes of them held everybody up for a quarter of a minute, and took gigabytes."""
+    held, writers = Held(), set[int]()
+    turn = {"request_id": "r", "choice": 0, "model": "m", "at": 0.5, "prompt": [1], "tokens": [2], "logprobs": [-1.0]}
+    turn |= {"versions": [[1, 1]], "stop_reason": "stop", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    both = [turn | {"choice": choice, "sequence_id": f"r-{choice}"} for choice in range(2)]
+    now, about = datetime.now(UTC), {"org_id": org_id_of(world), "name": "mine", "size_bytes": 1}
+    for number in range(3):
+        row = tables.SessionTurn(request_id=f"r{number}", ref=f"turns/x/r{number}", created_at=now, **about)
+        if number != 1:  # no longer kept
+            world.service.blobs.put(row.ref, zstandard.compress(msgspec.msgpack.encode(both)))
+        world.database.write_now(lambda session, row=row: session.add(row))
+    told = TurnsResponse.model_validate(world.get("weft/turns/mine"))
+    assert [shown.model_dump(mode="json") for shown in told.turns] == [*both, *both]
+    assert (told.session, told.next) == ("mine", None)
+
+    def slow(value: Any) -> bytes:
+        writers.add(threading.get_ident())
+        held.work()
+        return orjson.dumps(value)
+
+    monkeypatch.setattr(turns, "orjson", SimpleNamespace(dumps=slow))
+    assert _one_at_a_time(world, held, "weft/turns/mine")
+    assert world.http.portal.call(_thread) not in writers  # type: ignore[union-attr]
+
+
+async def _thread() -> int:
+    return threading.get_ident()
 
 
 def test_of_a_client_that_has_left_no_curve_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
