@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from scheduler.order.light_work import SizesOf
 
 T = TypeVar("T")
-#: Reads of one organisation that are made at a time; there are ten times as many threads.
+#: Reads of one organisation that are made at a time, of the database and of files; there are ten times as many threads.
 READS_AT_ONCE = 4
 
 

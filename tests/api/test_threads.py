@@ -17,6 +17,7 @@ from weft.wire.turns import TurnsResponse
 
 from api.routes.openai import turns
 from api.routes.runs import metrics
+from api.routes.stored import checkpoints
 from api.state.service import READS_AT_ONCE
 from store import curves, tables
 from store.database.caller import Caller, become
@@ -121,6 +122,27 @@ def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
 
 async def _thread() -> int:
     return threading.get_ident()
+
+
+def test_who_packs_many_archives_at_once_leaves_threads_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, held = world.checkpoint(world.run(), 1), Held()
+    url = path.replace("tinker://", "training_runs/").replace("/weights/", "/checkpoints/weights/") + "/archive"
+    monkeypatch.setattr(checkpoints, "make_archive", held.work)
+    statuses: list[int] = []
+    asking = [
+        threading.Thread(target=lambda: statuses.append(world.call("GET", url, follow_redirects=False).status_code))
+        for _ in range(READS_AT_ONCE + 2)
+    ]
+    for thread in asking:
+        thread.start()
+    assert world.http.portal.call(held.begun, READS_AT_ONCE)  # type: ignore[union-attr]
+    assert world.get("training_runs", key=world.other_key)["training_runs"] == []
+    held.go.set()
+    for thread in asking:
+        thread.join(30)
+    assert statuses == [302] * len(asking)
 
 
 def test_of_a_client_that_has_left_no_curve_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
