@@ -39,6 +39,9 @@ def test_a_notebook_is_told_what_to_await() -> None:
             rl.distill(NOBODY, rl.prompts(["?"]), NOBODY)
 
     asyncio.run(cell())
+    with pytest.raises(AttributeError) as failed:  # elsewhere an error of the loop is told without any of that
+        rl.train(NOBODY, rl.prompts(["?"]))
+    assert failed.value.__context__ is None
 
 
 @pytest.mark.parametrize("row", [{"messages": TALK}, "a text", ["a text"]])

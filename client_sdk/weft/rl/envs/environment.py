@@ -72,7 +72,10 @@ class Function:
         except TimeoutError as error:
             if not limit.expired():  # of something that solve waited for
                 return error
-            return TimeoutError(f"solve took longer than {self.timeout_s} s, after {chat.turns} turns")
+            return TimeoutError(
+                f"solve took longer than {self.timeout_s} s, after {chat.turns} turns; what samples wait at the"
+                " server counts: a larger timeout_s, or fewer groups at a time (concurrency=rl.Concurrency())"
+            )
         except Exception as error:  # one rollout's own: the group is trained without it
             return error
 

@@ -11,9 +11,15 @@ T = TypeVar("T")
 
 def to_end(work: Coroutine[Any, Any, T], instead: str) -> T:
     """The result of `work`, in an event loop of its own. Raises RuntimeError where one runs, as in a notebook."""
+    if _running():
+        work.close()
+        raise RuntimeError(f"an event loop is running here already, as in a notebook: await {instead}(...) instead")
+    return asyncio.run(work)
+
+
+def _running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    work.close()
-    raise RuntimeError(f"an event loop is running here already, as in a notebook: await {instead}(...) instead")
+        return False
+    return True
