@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, inspect, select, text, update
+from sqlalchemy import create_engine, delete, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from migrations.upgrade import migrate
 from store import tables
-from store.database import audit
+from store.database import audit, row_security
 from store.database.caller import Caller, acting_as, unrestricted
 from store.database.db import Database
 from store.database.row_security import SERVER_ONLY
@@ -91,6 +91,28 @@ def test_the_owner_of_the_tables_is_bound_too(plain_login: Database) -> None:
     with plain_login.read() as session:
         assert org_ids(session) == {"a", "b"}
         assert audit.verify(session, "a").problems == ()
+
+
+def test_a_login_that_makes_the_roles_itself_may_use_both(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since PostgreSQL 16 that does not follow from having made them."""
+    roles = ("made_app", "made_service")
+    monkeypatch.setattr(row_security, "APP_ROLE", roles[0])
+    monkeypatch.setattr(row_security, "SERVICE_ROLE", roles[1])
+    postgres.execute("CREATE ROLE maker LOGIN CREATEROLE")
+    engine = create_engine(postgres.url("postgres", "maker"))
+    try:
+        for _ in range(2):
+            with engine.begin() as connection:
+                row_security.make_roles(connection)
+        for role in roles:
+            with engine.connect() as connection:
+                assert connection.scalar(text(f"SELECT pg_has_role(current_user, '{role}', 'USAGE')"))
+                assert connection.scalar(text("SELECT set_config('role', :role, true)"), {"role": role}) == role
+    finally:
+        engine.dispose()
+        postgres.execute(f"DROP ROLE {', '.join(roles)}; DROP ROLE maker")
 
 
 def test_without_an_organisation_the_app_role_sees_nothing(two: Database) -> None:
