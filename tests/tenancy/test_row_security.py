@@ -146,6 +146,27 @@ def test_what_belongs_to_others_is_neither_changed_nor_deleted(two: Database) ->
         assert list(session.scalars(select(tables.Project.org_id))) == ["b"]
 
 
+def test_what_is_spent_of_a_budget_is_of_its_organisation_alone(two: Database) -> None:
+    """Its rows name the budget, and that the organisation."""
+
+    def write(session: Session) -> None:
+        facts = {"scope": "org", "period": "total", "limit_nusd": 9, "hard": True, "alert_pcts": [], "created_at": NOW}
+        session.add_all([tables.Budget(id=org, org_id=org, scope_id=org, **facts) for org in ("a", "b")])
+        session.flush()
+        session.add_all(
+            [tables.BudgetPeriod(budget_id=org, start=NOW, spent_nusd=1, held_nusd=0) for org in ("a", "b")]
+        )
+
+    two.write_now(write)
+    with acting_as(A):
+        two.write_now(lambda session: session.execute(update(tables.BudgetPeriod).values(spent_nusd=7)))
+        with two.read() as session:
+            assert list(session.scalars(select(tables.BudgetPeriod.budget_id))) == ["a"]
+    with two.read() as session:
+        spent = session.scalars(select(tables.BudgetPeriod))
+        assert {row.budget_id: row.spent_nusd for row in spent} == {"a": 7, "b": 1}
+
+
 def test_works_of_one_transaction_are_restricted_each_by_itself(two: Database) -> None:
     """The writer puts works of many organisations into one transaction; one that fails changes nothing about it."""
     import asyncio
