@@ -245,6 +245,13 @@ def leader() -> str:
         ms, led = part["cpu_ms_per_operation"], ("leader", "redis", "postgresql")
         sums.append(ms | {", ".join(led): sum(ms[who] for who in led), "all": sum(ms.values())})
     rows = [("operations a second", *(number(part["operations_per_s"]) for part in found.values()))]
+    if all("led_cores" in part for part in found.values()):
+        for who, name in (("ours", "our processes"), ("others", "others"), ("idle", "nobody")):
+            rows.append(
+                (f"of the two cores, used by {name}", *(f"{part['led_cores'][who]:.2f}" for part in found.values()))
+            )
+        allowed = (number(part["cpu_allows_per_s"]) for part in found.values())
+        rows.append(("operations a second that leader, Redis and PostgreSQL have processor time for", *allowed))
     rows += [(f"CPU ms of an operation: {who}", *(f"{of[who]:.3f}" for of in sums)) for who in sums[0]]
     missing = [f"Not measured, {read('leader')['not_measured']}."] if len(found) < len(columns) else []
     return "\n\n".join([claims("leader"), *missing, grid(("", *found), rows)])

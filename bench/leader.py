@@ -3,13 +3,18 @@
     python bench/leader.py [--json] [--quick] [--profile FILE]
 
 Real Redis and PostgreSQL (as the tests start them, with fsync off: what is measured is our work, not the disk's), a
-leader, another replica that accepts what RUNS runs and SAMPLING clients ask for, and 8 trainers and 32 generators that
+leader, REPLICAS more that accept what RUNS runs and SAMPLING clients ask for, and 8 trainers and 32 generators that
 answer what they get, all over the real links (`bench/parts/leading.py`). Measured twice, anew each time:
 
 - "apart", where this process may use four cores at least: leader, Redis and PostgreSQL (all its processes) on the first
-  two of them; the load, which is the accepting replica with its clients and the process of all workers, on the others.
-  With fewer cores (`taskset` may have left fewer) it is not measured, and the result says so. The goal is for this one.
+  two of them; the load, which is the accepting replicas with their clients and the process of all workers, on the
+  others. With fewer cores (`taskset` may have left fewer) it is not measured, and the result says so. The goal is for
+  this one.
 - "together": all of it on the first two cores, the load as well.
+
+The rate tells of the leader only where nobody else uses its cores. So beside it stands what became of them: what we
+used, what others did, and what was idle, because somebody waited for somebody else; and the rate for which the
+processor time would do, with each process on one core at a time.
 
 What is on which core is set before a process starts (`sched_setaffinity`, which its threads and children inherit), and
 what the kernel says of it afterwards is in the result. Beside the rate stands the processor time that each process
@@ -25,6 +30,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,8 +42,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import msgspec
 import psutil
 import uvloop
+from msgspec.structs import replace
 
-from bench.parts.leading import Places, ask, lead, set_up, work
+from bench.parts.leading import REPLICAS, Places, ask, lead, set_up, work
 from bench.parts.serving import claim, machine
 from migrations.upgrade import migrate
 from store.database.db import Database
@@ -74,6 +82,8 @@ def process(role: str, places: Places) -> Iterator[subprocess.Popen[str]]:
         finally:
             started.stdin.close()
             started.wait(60)
+    if started.returncode:
+        raise RuntimeError(f"the {role} failed")
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -82,15 +92,34 @@ def family(pid: int) -> list[psutil.Process]:
     return [here, *here.children(recursive=True)]
 
 
-def cpu_s(pid: int) -> float:
-    """Of a process and its children, so far."""
-    times = [one.cpu_times() for one in family(pid)]
+def cpu_s(pids: list[int]) -> float:
+    """Of processes and their children, so far."""
+    times = [one.cpu_times() for pid in pids for one in family(pid)]
     return sum(time.user + time.system for time in times)
 
 
-def cores_of(pid: int) -> list[int]:
-    """Where a process and its children may run, as the kernel says."""
-    return sorted({core for one in family(pid) for core in os.sched_getaffinity(one.pid)})
+def cores_of(pids: list[int]) -> list[int]:
+    """Where processes and their children may run, as the kernel says."""
+    return sorted({core for pid in pids for one in family(pid) for core in os.sched_getaffinity(one.pid)})
+
+
+def busy_s(cores: set[int]) -> float:
+    """Of these cores, by whomever, so far."""
+    times = [one for core, one in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
+    return sum(sum(one) - one.guest - one.guest_nice - one.idle - one.iowait for one in times)
+
+
+def took(cores: set[int], before_s: float, seconds: float, ours_s: float) -> dict[str, float]:
+    """What became of these cores meanwhile, in cores."""
+    busy, ours = (busy_s(cores) - before_s) / seconds, ours_s / seconds
+    return {"ours": ours, "others": max(0.0, busy - ours), "idle": len(cores) - busy}
+
+
+def allowed_per_s(cpu_ms: dict[str, float]) -> float:
+    """The rate for which the processor time of leader, Redis and PostgreSQL would do: on CORES cores together, and the
+    first two, each of which is one process that does one thing at a time, on one each."""
+    ms = [cpu_ms[role] for role in LED]
+    return 1e3 / max(sum(ms) / CORES, *ms[:2])
 
 
 def measure(seconds: float, led: set[int], load: set[int], profile: str) -> dict[str, Any]:
@@ -106,35 +135,52 @@ def measure(seconds: float, led: set[int], load: set[int], profile: str) -> dict
         database.close()
         started = {}
         for role in ("leader", "workers", "clients"):
+            parts = range(REPLICAS if role == "clients" else 1)
             with on(led if role in LED else load):
-                started[role] = stack.enter_context(process(role, places))
-        pids = {role: one.pid for role, one in started.items()} | _servers(places.redis, postgres.port)
-        before = {role: cpu_s(pid) for role, pid in pids.items()}
-        clients = started["clients"]
-        assert clients.stdin is not None
-        assert clients.stdout is not None
-        clients.stdin.write("go\n")
-        clients.stdin.flush()
+                started[role] = [stack.enter_context(process(role, replace(places, part=part))) for part in parts]
+        pids = {role: [one.pid for one in several] for role, several in started.items()}
+        pids |= _servers(places.redis, postgres.port)
+        before = {role: cpu_s(some) for role, some in pids.items()}
+        began, busy = time.monotonic(), busy_s(led)
+        for one in started["clients"]:
+            _tell(one, "go")
         if profile:
-            _profile(pids["leader"], seconds, profile)
-        counts: dict[str, int] = json.loads(clients.stdout.readline())
-        spent = {role: cpu_s(pid) - before[role] for role, pid in pids.items()}
-        cores = {role: cores_of(pid) for role, pid in pids.items()}
-    total = sum(counts.values())
+            _profile(pids["leader"][0], seconds, profile)
+        counts = Counter[str]()
+        for one in started["clients"]:
+            counts.update(json.loads(_line(one)))
+        spent = {role: cpu_s(some) - before[role] for role, some in pids.items()}
+        ours = sum(spent[role] for role in (spent if led == load else LED))
+        led_cores = took(led, busy, time.monotonic() - began, ours)
+        cores = {role: cores_of(some) for role, some in pids.items()}
+    total = counts.total()
+    cpu_ms = {role: 1e3 * taken / total for role, taken in spent.items()}
     return {
         "operations_per_s": total / seconds,
         **{f"{name}_per_s": count / seconds for name, count in counts.items()},
-        "cpu_ms_per_operation": {role: 1e3 * taken / total for role, taken in spent.items()},
-        "leader_alone_per_s": total / spent["leader"],
+        "cpu_ms_per_operation": cpu_ms,
+        "cpu_allows_per_s": allowed_per_s(cpu_ms),
+        "led_cores": led_cores,
         "cores": cores,
     }
 
 
-def _servers(redis: str, postgres_port: int) -> dict[str, int]:
+def _tell(one: subprocess.Popen[str], word: str) -> None:
+    assert one.stdin is not None
+    one.stdin.write(f"{word}\n")
+    one.stdin.flush()
+
+
+def _line(one: subprocess.Popen[str]) -> str:
+    assert one.stdout is not None
+    return one.stdout.readline()
+
+
+def _servers(redis: str, postgres_port: int) -> dict[str, list[int]]:
     """The processes that listen there."""
     ports = {int(redis.rsplit(":", 1)[1].split("/")[0]): "redis", postgres_port: "postgresql"}
     found = (c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port in ports)
-    return {ports[c.laddr.port]: c.pid for c in found if c.pid is not None}
+    return {ports[c.laddr.port]: [c.pid] for c in found if c.pid is not None}
 
 
 def _profile(pid: int, seconds: float, file: str) -> None:

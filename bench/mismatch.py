@@ -269,6 +269,7 @@ def claims_of_following(drifted: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         drifts(drifted, "importance_sampling", True),
         claim("the same, / that of icepop", apart, 2.0, apart >= 2.0),
+        drifts(drifted, "icepop", False),
         drifts(drifted, "ppo", False),
         ends_higher(drifted, "icepop"),
         ends_higher(drifted, "ppo"),

@@ -157,8 +157,10 @@ def main() -> int:
     finally:
         if keep:
             console.print(
-                f"the service goes on at {url} (curves and bills: {url}/console, with a key of weftd key create);"
-                f" stop it with: kill {server.pid}"
+                f"the service goes on at {url}; stop it with: kill {server.pid}\n"
+                f"curves and bills are at {url}/console, for a key of the organisation to look at:\n"
+                f"{Path(sys.executable).parent / 'weftd'} key create --data-dir {data_dir} --org sums-by-rl",
+                soft_wrap=True,
             )
         else:
             os.kill(server.pid, signal.SIGTERM)

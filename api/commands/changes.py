@@ -17,8 +17,8 @@ from store.tables import Organisation
 T = TypeVar("T")
 
 
-def change(data_dir: Path | None, config: Path | None, work: Callable[[Session], T]) -> T:
-    with database_of(config, data_dir) as database, acting_as(OPERATOR):
+def change(data_dir: Path | None, config: Path | None, work: Callable[[Session], T], may_be_new: bool = False) -> T:
+    with database_of(config, data_dir, may_be_new) as database, acting_as(OPERATOR):
         try:
             return database.write_now(work)
         except PeopleError as error:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from store.database.db import Database
 
 
+#: What a data folder that was used has, whatever has become of its database.
+_OURS = ("weft.db", "weft.db-commits", "blobs")
+
+
 def where(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say which data is meant."""
     folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder that holds everything.")
@@ -39,13 +43,21 @@ def say_as(settings: Settings, program: str) -> None:
     logs.configure(settings.logs.format, settings.logs.level, program)
 
 
+def is_new(settings: Settings) -> bool:
+    """Whether no server, and no `weftd`, has used this data folder yet."""
+    return not settings.database_url and not any((settings.data_dir / name).exists() for name in _OURS)
+
+
 @contextmanager
-def database_of(config: Path | None, data_dir: Path | None) -> Iterator[Database]:
+def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = False) -> Iterator[Database]:
+    """Of a data folder that is there, unless it `may_be_new`: a slip of the pen makes no empty one to look into."""
     from sqlalchemy.exc import OperationalError
 
     from api.server.serve import CannotServe, open_database
 
     settings = settings_of(config, data_dir)
+    if is_new(settings) and not may_be_new:
+        refuse(f"{settings.data_dir} is no data folder of Weft: name the one that `weftd serve` was given")
     try:
         database = open_database(settings)
     except CannotServe as error:

@@ -55,5 +55,5 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
 @where
 def migrate(data_dir: Path | None, config: Path | None) -> None:
     """Bring the database up to date, and exit: before the servers of a new version start."""
-    with database_of(config, data_dir):
+    with database_of(config, data_dir, may_be_new=True):
         click.echo("the database is up to date")

@@ -19,7 +19,7 @@ from migrations.upgrade import UnknownRevision, head, refuse_unknown, revision_o
 from store.backup.databases import check_sqlite, is_empty, is_sqlite
 from store.backup.files import BadBackup
 from store.database.commit_mark import CommitMark, LostCommits
-from store.database.row_security import SERVICE_ROLE
+from store.database.row_security import SERVICE_ROLE, may_use
 from store.settings import Settings
 from store.tables import JobRun
 
@@ -96,12 +96,12 @@ def login(settings: Settings) -> Iterator[Finding]:
     with _connected(settings) as connection:
         is_superuser, makes_roles = connection.execute(asked).one()
         is_there = connection.scalar(text("SELECT 1 FROM pg_roles WHERE rolname = :role"), role)
-        is_member = is_there and connection.scalar(text("SELECT pg_has_role(current_user, :role, 'MEMBER')"), role)
+        is_member = is_there and may_use(connection, SERVICE_ROLE)
     if is_superuser:
         remedy = f"give weftd one of its own: {make}"
         yield warning("login", "is a superuser, whom row-level security does not bind", remedy)
     elif not is_member and not (makes_roles and not is_there):
-        yield wrong("login", f"is no member of {SERVICE_ROLE}, and cannot make itself one", make)
+        yield wrong("login", f"may not work as {SERVICE_ROLE}, and cannot make itself a member", make)
     else:
         yield ok("login", "is bound by row-level security")
 

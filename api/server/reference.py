@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from api.console.render import page
@@ -16,6 +17,7 @@ from api.http.access import declare
 from api.server.openapi import document
 
 router = APIRouter()
+_pages: dict[FastAPI, bytes] = {}
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,27 @@ async def door() -> RedirectResponse:
 
 
 @router.get("/openapi.json", include_in_schema=False, **declare(scope="public", limit="poll"))
-async def openapi(request: Request) -> JSONResponse:
-    return JSONResponse(await run_in_threadpool(_document, request.app))
+async def openapi(request: Request) -> Response:
+    return Response(await run_in_threadpool(_json, request.app), media_type="application/json")
 
 
 @router.get("/docs", include_in_schema=False, **declare(scope="public", limit="poll"))
-async def docs(request: Request) -> HTMLResponse:
-    described = await run_in_threadpool(_document, request.app)
-    shown = page(request, "reference.html", None, version=described["info"]["version"], groups=groups_of(described))
-    shown.headers.update(HEADERS)
-    return shown
+async def docs(request: Request) -> Response:
+    return HTMLResponse(await run_in_threadpool(_html, request.app, request), headers=HEADERS)
+
+
+@cache
+def _json(app: FastAPI) -> bytes:
+    return orjson.dumps(_document(app))
+
+
+def _html(app: FastAPI, request: Request) -> bytes:
+    """Written once: nothing in it is about who asks, and anybody may."""
+    if app not in _pages:
+        described = _document(app)
+        shown = page(request, "reference.html", None, version=described["info"]["version"], groups=groups_of(described))
+        _pages[app] = bytes(shown.body)
+    return _pages[app]
 
 
 @cache

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse
 
 from api.checks.adapter_sizes import sizes_of
@@ -26,11 +25,13 @@ from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
 from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
+from api.state.threads import Threads
 from api.who.lanes import Lane
 from api.who.signing import Signer
 from api.who.tokens import Tokens
 from store import tables
 from store.blobs.contract import Blobs
+from store.database.caller import caller
 from store.database.db import Database
 from store.people.secret import secret_of, server_secret
 from store.settings import Settings
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from scheduler.order.light_work import SizesOf
 
 T = TypeVar("T")
+#: Reads of one organisation that are made at a time, of the database and of files; there are ten times as many threads.
+READS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class Service:
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
     attempts: Attempts = field(default_factory=Attempts)
+    reads: Threads = field(default_factory=lambda: Threads(READS_AT_ONCE))
+    #: Of curves, whose points are many, one at a time: to read them keeps the interpreter busy.
+    curves: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
@@ -117,14 +123,15 @@ class Service:
         limits = self.settings.limits
         return Telemetry(self.settings.data_dir / "telemetry", limits.telemetry_bytes_per_day, limits.telemetry_days)
 
-    async def read(self, work: Callable[[Session], T]) -> T:
-        """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop."""
+    async def read(self, work: Callable[[Session], T], turns: Threads | None = None) -> T:
+        """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop. Of the asking
+        organisation a few are made at a time, for what it reads may be all that it has."""
 
         def run() -> T:
             with self.database.read() as session:
                 return work(session)
 
-        return await run_in_threadpool(run)
+        return await (turns or self.reads).run(caller().org_id, run)
 
 
 def service_of(request: Request) -> Service:

@@ -1,9 +1,9 @@
 """The processes of bench/leader.py, and what they find in the database.
 
 - the leader: a replica as `weftd serve` with a `redis_url` has it, without its HTTP front;
-- the clients: another replica, which accepts operations and waits for them as the front does (`taken`, `accept`,
-  `outcome`): RUNS runs that each keep DEEP forward_backwards and optim_steps in flight, and SAMPLING clients with a
-  sample each;
+- the clients: REPLICAS more, which accept operations and wait for them as the front does (`taken`, `accept`,
+  `outcome`), each its part of RUNS runs that keep DEEP forward_backwards and optim_steps in flight, and of SAMPLING
+  clients with a sample each: one process of Python would be full before the leader is;
 - the workers: 8 trainers and 32 generators, threads of one process, which answer what they get.
 """
 
@@ -46,7 +46,7 @@ from store.database.db import Database
 from store.settings import Settings
 
 MODEL = "bench/model"
-ORGS, RUNS, DEEP, SAMPLING = 16, 64, 4, 256
+ORGS, RUNS, DEEP, SAMPLING, REPLICAS = 16, 64, 4, 256, 2
 TRAINERS, GENERATORS, SLOTS = 8, 32, 16
 #: Operations of a run between two saves of its state.
 SAVE_EVERY = 64
@@ -54,12 +54,13 @@ BODY, BATCH = b"x" * 200, ForwardBackward((Slice(0, 1, 64),))
 
 
 class Places(msgspec.Struct, frozen=True):
-    """What the processes are told. `seconds`: how long the clients go on."""
+    """What the processes are told. `seconds`: how long the clients go on; `part`: which part of them these are."""
 
     folder: str
     database: str
     redis: str
     seconds: float
+    part: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -85,6 +86,8 @@ async def lead(places: Places) -> None:
         await asyncio.sleep(0.05)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    if not machines.stats()["replica"]["leads"]:
+        raise RuntimeError("another replica leads: this one had too little of its cores to renew its lease in time")
     await machines.stop()
     database.close()
 
@@ -144,11 +147,12 @@ async def ask(places: Places) -> None:
     machines.start()
     await asyncio.sleep(1)  # until it hears what ends
     clients = Clients(machines, time.monotonic() + 60.0)
-    await asyncio.gather(*(clients.begin(number) for number in range(RUNS)))
+    runs, sampling = range(places.part, RUNS, REPLICAS), range(places.part, SAMPLING, REPLICAS)
+    await asyncio.gather(*map(clients.begin, runs))
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     clients.begin_to_count(time.monotonic() + places.seconds)
-    await asyncio.gather(*(clients.steps(n) for n in range(RUNS)), *(clients.samples(n) for n in range(SAMPLING)))
+    await asyncio.gather(*map(clients.steps, runs), *map(clients.samples, sampling))
     print(json.dumps(clients.counts), flush=True)
     await asyncio.to_thread(sys.stdin.readline)  # while it is looked at
     await machines.stop()

@@ -26,7 +26,6 @@ from store.tables import LedgerEntry, Operation, StorageSpan, UsageEvent, UsageH
 log = logging.getLogger(__name__)
 
 _HOUR = tuple(column.name for column in UsageHour.__table__.columns)
-_HOUR_KEY = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = ("quantity", "amount_nusd", "events")
 
 

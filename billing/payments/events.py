@@ -84,9 +84,11 @@ def _owner(session: Session, payment: Any) -> str | None:
     return found.id
 
 
-def _credited(session: Session, payment: Any) -> str | None:
-    """The organisation that was credited a payment whose reversal is to be taken: no other currency ever was."""
-    return _owner(session, payment) if payment is not None and payment.currency == "usd" else None
+def _credited(session: Session, payment: Any, reversal: Any) -> str | None:
+    """The organisation that was credited a payment whose reversal is to be taken: no other currency ever was, and what
+    a bank reclaims in another one has no amount here."""
+    dollars = payment is not None and payment.currency == reversal.currency == "usd"
+    return _owner(session, payment) if dollars else None
 
 
 def _topup(client: StripeClient, payment_id: str) -> Effect:
@@ -133,7 +135,7 @@ def _refund(client: StripeClient, refund_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(str(refund.payment_intent)) if refund.payment_intent else None
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _credited(session, payment)
+        org_id = _credited(session, payment, refund)
         if org_id is None:
             return _by_hand(session, "refund", refund.id, payment, now)
         nusd = refund.amount * NUSD_PER_CENT
@@ -151,7 +153,7 @@ def _dispute(client: StripeClient, dispute_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(str(dispute.payment_intent)) if dispute.payment_intent else None
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _credited(session, payment)
+        org_id = _credited(session, payment, dispute)
         if org_id is None:
             return _by_hand(session, "dispute", dispute.id, payment, now)
         message = f"a payment of {dispute.amount / 100:.2f} USD is disputed ({dispute.reason})"
@@ -201,12 +203,12 @@ def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, memo: 
 
 
 def _by_hand(session: Session, what: str, ref: str, payment: Any, now: datetime) -> str:
-    """A payment of our customer that is no top-up, for instance of an invoice: a person must book its reversal."""
+    """A payment of our customer that is no top-up in dollars, an invoice for instance: a person books its reversal."""
     owner = organisation_of(session, payment.customer) if payment is not None else None
     if owner is None:
         log.info("%s %s is of no organisation here", what, ref)
         return "ignored: of no organisation here"
-    message = f"{what} {ref} is not of a top-up: book it by hand (weftd credit)"
+    message = f"{what} {ref} is not of a top-up, or not in US dollars: book it by hand (weftd credit)"
     raise_alert(session, kind=f"{what}_by_hand", ref=ref, message=message, now=now, detail={"org_id": owner.id})
     return "for a person to book"
 

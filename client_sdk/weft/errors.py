@@ -23,6 +23,7 @@ __all__ = [
     "GradientMissingError",
     "InternalServerError",
     "LaneBrokenError",
+    "NoKeyError",
     "NotFoundError",
     "PermissionDeniedError",
     "RateLimitError",
@@ -34,6 +35,10 @@ __all__ = [
 
 class WeftError(Exception):
     """Anything that went wrong in talking to a Weft server."""
+
+
+class NoKeyError(WeftError):
+    """No API key was given, or one that no header can hold."""
 
 
 class APIError(WeftError):

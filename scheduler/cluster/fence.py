@@ -16,7 +16,7 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from store import tables
-from store.database.bulk import Question, ask
+from store.database.bulk import Question, make_sure, require
 from store.database.db import Batch, Database
 
 T = TypeVar("T")
@@ -52,10 +52,14 @@ def give_up(session: Session, token: str, now: datetime) -> None:
 
 
 def check(session: Session, token: str) -> None:
-    """Raise Superseded unless `token` leads, and keep it so until this transaction is over."""
-    (found,) = ask(session.connection(), (_HOLDER, {}))
-    if [row[0] for row in found] != [token]:
-        raise Superseded(token)
+    """Raise Superseded unless `token` leads, now or with what is asked next, and keep it so until this transaction is
+    over."""
+
+    def leads(found: list[Any]) -> None:
+        if [row[0] for row in found] != [token]:
+            raise Superseded(token)
+
+    require(session.connection(), _HOLDER, {}, leads)
 
 
 class Fenced:
@@ -80,7 +84,9 @@ class Fenced:
     def _checked_batch(self, batch: Batch) -> Batch:
         def run(session: Session, items: list[Any]) -> list[Any]:
             check(session, self._token)
-            return batch(session, items)
+            done = batch(session, items)
+            make_sure(session.connection())  # while it harms nobody who shares the transaction
+            return done
 
         return self._batches.setdefault(batch, run)
 

@@ -123,7 +123,8 @@ class FairQueue(Protocol):
 
         An item whose adapter this worker does not hold is left to one that does, has slots free and is at most
         HEAD_START fuller: it is served, for the fair order, but set aside for that worker, which is woken and gets it
-        before anything else. LEFT_S later it is anybody's."""
+        before anything else. LEFT_S later it is anybody's. What was handed over by a call whose reply was lost comes
+        with the next."""
 
     def renew(self, worker: str, ttl_s: float) -> bool:
         """A sign of life. False when the worker was given up: it holds nothing any more."""

@@ -177,6 +177,20 @@ local function take(worker, now, id)
   return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
 end
 
+-- What this worker was handed after its `newest` epoch, and has not heard of: the reply was lost. And its slots.
+local function unheard(worker, newest)
+  local held = redis.call("SORT", key("h", worker), "BY", "nosort", "GET", "#", "GET", P .. "i:*->epoch")
+  local leases, slots = {}, 0
+  for i = 1, #held, 2 do
+    if number(held[i + 1]) > number(newest) then
+      local facts = redis.call("HMGET", key("i", held[i]), "path", "body", "slots")
+      leases[#leases + 1] = {held[i], facts[1], facts[2], held[i + 1]}
+      slots = slots + math.max(1, number(facts[3]))
+    end
+  end
+  return leases, slots
+end
+
 -- What is set aside and this worker may take, in order; and whether some are left to others for a moment.
 local function set_aside_for(worker, models, now)
   local found, left_to_others = {}, false
@@ -210,11 +224,16 @@ end
 local function watch(worker, till) redis.call("SET", P .. "watch", string.format("%d ", till) .. worker, "EX", 60) end
 
 -- What is set aside goes first: it was next before anything that is still queued. With the leases, 1 if this worker is
--- to look again soon.
-function calls.lease(worker, now, ttl, slots, most, ...)
+-- to look again soon. `newest` is the epoch of the last lease that it has heard of.
+function calls.lease(worker, newest, now, ttl, slots, most, ...)
   local models, leases, left, others, more = {...}, {}, number(slots), nil, true
   now, most = clock(now), number(most)
   sign(worker, now, ttl, models)
+  if most > 0 then
+    local taken
+    leases, taken = unheard(worker, newest)
+    left = math.max(0, left - taken)
+  end
   comes(worker, left)
   local aside, left_to_others = set_aside_for(worker, models, now)
   while more and left > 0 and #leases < most do

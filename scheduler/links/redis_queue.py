@@ -61,6 +61,7 @@ class RedisQueue:
         self._script = self._redis.register_script(_SOURCE)
         self._clock = clock
         self._longest_wait_s = LONGEST_BLOCK_S
+        self._newest: dict[str, int] = {}  # epoch of a lease that came here, by worker: mostly there is one
 
     def push(self, item: Item) -> bool:
         return bool(self._call(*_push(item)))
@@ -86,9 +87,11 @@ class RedisQueue:
         self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
     ) -> list[Lease]:
         limit = slots if most is None else most  # an item has a slot at least
-        leases, again = self._call("lease", worker, self._now(), int(ttl_s * 1000), slots, limit, *models)
+        newest = self._newest.get(worker, 0)
+        leases, again = self._call("lease", worker, newest, self._now(), int(ttl_s * 1000), slots, limit, *models)
         if limit > 0:
             self._longest_wait_s = LEFT_S if again else LONGEST_BLOCK_S
+        self._newest[worker] = max([newest, *(int(epoch) for *_, epoch in leases)])
         return [
             Lease(item_id.decode(), tuple(path.decode().split(_SEPARATOR)), body, int(epoch))
             for item_id, path, body, epoch in leases

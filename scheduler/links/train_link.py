@@ -2,9 +2,10 @@
 as over a socket pair.
 
 A trainer finds the leader's token, makes up a link of its own and joins. From then on `up:<link>` and `down:<link>`
-carry the messages; `alive:<link>` is the trainer's sign of life and lasts for LEASE_S. Either end is gone for the other
-when its sign is: the trainer then gets EOFError and forgets its runs, the leader rebuilds them elsewhere. A link is
-never taken up again, so what a trainer sends after it was given up reaches nobody.
+carry the messages, each once and in order (`scheduler.links.mailbox`); `alive:<link>` is the trainer's sign of life and
+lasts for LEASE_S. Either end is gone for the other when its sign is: the trainer then gets EOFError and forgets its
+runs, the leader rebuilds them elsewhere. A link is never taken up again, so what a trainer sends after it was given up
+reaches nobody.
 
 A trainer that is killed need not be waited for that long: the sign names a connection that it holds open, which the
 kernel closes with the process, and never because the machine is busy.
@@ -16,18 +17,20 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import redis
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
+from scheduler.links.mailbox import Numbers, Reader
 from scheduler.links.messages import Done, PassOver, ToTrainer
-from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled, pop_all
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
 from store.blobs.contract import Blobs, is_lasting
@@ -36,14 +39,12 @@ log = logging.getLogger(__name__)
 
 #: A trainer whose connection is closed, and that has not said in so long that it has another one, is dead.
 CLOSED_S = 2.0
-_PREFIX = "{weft:train}:"
+_PREFIX = "{weft:trainers}:"
 LEADER = f"{_PREFIX}leader"
 #: The leader looks this often whether a trainer that sends something is alive: one that sends nothing, each time.
 LOOK_S = 0.25
 #: What a trainer has done it tells this often, in seconds: several at once, where it does much in little time.
 APART_S = 0.004
-#: Messages read at once.
-MOST_AT_ONCE = 256
 #: Messages of a link that is over are forgotten after this.
 LEFT_OVER_S = 3600
 
@@ -64,7 +65,8 @@ class TrainerLink:
         self._over = threading.Event()
         self._telling, self._untold, self._parcels = threading.Lock(), list[Any](), list[bytes]()
         self._told_at, self._late = 0.0, threading.Event()
-        self._link = worker_name("trainer")
+        self._link, self._numbers = worker_name("trainer"), Numbers()
+        self._mail, self._unread = Reader(self._reader, _key("down", self._link)), deque[bytes]()
         self._leader = self._join(stopped)
         for work in (self._beat, self._tell_late):
             threading.Thread(target=work, name="trainer beats", daemon=True).start()
@@ -90,7 +92,7 @@ class TrainerLink:
 
     def _push(self) -> None:
         for message in self._untold[len(self._parcels) :]:
-            self._parcels.append(pack(message, self._blobs))
+            self._parcels.append(self._numbers.put_on(pack(message, self._blobs)))
         with reaching():
             self._redis.rpush(_key("up", self._link), *self._parcels)
         self._untold, self._parcels, self._told_at = [], [], time.monotonic()
@@ -109,17 +111,16 @@ class TrainerLink:
         with self._telling:
             self._tell()
         while not self._over.is_set():
+            if self._unread:
+                return _to_trainer.decode(self._unread.popleft())
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             try:
                 with reaching():
-                    found: Any = self._reader.blpop([_key("down", self._link)], max(0.05, min(left, BEAT_S)))
+                    self._unread.extend(self._mail.next(max(0.05, min(left, BEAT_S))))
             except QueueUnreachable:
                 self._over.wait(min(left, 0.2))
-                continue
-            if found:
-                return _to_trainer.decode(found[1])
         raise EOFError("the leader is gone")
 
     def close(self) -> None:
@@ -166,6 +167,7 @@ class LeaderLink:
         self.name = link
         self._blobs, self._threads = blobs, ThreadPoolExecutor(2, "trainer link")
         self._redis, self._reader = pooled(url), blocking(url)
+        self._numbers, self._mail = Numbers(), Reader(self._reader, _key("up", link))
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._pump = asyncio.create_task(self._send_all())
         self._was_alive, self._look_at = False, 0.0  # when the trainer is looked at again
@@ -173,7 +175,7 @@ class LeaderLink:
         self._closed_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
-        self._outbox.put_nowait(_encode(message))
+        self._outbox.put_nowait(self._numbers.put_on(_encode(message)))
 
     async def messages(self) -> AsyncIterator[Any]:
         """What the trainer sends, until it is gone and everything is read."""
@@ -263,14 +265,10 @@ class LeaderLink:
     def _next(self) -> tuple[list[LargeResult], bool]:
         """What the trainer has sent, waiting for it a while; and whether the trainer was alive before that, so that
         one that is gone is read to the end."""
-        up = _key("up", self.name)
         if not self._was_alive or time.monotonic() >= self._look_at:
             self._was_alive, self._look_at = self._alive(), time.monotonic() + LOOK_S
         with reaching():
-            if self._was_alive:
-                found = pop_all(self._reader, up, MOST_AT_ONCE, BEAT_S)
-            else:
-                found = cast("list[bytes]", self._redis.lpop(up, MOST_AT_ONCE) or [])
+            found = self._mail.next(BEAT_S if self._was_alive else 0.0)
         if not found:
             self._look_at = 0.0
         return [parcel_of(one) for one in found], self._was_alive
@@ -285,17 +283,27 @@ class Joining:
     def __init__(self, url: str, token: str) -> None:
         self._redis, self._reader = pooled(url), blocking(url)
         self._token = token
+        self._joined: dict[str, None] = {}  # in their order: who says so twice joins once
 
     def lead(self, ttl_s: float) -> None:
         with reaching():
             self._redis.set(LEADER, self._token, px=int(ttl_s * 1000))
 
     def next(self, timeout_s: float) -> str | None:
-        """The link of a trainer that has joined, and is alive."""
+        """The link of a trainer that has joined, and is alive. It is taken from the list when the next one is asked
+        for: the reply may be lost."""
+        key = _key("joining", self._token)
         with reaching():
-            found: Any = self._reader.blpop([_key("joining", self._token)], min(timeout_s, LONGEST_BLOCK_S))
-            link = found[1].decode() if found else None
-            return link if link and self._redis.exists(_key("alive", link)) else None
+            if self._joined:
+                self._redis.lrem(key, 0, next(reversed(self._joined)))
+            found: Any = self._reader.blmove(key, key, min(timeout_s, LONGEST_BLOCK_S), "LEFT", "LEFT")  # type: ignore[arg-type]
+            if not found:
+                return None
+            link = found.decode()
+            alive, again = bool(self._redis.exists(_key("alive", link))), link in self._joined
+        self._joined.pop(link, None)
+        self._joined[link] = None
+        return link if alive and not again else None
 
     def close(self) -> None:
         with suppress(QueueUnreachable), reaching():

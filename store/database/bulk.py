@@ -5,9 +5,7 @@ On PostgreSQL rows travel as one JSON document, what is written waits and goes o
 of the writer makes a trip only where somebody waits for an answer: `ask` sends what waits and the questions together,
 any other statement sends what waits before it, and COMMIT goes with the last of it. SQLite has no round trips, and all
 is done at once. But its driver gives other threads the interpreter for every step of a statement, so rows go in, and
-come out, in one step there too.
-
-Also here: locks of PostgreSQL, and the other statements that the two databases need in different forms.
+come out, in one step there too. Also here: locks, and the other statements that the two need in different forms.
 """
 
 from __future__ import annotations
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 #: A SELECT by dialect.
 Question = dict[str, Select[Any]]
+Params = tuple[Any, ...] | dict[str, Any]
+Check = Callable[[list[Any]], None]
 _SQLITE = sqlite.dialect(paramstyle="named", json_serializer=lambda value: orjson.dumps(value).decode())
 _OUTBOX = "outbox"
 #: Rows that one statement of SQLite writes at most: it takes 32,766 values.
@@ -71,7 +71,8 @@ def insert_rows(connection: Connection, table: type[Base], rows: Rows, add: tupl
     by the primary key."""
     names = tuple(rows[0])
     if connection.dialect.name == "postgresql":
-        _outbox(connection).put(_insert(table, names, add), orjson.dumps(rows).decode(), table=table.__tablename__)
+        document = orjson.dumps(rows).decode()
+        _outbox(connection).put(_insert(table, names, add), (document,), table=table.__tablename__)
     else:
         for part, values in _parts(table, names, rows):
             execute(connection, _insert_many(table, names, add, part), values)
@@ -83,7 +84,7 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows, key: tupl
     if connection.dialect.name == "postgresql":
         firsts = sorted({row[key[0]] for row in rows})
         statement = _update(table, names, key)
-        _outbox(connection).put(statement, orjson.dumps(rows).decode(), firsts, table=table.__tablename__)
+        _outbox(connection).put(statement, (orjson.dumps(rows).decode(), firsts), table=table.__tablename__)
     else:
         for part, values in _parts(table, (*names, *key), rows):
             execute(connection, _update_many(table, names, key, part), values)
@@ -95,6 +96,21 @@ def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> 
         compiled = [(_compiled(forms["postgresql"], connection.dialect), params) for forms, params in questions]
         return _outbox(connection).send(connection, [(text, given | params) for (text, given), params in compiled])
     return [_ask_sqlite(connection, forms["sqlite"], params) for forms, params in questions]
+
+
+def require(connection: Connection, question: Question, params: dict[str, Any], check: Check) -> None:
+    """Have `check`, which may raise, see the rows that `question` finds: on PostgreSQL with what is asked next."""
+    if connection.dialect.name == "postgresql":
+        text, given = _compiled(question["postgresql"], connection.dialect)
+        _outbox(connection).put(text, given | params, check=check)
+    else:
+        check(_ask_sqlite(connection, question["sqlite"], params))
+
+
+def make_sure(connection: Connection) -> None:
+    """Check what is required and was not sent with something else."""
+    if connection.dialect.name == "postgresql":
+        _outbox(connection).make_sure(connection)
 
 
 def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
@@ -110,7 +126,7 @@ def lock_first(connection: Connection, names: list[str], *, batches: bool) -> No
     planned as they need it."""
     if connection.dialect.name == "postgresql":
         lock, given = (_LOCK_ONE, names[0]) if len(names) == 1 else (_LOCK, names)
-        _outbox(connection).put(lock.replace("SELECT", f"SELECT {_PLANS},", 1) if batches else lock, given)
+        _outbox(connection).put(lock.replace("SELECT", f"SELECT {_PLANS},", 1) if batches else lock, (given,))
 
 
 def send_now(connection: Connection) -> None:
@@ -143,8 +159,9 @@ class _Statement:
     """`table`: what it writes, if it may be part of one with others."""
 
     text: str
-    params: tuple[Any, ...]
-    table: str | None
+    params: Params
+    table: str | None = None
+    check: Check | None = None
 
 
 class Outbox:
@@ -156,8 +173,12 @@ class Outbox:
     def clear(self) -> None:
         self._waiting = []
 
-    def put(self, text: str, *params: Any, table: str | None = None) -> None:
-        self._waiting.append(_Statement(text, params, table))
+    def make_sure(self, connection: Connection) -> None:
+        if any(statement.check is not None for statement in self._waiting):
+            self.send(connection)
+
+    def put(self, text: str, params: Params = (), *, table: str | None = None, check: Check | None = None) -> None:
+        self._waiting.append(_Statement(text, params, table, check))
 
     def send(
         self, connection: Connection, questions: Sequence[tuple[str, dict[str, Any]]] = (), *, commit: bool = False
@@ -168,10 +189,14 @@ class Outbox:
         statements, self._waiting = _together(self._waiting), []
         driver = connection.connection.driver_connection
         assert isinstance(driver, psycopg.Connection)
-        all_of_it = [*statements, *questions, *([("COMMIT", ())] if commit else [])]
+        asked = [_Statement(text, params) for text, params in questions]
+        all_of_it = [*statements, *asked, *([_Statement("COMMIT", ())] if commit else [])]
         try:
             with driver.pipeline() if len(all_of_it) > 1 else nullcontext():
-                cursors = [driver.execute(text, params or None) for text, params in all_of_it]  # type: ignore[arg-type]
+                cursors = [driver.execute(one.text, one.params or None) for one in all_of_it]
+            for statement, cursor in zip(statements, cursors, strict=False):
+                if statement.check is not None:
+                    statement.check(cursor.fetchall())
             return [cursor.fetchall() for cursor in cursors[len(statements) :][: len(questions)]]
         except psycopg.Error as error:
             raise _as_sqlalchemy(connection, driver, error) from error
@@ -184,10 +209,11 @@ class Outbox:
         if [statement.text for statement in self._waiting] == ["BEGIN"]:
             self.clear()  # nothing was done
         elif self._waiting:
+            self.make_sure(connection)
             self.send(connection, commit=True)
 
 
-def _together(waiting: list[_Statement]) -> list[tuple[str, tuple[Any, ...]]]:
+def _together(waiting: list[_Statement]) -> list[_Statement]:
     """What is written without a break becomes one statement; its parts do not see each other's rows, so each table is
     in it once."""
     groups: list[list[_Statement]] = []
@@ -196,27 +222,27 @@ def _together(waiting: list[_Statement]) -> list[tuple[str, tuple[Any, ...]]]:
         if statement.table is None or statement.table in tables or None in tables:
             groups.append([])
         groups[-1].append(statement)
-    return [
-        (_joined(tuple(part.text for part in parts)), tuple(param for part in parts for param in part.params))
-        for parts in groups
-    ]
+    return [parts[0] if len(parts) == 1 else _one(parts) for parts in groups]
+
+
+def _one(parts: list[_Statement]) -> _Statement:
+    texts, params = tuple(one.text for one in parts), tuple(value for one in parts for value in one.params)
+    return _Statement(_joined(texts), params)
 
 
 @cache
 def _joined(parts: tuple[str, ...]) -> str:
     *others, last = parts
     before = ", ".join(f"part_{number} AS ({part})" for number, part in enumerate(others))
-    return f"WITH {before} {last}" if before else last
+    return f"WITH {before} {last}"
 
 
 def _as_sqlalchemy(connection: Connection, driver: psycopg.Connection[Any], error: psycopg.Error) -> Exception:
     lost = driver.closed
     if lost and not connection.invalidated:
         connection.invalidate(error)
-    found: Exception = DBAPIError.instance(
-        None, None, error, type(error), dialect=connection.dialect, connection_invalidated=lost
-    )
-    return found
+    instance: Callable[..., Exception] = DBAPIError.instance
+    return instance(None, None, error, type(error), dialect=connection.dialect, connection_invalidated=lost)
 
 
 def _outbox(connection: Connection) -> Outbox:

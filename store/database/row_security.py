@@ -62,8 +62,17 @@ def _make_role(connection: Connection, role: str) -> None:
         connection.execute(
             text(f"DO $$ BEGIN CREATE ROLE {role} NOLOGIN; EXCEPTION WHEN {made_by_another} THEN NULL; END $$")
         )
-    if not connection.scalar(text("SELECT pg_has_role(current_user, :role, 'MEMBER')"), {"role": role}):
+    if not may_use(connection, role):
         connection.execute(text(f"GRANT {role} TO CURRENT_USER"))
+
+
+def may_use(connection: Connection, role: str) -> bool:
+    """Whether the login may become the role, and do what it may. Since PostgreSQL 16 that takes more than to be a
+    member, which who makes a role is."""
+    info = connection.dialect.server_version_info
+    needed = ("USAGE", "SET") if info is not None and info >= (16,) else ("MEMBER",)
+    has = " AND ".join(f"pg_has_role(current_user, :role, '{what}')" for what in needed)
+    return bool(connection.scalar(text(f"SELECT {has}"), {"role": role}))
 
 
 def _shield(connection: Connection, table: str, using: str, check: str) -> None:

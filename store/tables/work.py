@@ -40,7 +40,7 @@ class Session(Base):
 class Run(Base):
     """One training run: an adapter on a base model. `snapshot_ref` holds its whole state right after operation
     `snapshot_seq`; later operations are replayed from the journal to rebuild it. `snapshot_part` says what it holds of
-    the operation after that one (`scheduler.links.messages.Part`). `broken` says why the run can do nothing more.
+    the operation after that one (`scheduler.links.messages.Snapshot`). `broken` says why the run can do nothing more.
     `state` is live | closed."""
 
     __tablename__ = "runs"

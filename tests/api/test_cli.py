@@ -344,6 +344,31 @@ def test_a_key_for_a_folder_that_no_server_has_used_is_made_with_a_word(tmp_path
     assert err == f"weftd: {tmp_path / 'slip'} is new: the key is good for a server that is started on it\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["key", "list"],
+        ["org", "list"],
+        ["org", "export", "acme", "{out}"],
+        ["org", "status", "acme", "closed"],
+        ["user", "list", "--org", "acme"],
+        ["jobs", "list"],
+        ["audit", "verify"],
+        ["billing", "reconcile"],
+        ["credit", "grant", "--org", "acme", "--usd", "5"],
+        ["backup", "{out}"],
+    ],
+    ids=" ".join,
+)
+def test_who_looks_into_a_folder_that_is_not_there_makes_none(tmp_path: Path, arguments: list[str]) -> None:
+    """The folder is a slip of the pen: an empty list, or a backup of nothing, would look like an answer."""
+    slip = tmp_path / "slip"
+    given = [argument.format(out=tmp_path / "out") for argument in arguments]
+    found = CliRunner().invoke(command, [*given, "--data-dir", str(slip)])
+    assert (found.exit_code, str(slip) in found.output, len(found.output.splitlines())) == (2, True, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_key_list_and_revoke(tmp_path: Path) -> None:
     def key(*arguments: str) -> str:
         out, err = weftd("key", *arguments, "--data-dir", str(tmp_path)).communicate(timeout=60)
@@ -369,7 +394,7 @@ def test_a_database_that_cannot_be_opened_or_asked_is_one_line(tmp_path: Path) -
     assert found.exit_code == 2
     assert found.output == f"weftd: cannot use the database of {tmp_path}: unable to open database file\n"
     (tmp_path / "weft.db").rmdir()
-    assert CliRunner().invoke(command, ["key", "list", "--data-dir", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(command, ["migrate", "--data-dir", str(tmp_path)]).exit_code == 0
     with sqlite3.connect(tmp_path / "weft.db") as database:
         database.execute("ALTER TABLE api_keys RENAME TO elsewhere")
     found = CliRunner().invoke(command, ["key", "list", "--data-dir", str(tmp_path)])

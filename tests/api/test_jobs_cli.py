@@ -37,6 +37,7 @@ def _listed(result: Result) -> dict[str, list[str]]:
 
 
 def test_a_job_is_run_and_listed(tmp_path: Path) -> None:
+    assert _weftd(tmp_path, "migrate").exit_code == 0
     before = _listed(_weftd(tmp_path, "jobs", "list"))
     assert set(before) == set(JOBS)
     assert before["reconcile"] == ["every 86400s", "never", "-", "overdue", "{}"]
@@ -47,6 +48,7 @@ def test_a_job_is_run_and_listed(tmp_path: Path) -> None:
 
 
 def test_a_probe_fails_until_every_job_has_run(tmp_path: Path) -> None:
+    assert _weftd(tmp_path, "migrate").exit_code == 0
     assert _weftd(tmp_path, "jobs", "list", "--check").exit_code == 1
     for name in JOBS:
         assert _weftd(tmp_path, "jobs", "run", name).exit_code == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from api.server import reference
 from api.server.app import front
 from api.server.openapi import error_codes
 from tests.api.conftest import World
@@ -30,6 +31,14 @@ def described(world: World) -> dict[str, Any]:
 
 def operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     return [(method.upper(), path, op) for path, ops in described["paths"].items() for method, op in ops.items()]
+
+
+def test_what_anybody_may_fetch_is_written_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody needs a key for them, and to write them takes a processor for a while."""
+    first = [world.http.get(path).content for path in ("/openapi.json", "/docs")]
+    monkeypatch.setattr(reference, "orjson", None)
+    monkeypatch.setattr(reference, "page", None)
+    assert [world.http.get(path).content for path in ("/openapi.json", "/docs")] == first
 
 
 def test_every_route_is_described_and_every_reference_leads_somewhere(described: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ def test_a_plot_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_cost_of_a_service_that_has_done_nothing(tmp_path: Path) -> None:
+    run("migrate", "--data-dir", str(tmp_path))
     facts = json.loads(run("tco", "--data-dir", str(tmp_path), "--days", "1", "--gpu-hour", "2", "--json").stdout)
     assert (facts["gpu_hour_usd"], facts["paid_usd"], facts["margins"]) == (2.0, 0, [])
     assert 48 <= facts["cost_usd"] < 50
@@ -56,5 +57,6 @@ def test_the_cost_of_a_service_that_has_done_nothing(tmp_path: Path) -> None:
 def test_ownership_is_set_in_the_settings(tmp_path: Path) -> None:
     config = tmp_path / "weft.toml"
     config.write_text('data_dir = "data"\n[ownership]\ninterest_per_year = 0\nserver_usd = 5256000\nmonths = 100\n')
+    run("migrate", "--config", str(config))
     facts = json.loads(run("tco", "--config", str(config), "--json").stdout)
     assert facts["gpu_hour_usd"] == pytest.approx(5_256_000 / 100 / 8 / 730 + 0.4381, abs=1e-4)

@@ -103,6 +103,11 @@ class TestSamples:
             ({"seq_id": None}, 400, "seq_id"),
             ({"seq_id": -1}, 422, "seq_id"),
             ({"sampling_params": {"temperature": -1}}, 422, "sampling_params.temperature"),
+            (
+                {"sampling_params": {"temperature": 1e-320}},
+                400,
+                "sampling_params.temperature: must be 0 (greedy) or at",
+            ),
             ({"sampling_params": {"max_tokens": -1}}, 422, "sampling_params.max_tokens"),
             ({"sampling_params": {"top_p": 0}}, 422, "sampling_params.top_p"),
             ({"num_samples": 0}, 422, "num_samples"),

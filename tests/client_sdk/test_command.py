@@ -58,6 +58,14 @@ def test_exit_codes_say_what_kind_of_failure(stub: Stub, status: int, code: int)
     assert weft(stub, "balance")[0] == code
 
 
+@pytest.mark.parametrize("key", ["", "tml-ü"])
+def test_no_key_has_the_code_of_a_wrong_one(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.setenv("WEFT_API_KEY", key)
+    done = CliRunner().invoke(main, ["--base-url", "http://127.0.0.1:1", "balance"])
+    assert (done.exit_code, "WEFT_API_KEY" in done.output) == (3, True)
+
+
 def test_a_server_that_is_not_there_has_a_code_of_its_own(stub: Stub) -> None:
     stub.base_url = "http://127.0.0.1:1"
     code, said = weft(stub, "balance")

@@ -57,7 +57,7 @@ def environment(kind: str) -> Any:
     rubric = vf.Rubric(funcs=[exact])
     if kind == "single":
         return vf.SingleTurnEnv(dataset=questions(), rubric=rubric)
-    if kind == "multi":
+    if kind in ("multi", "spent"):
         return Twice(dataset=questions(), rubric=rubric, max_turns=2)
     return vf.ToolEnv(dataset=questions(), rubric=vf.Rubric(funcs=[exact, called]), tools=[add], max_turns=3)
 
@@ -78,10 +78,14 @@ def loop(service: weft.ServiceClient, kind: str) -> rl.Report:
         if kind == "tool":
             [tool], most = own.tool_defs, 40
             taught(run, {"name": tool.name, "description": tool.description, "parameters": tool.parameters})
+        if kind == "spent":
+            more["budget_usd"] = 1e-5
         env = rl.verifiers(own, sampling={"max_tokens": most})
     return rl.train(run, env, steps=3, groups=SMALL, learning_rate=1e-3, sinks=[], **more)
 
 
 if __name__ == "__main__":
     with weft.ServiceClient() as service:
-        print(json.dumps(loop(service, sys.argv[1]).steps))
+        report = loop(service, sys.argv[1])
+        print(report.ended)
+        print(json.dumps(report.steps))

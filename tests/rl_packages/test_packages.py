@@ -77,6 +77,11 @@ def test_it_rolls_out_and_trains_on_policy(server: Weftd, kind: str) -> None:
         assert steps[0]["turns/rollout"] > 1
 
 
+@made(VERIFIERS_0_1)
+def test_a_budget_that_ends_a_sample_of_verifiers_ends_the_loop(server: Weftd) -> None:
+    assert said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), "spent") == ["budget", "[]"]
+
+
 @made(VERIFIERS_0_4)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["single", "multi", "tool"])

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, inspect, select, text, update
+from sqlalchemy import create_engine, delete, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from migrations.upgrade import migrate
 from store import tables
-from store.database import audit
+from store.database import audit, row_security
 from store.database.caller import Caller, acting_as, unrestricted
 from store.database.db import Database
 from store.database.row_security import SERVER_ONLY
@@ -93,6 +93,28 @@ def test_the_owner_of_the_tables_is_bound_too(plain_login: Database) -> None:
         assert audit.verify(session, "a").problems == ()
 
 
+def test_a_login_that_makes_the_roles_itself_may_use_both(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since PostgreSQL 16 that does not follow from having made them."""
+    roles = ("made_app", "made_service")
+    monkeypatch.setattr(row_security, "APP_ROLE", roles[0])
+    monkeypatch.setattr(row_security, "SERVICE_ROLE", roles[1])
+    postgres.execute("CREATE ROLE maker LOGIN CREATEROLE")
+    engine = create_engine(postgres.url("postgres", "maker"))
+    try:
+        for _ in range(2):
+            with engine.begin() as connection:
+                row_security.make_roles(connection)
+        for role in roles:
+            with engine.connect() as connection:
+                assert connection.scalar(text(f"SELECT pg_has_role(current_user, '{role}', 'USAGE')"))
+                assert connection.scalar(text("SELECT set_config('role', :role, true)"), {"role": role}) == role
+    finally:
+        engine.dispose()
+        postgres.execute(f"DROP ROLE {', '.join(roles)}; DROP ROLE maker")
+
+
 def test_without_an_organisation_the_app_role_sees_nothing(two: Database) -> None:
     with two.read() as session:
         session.execute(text("SET LOCAL ROLE weft_app"))
@@ -122,6 +144,27 @@ def test_what_belongs_to_others_is_neither_changed_nor_deleted(two: Database) ->
     with two.read() as session:
         assert {key.org_id: key.name for key in session.scalars(select(tables.ApiKey))} == {"a": "mine", "b": ""}
         assert list(session.scalars(select(tables.Project.org_id))) == ["b"]
+
+
+def test_what_is_spent_of_a_budget_is_of_its_organisation_alone(two: Database) -> None:
+    """Its rows name the budget, and that the organisation."""
+
+    def write(session: Session) -> None:
+        facts = {"scope": "org", "period": "total", "limit_nusd": 9, "hard": True, "alert_pcts": [], "created_at": NOW}
+        session.add_all([tables.Budget(id=org, org_id=org, scope_id=org, **facts) for org in ("a", "b")])
+        session.flush()
+        session.add_all(
+            [tables.BudgetPeriod(budget_id=org, start=NOW, spent_nusd=1, held_nusd=0) for org in ("a", "b")]
+        )
+
+    two.write_now(write)
+    with acting_as(A):
+        two.write_now(lambda session: session.execute(update(tables.BudgetPeriod).values(spent_nusd=7)))
+        with two.read() as session:
+            assert list(session.scalars(select(tables.BudgetPeriod.budget_id))) == ["a"]
+    with two.read() as session:
+        spent = session.scalars(select(tables.BudgetPeriod))
+        assert {row.budget_id: row.spent_nusd for row in spent} == {"a": 7, "b": 1}
 
 
 def test_works_of_one_transaction_are_restricted_each_by_itself(two: Database) -> None:

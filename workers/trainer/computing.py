@@ -119,8 +119,15 @@ class Computing:
         return pack(parts, lambda part: part.tokens, self._room_tokens)
 
     def _complete(self) -> Iterator[Progress]:
-        done = [progress for progress in self._planned if progress.complete]
-        self._planned = [progress for progress in self._planned if not progress.complete]
+        """Operations of one run that train end in their order, wherever they are computed: in it their gradients are
+        added up, and a run remembers the last that it holds."""
+        done, open_runs = list[Progress](), set[int]()
+        for progress in self._planned:
+            if progress.complete and not (progress.trains and id(progress.run) in open_runs):
+                done.append(progress)
+            elif progress.trains and progress.waiting:
+                open_runs.add(id(progress.run))
+        self._planned = [progress for progress in self._planned if progress not in done]
         yield from done
 
     def _attempt(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import database_of, is_new, refuse, settings_of, where
 from store.people import keys, organisations
 from store.people.roles import ADMIN, SCOPES
 from store.tables import ApiKey, Membership, User
@@ -58,8 +58,8 @@ def create(
         return secret
 
     settings = settings_of(config, data_dir)
-    fresh = not settings.database_url and not (settings.data_dir / "weft.db").exists()
-    click.echo(change(data_dir, config, write))
+    fresh = is_new(settings)
+    click.echo(change(data_dir, config, write, may_be_new=True))
     if fresh:
         click.echo(f"weftd: {settings.data_dir} is new: the key is good for a server that is started on it", err=True)
 

@@ -31,7 +31,7 @@ org.add_command(org_data.delete)
 def create(data_dir: Path | None, config: Path | None, name: str) -> None:
     """Make an organisation, and print its id. One that is there stays as it is."""
     check_org_name(name)
-    click.echo(change(data_dir, config, lambda session: organisations.organisation_named(session, name).id))
+    click.echo(change(data_dir, config, lambda session: organisations.organisation_named(session, name).id, True))
 
 
 @org.command("list")

@@ -54,8 +54,8 @@ def export(data_dir: Path | None, config: Path | None, name: str, target: Path) 
     settings = settings_of(config, data_dir)
     if target.exists():
         refuse(f"{target} is there already: name a new folder")
-    blobs = blobs_of(settings)
     with database_of(config, data_dir) as database, database.read() as session:
+        blobs = blobs_of(settings)
         try:
             org = organisation(session, name)
         except PeopleError as error:

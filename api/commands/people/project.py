@@ -21,7 +21,7 @@ def project() -> None:
 
 @project.command()
 @where
-@click.option("--org", required=True)
+@click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("name")
 def create(data_dir: Path | None, config: Path | None, org: str, name: str) -> None:
     """Make a project, and print its id."""
@@ -30,7 +30,7 @@ def create(data_dir: Path | None, config: Path | None, org: str, name: str) -> N
 
 @project.command()
 @where
-@click.option("--org", required=True)
+@click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("project_id")
 @click.option("--restore", is_flag=True, help="Take it out of the archive again.")
 def archive(data_dir: Path | None, config: Path | None, org: str, project_id: str, restore: bool) -> None:
@@ -45,7 +45,7 @@ def archive(data_dir: Path | None, config: Path | None, org: str, project_id: st
 
 @project.command("list")
 @where
-@click.option("--org", required=True)
+@click.option("--org", required=True, help="Name of the organisation.")
 def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Show the id, name and state of an organisation's projects."""
     with database_of(config, data_dir) as database, database.read() as session:

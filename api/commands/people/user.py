@@ -25,7 +25,7 @@ user.add_command(login_link)
 @user.command()
 @where
 @click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
-@click.option("--email", required=True)
+@click.option("--email", required=True, help="Address of the person.")
 @click.option("--role", type=click.Choice(ROLES), default="member", show_default=True)
 def create(data_dir: Path | None, config: Path | None, org: str, email: str, role: str) -> None:
     """Make a person a member, and print the user's id. Who is a member already gets that role."""
@@ -39,12 +39,12 @@ def create(data_dir: Path | None, config: Path | None, org: str, email: str, rol
                 return member.id
         return organisations.add_member(session, row.id, email, role).id
 
-    click.echo(change(data_dir, config, write))
+    click.echo(change(data_dir, config, write, may_be_new=True))
 
 
 @user.command("list")
 @where
-@click.option("--org", required=True)
+@click.option("--org", required=True, help="Name of the organisation.")
 def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Show the id, e-mail and role of an organisation's members."""
     with database_of(config, data_dir) as database, database.read() as session:
@@ -58,8 +58,8 @@ def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
 
 @user.command()
 @where
-@click.option("--org", required=True)
-@click.option("--email", required=True)
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.option("--email", required=True, help="Address of the person.")
 def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> None:
     """End a membership, and revoke the member's keys."""
 
@@ -77,7 +77,7 @@ def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> 
 
 @user.command()
 @where
-@click.option("--email", required=True)
+@click.option("--email", required=True, help="Address of the person.")
 def unlink(data_dir: Path | None, config: Path | None, email: str) -> None:
     """Forget which accounts of the OpenID provider are this person's: the next with their verified address will be.
 

@@ -115,7 +115,7 @@ async def curves(
     await count_request(request, viewer.who)
     found = []
     for run_id in _distinct(run):
-        answer = await run_metrics(run_id, service, viewer.who, None, DRAWN)
+        answer = await run_metrics(run_id, request, service, viewer.who, None, DRAWN)
         found.append({"id": run_id, "curves": answer.model_dump()["curves"]})
     return JSONResponse({"runs": found})
 

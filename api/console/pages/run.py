@@ -106,9 +106,9 @@ def _continued(session: Session, viewer: Viewer, run: tables.Run) -> Continued |
 
 
 @router.get("/runs/{run_id}/live", **declare(scope="public", limit="poll"))
-async def run_live(service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONResponse:
+async def run_live(request: Request, service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONResponse:
     """What changes on the page: the API's own curves, and what the run has cost so far."""
-    curves = await run_metrics(run_id, service, viewer.who, None, DRAWN)
+    curves = await run_metrics(run_id, request, service, viewer.who, None, DRAWN)
 
     def read(session: Session) -> dict[str, Any]:
         run = run_by_id(session, viewer.who, run_id)

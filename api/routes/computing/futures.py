@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from weft.wire import (
     CancelFutureRequest,
     FutureRetrieveRequest,
@@ -68,7 +68,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
         return _json(FutureMetadataResponse(response_payload_size=size))
     service.fetched.note(who.org_id, [body.request_id])
     if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
-        return await run_in_threadpool(_as_json, service, body.request_id, outcome.payload)
+        return await service.reads.run(who.org_id, partial(_as_json, service, body.request_id, outcome.payload))
     return Response(outcome.payload, media_type=outcome.content_type)
 
 

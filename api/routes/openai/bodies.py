@@ -47,8 +47,8 @@ UNUSED = {
 }
 
 
-#: What to do in place of what cannot be honoured; else it is to be left out.
 _FREE = "nothing constrains what a model draws;"
+#: What to do in place of what cannot be honoured; else it is to be left out.
 ADVICE = {
     "tool_choice": f'{_FREE} send "auto", and expect answers without a call',
     "response_format": f"{_FREE} ask for the format in a message, and check what comes",

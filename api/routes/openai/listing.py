@@ -9,15 +9,14 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
-from weft.wire.turns import Turn, TurnsResponse
+from weft.wire.turns import TurnsResponse
 
 from api.errors import NotFound, quote
 from api.http.access import LOOKING, WORKING, declare
 from api.http.auth import PrincipalDep
 from api.routes.openai.errors import OpenAIRoute
 from api.routes.openai.models import target_of
-from api.routes.openai.turns import page_of, read_turns, turns_of
+from api.routes.openai.turns import page_of, told, turns_of
 from api.state.service import ServiceDep
 from store import tables
 from workers.model.card import ModelCard
@@ -44,14 +43,14 @@ async def get_model(name: str, request: Request, service: ServiceDep, who: Princ
     return Response(orjson.dumps(_shown(name, target.card)), media_type="application/json")
 
 
-@turns_router.get("/weft/turns/{session:path}", **declare(scope=WORKING, limit="call"))
+@turns_router.get("/weft/turns/{session:path}", response_model=TurnsResponse, **declare(scope=WORKING, limit="call"))
 async def get_turns(
     session: str,
     service: ServiceDep,
     who: PrincipalDep,
     after: Annotated[int, Query(ge=0, le=2**62)] = 0,
     limit: Annotated[int, Query(ge=1, le=256)] = 64,
-) -> TurnsResponse:
+) -> Response:
     """What was sampled under `X-Session-ID: session`, in order: the turns of at most `limit` requests."""
     row = tables.SessionTurn
 
@@ -63,9 +62,8 @@ async def get_turns(
     if not rows and not after:
         raise NotFound(f"no turns of a session {quote(session)}; they are kept for a day")
 
-    def turns() -> list[Turn]:
-        return [turn for one in page for turn in read_turns(service, one.ref)]
-
     page = page_of(rows)
     more = page[-1].id if len(page) < len(rows) or len(rows) == limit else None
-    return TurnsResponse(session=session, turns=await run_in_threadpool(turns), next=more)
+    head, tail = orjson.dumps({"session": session})[:-1], orjson.dumps({"next": more})[1:]
+    turns = await told(service, who, page)
+    return Response(b"".join((head, b',"turns":[', turns, b"],", tail)), media_type="application/json")

@@ -3,7 +3,6 @@ as transformers renders it (held to that by tests/api/openai). Nothing here need
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
@@ -13,16 +12,15 @@ from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from starlette.concurrency import run_in_threadpool
 from tokenizers import Tokenizer
 
 from api.errors import quote
 from api.routes.openai.errors import Refused
+from api.state.threads import Threads
 
 #: Characters of a long text that are made into tokens together, to find whether it can fit at all.
 PIECE = 1 << 16
@@ -134,14 +132,12 @@ def text_of(folder: Path, context: int) -> ModelText:
 T = TypeVar("T")
 #: Texts of one organisation that are made into tokens at a time; further ones wait, and take no thread from others.
 AT_ONCE = 2
-_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+_threads = Threads(AT_ONCE)
 
 
 async def in_turn(org_id: str, work: Callable[[], T]) -> T:
     """What reads texts of an organisation, in a thread."""
-    turn = _turns.setdefault(org_id, asyncio.Semaphore(AT_ONCE))
-    async with turn:
-        return await run_in_threadpool(work)
+    return await _threads.run(org_id, work)
 
 
 def _read(file: Path) -> dict[str, Any]:

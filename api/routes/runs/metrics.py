@@ -5,10 +5,12 @@ A point carries no more than a name, a step and a number. How often is bounded p
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from sqlalchemy.orm import Session
+from starlette.requests import ClientDisconnect
 from weft.wire import LogMetricsRequest, LogMetricsResponse, RunCurveResponse, RunMetricsResponse
 
 from api.errors import Invalid
@@ -20,7 +22,7 @@ from api.state.service import ServiceDep
 from api.who.lookup import run_by_id
 from api.who.may_change import own_run
 from billing.reports.spending import spent_by
-from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve
+from store.curves import Curve, Point, TooManyPoints, curves_of, log_points, read_curve
 
 router = APIRouter(prefix="/api/v1/weft")
 
@@ -49,32 +51,42 @@ async def log_metrics(run_id: str, request: Request, service: ServiceDep, who: P
 @router.get("/runs/{run_id}/metrics", **declare(scope=LOOKING, limit="call"))
 async def run_metrics(
     run_id: str,
+    request: Request,
     service: ServiceDep,
     who: PrincipalDep,
     name: Annotated[list[str] | None, Query(max_length=64)] = None,
     points: Annotated[int, Query(ge=2, le=MAX_DRAWN)] = MAX_DRAWN,
 ) -> RunMetricsResponse:
     """The curves of a run (all, or those of `name`), thinned to `points` each, lowest and highest values kept."""
+    # One curve at a time, for as long as the client is there: all that a run may have are twelve million points.
 
-    def read(session: Session) -> RunMetricsResponse:
+    def there(session: Session) -> list[str]:
         run_by_id(session, who, run_id)
-        have = [curve.name for curve in curves_of(session, who.org_id, [run_id]).get(run_id, [])]
-        wanted = [curve for curve in have if name is None or curve in name]
-        curves = [read_curve(session, who.org_id, run_id, curve, points) for curve in wanted]
-        spent = spent_by(session, who.org_id, run_id, [curve.at for curve in curves])
-        return RunMetricsResponse(
-            run_id=run_id,
-            curves=[
-                RunCurveResponse(
-                    name=curve.name,
-                    points=curve.points,
-                    steps=curve.steps,
-                    values=curve.values,
-                    tokens=[used.tokens for used in used_at],
-                    cost_nusd=[used.amount_nusd for used in used_at],
-                )
-                for curve, used_at in zip(curves, spent, strict=True)
-            ],
-        )
+        return [curve.name for curve in curves_of(session, who.org_id, [run_id]).get(run_id, [])]
 
-    return await service.read(read)
+    def read(session: Session, curve: str) -> Curve:
+        return read_curve(session, who.org_id, run_id, curve, points)
+
+    curves: list[Curve] = []
+    for each in await service.read(there):
+        if name is not None and each not in name:
+            continue
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        curves.append(await service.read(partial(read, curve=each), service.curves))
+    times = [curve.at for curve in curves]
+    spent = await service.read(lambda session: spent_by(session, who.org_id, run_id, times))
+    return RunMetricsResponse(
+        run_id=run_id,
+        curves=[
+            RunCurveResponse(
+                name=curve.name,
+                points=curve.points,
+                steps=curve.steps,
+                values=curve.values,
+                tokens=[used.tokens for used in used_at],
+                cost_nusd=[used.amount_nusd for used in used_at],
+            )
+            for curve, used_at in zip(curves, spent, strict=True)
+        ],
+    )

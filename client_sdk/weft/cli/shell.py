@@ -20,6 +20,7 @@ from weft.errors import (
     BillingError,
     GoneError,
     InternalServerError,
+    NoKeyError,
     NotFoundError,
     PermissionDeniedError,
     RateLimitError,
@@ -39,6 +40,7 @@ POLICY = RetryPolicy(budget_s=5.0, billing_budget_s=0.0)
 EXIT_NOT_FOUND = 4
 #: What scripts can tell apart; 1 is anything else, and 2 a command that is not understood (click's own).
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (NoKeyError, 3),
     (AuthenticationError, 3),
     (PermissionDeniedError, 3),
     (NotFoundError, EXIT_NOT_FOUND),

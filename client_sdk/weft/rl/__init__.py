@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weft.rl.loops.checkpoint import Checkpoints as Checkpoints
     from weft.rl.loops.conversations import conversations as conversations
     from weft.rl.loops.distill import distill as distill
+    from weft.rl.loops.distill import distill_async as distill_async
     from weft.rl.loops.dpo import dpo as dpo
     from weft.rl.loops.dpo import pairs as pairs
     from weft.rl.loops.evaluate import Evaluation as Evaluation
@@ -80,7 +81,7 @@ _HOMES = {
     "loops.batch": "Batch",
     "loops.checkpoint": "Checkpoints",
     "loops.conversations": "conversations",
-    "loops.distill": "distill",
+    "loops.distill": "distill distill_async",
     "loops.dpo": "dpo pairs",
     "loops.evaluate": "Evaluation evaluate",
     "loops.money": "estimate",

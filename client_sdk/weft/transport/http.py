@@ -23,6 +23,7 @@ from weft.errors import (
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
+    NoKeyError,
     WeftError,
     status_error,
 )
@@ -62,9 +63,9 @@ def resolve_endpoint(base_url: str | None = None, api_key: str | None = None) ->
     if not url.startswith(("http://", "https://")):
         raise WeftError(f"the server address {url!r} must start with http:// or https://")
     if not key:
-        raise WeftError("no API key: set WEFT_API_KEY or pass api_key (`weftd key create` makes one)")
+        raise NoKeyError("no API key: set WEFT_API_KEY or pass api_key (`weftd key create` makes one)")
     if not (key.isascii() and key.isprintable()):
-        raise WeftError("the API key has characters that no key has: give WEFT_API_KEY or api_key as it was printed")
+        raise NoKeyError("the API key has characters that no key has: give WEFT_API_KEY or api_key as it was printed")
     return Endpoint(url.rstrip("/"), key)
 
 

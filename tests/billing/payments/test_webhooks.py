@@ -133,6 +133,15 @@ def test_only_dollars_are_money(door: Door) -> None:
     assert door.alerts() == ["refund_by_hand", "dispute_by_hand"]
 
 
+def test_dollars_that_are_reclaimed_in_another_currency_are_booked_by_hand(door: Door) -> None:
+    stripe, payments = door.payments.fake.stripe, [door.paid(), door.paid()]
+    stripe.refund(payments[0]["id"], 2500)["currency"] = "eur"
+    stripe.dispute(payments[1]["id"])["currency"] = "eur"
+    door.deliver(*door.told)
+    assert {kind for kind, _ in door.ledger()} == {"topup"}
+    assert door.alerts() == ["refund_by_hand", "dispute_by_hand"]
+
+
 @pytest.mark.search
 def test_a_topup_a_refund_and_a_dispute_in_any_order(door: Door) -> None:
     stripe = door.payments.fake.stripe

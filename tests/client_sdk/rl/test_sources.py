@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from weft.rl.loops.checkpoint import MAX_STATE_BYTES, packed
 from weft.rl.tasks.sources import DifficultyPools, Pool, Ratios, Shuffled
 
 
@@ -96,3 +98,12 @@ def test_ratios_hold_to_within_one(shares: dict[str, float], draws: int) -> None
 def test_refused_where_it_is_made(make: Any) -> None:
     with pytest.raises(ValueError, match=r"tasks|order|weights|shares"):
         make()
+
+
+def test_the_pools_of_a_real_data_set_fit_beside_a_checkpoint() -> None:
+    count, chance = 7_473, random.Random(0)  # as many as GSM8K has
+    source = DifficultyPools(count)
+    for _ in range(2 * count):
+        source.observe(chance.randrange(count), chance.randint(0, 8) / 8)
+    assert len(packed({"rollouts": source.state_dict()})) < MAX_STATE_BYTES
+    assert restored(DifficultyPools(count), source.state_dict()).means == source.means

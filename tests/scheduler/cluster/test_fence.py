@@ -7,9 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from scheduler.cluster.fence import Fenced, Superseded, give_up, take
 from store import tables
+from store.database.bulk import insert_rows
 from store.database.db import Database
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -62,6 +64,26 @@ def test_every_kind_of_write_of_one_that_was_superseded_is_refused(any_database:
     new = Fenced(any_database, "new")
     assert asyncio.run(new.write_batched(batch, "second", lock="x")) == "second"
     assert names(any_database) == {"first", "second"}
+
+
+def test_a_batch_that_asks_nothing_is_refused_before_its_commit_and_its_neighbours_are_not(
+    any_database: Database,
+) -> None:
+    lead(any_database, "a")
+
+    def batch(session: Session, items: list[str]) -> list[str]:
+        rows = [{"kind": "test", "ref": item, "message": "", "detail": {}, "raised_at": NOW} for item in items]
+        insert_rows(session.connection(), tables.Alert, rows)
+        return items
+
+    async def scenario() -> list[object]:
+        leaders = [Fenced(any_database, token) for token in ("a", "b", "a")]
+        writes = [one.write_batched(batch, f"{place}", lock="x") for place, one in enumerate(leaders)]
+        return await asyncio.gather(*writes, return_exceptions=True)
+
+    first, late, last = asyncio.run(scenario())
+    assert (first, type(late), last) == ("0", Superseded, "2")
+    assert names(any_database) == {"0", "2"}
 
 
 def test_a_refusal_harms_nobody_who_writes_at_the_same_moment(any_database: Database) -> None:

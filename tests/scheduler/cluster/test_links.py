@@ -19,7 +19,7 @@ import redis
 from scheduler.links import broadcasts as broadcast_module
 from scheduler.links import train_link
 from scheduler.links.broadcasts import Broadcasts, Ended, Listener, ToWorker
-from scheduler.links.contract import LEFT_S, LIVES, Item
+from scheduler.links.contract import LEFT_S, LIVES, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
 from scheduler.links.messages import (
     Cancel,
@@ -39,6 +39,7 @@ from scheduler.links.redis_queue import MOST_CALLS, RedisQueue
 from scheduler.links.sample_link import LOOK_EVERY_S, SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
 from store.blobs.folder import FolderBlobs
+from tests.scheduler.jobs.proxy import Proxy, proxy
 from tests.servers import redis_server
 
 
@@ -183,8 +184,10 @@ def test_a_running_sample_is_cancelled(url: str, sample_link: SampleLink) -> Non
     broadcasts.close()
 
 
-def with_trainer(url: str, blobs: FolderBlobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]]) -> None:
-    """Run `scenario` between a trainer that has joined and its leader."""
+def with_trainer(
+    url: str, blobs: FolderBlobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]], of_leader: str = ""
+) -> None:
+    """Run `scenario` between a trainer that has joined and its leader, who may have a URL of its own."""
 
     async def run() -> None:
         joining = Joining(url, uuid.uuid4().hex)
@@ -192,7 +195,7 @@ def with_trainer(url: str, blobs: FolderBlobs, scenario: Callable[[TrainerLink, 
         trainer = await asyncio.to_thread(TrainerLink, url, blobs)
         name = await asyncio.to_thread(joining.next, 5)
         assert name is not None
-        leader = LeaderLink(url, name, blobs)
+        leader = LeaderLink(of_leader or url, name, blobs)
         try:
             await scenario(trainer, leader)
         finally:
@@ -271,7 +274,7 @@ def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: F
                 found.append(message)
                 trainer.kill()
             assert found == [PullPass(["m"])]
-            assert redis.Redis.from_url(url).pttl(f"{{weft:train}}:alive:{name}") > 600_000
+            assert redis.Redis.from_url(url).pttl(f"{{weft:trainers}}:alive:{name}") > 600_000
             leader.close()
         finally:
             trainer.kill()
@@ -291,7 +294,7 @@ def test_a_trainer_that_loses_its_connections_goes_on(
         reading = asyncio.create_task(anext(leader.messages()))
         await asyncio.sleep(1)  # a look or two at the connection
         server.client_kill_filter(_id=own)
-        sign = f"{{weft:train}}:alive:{leader.name}"
+        sign = f"{{weft:trainers}}:alive:{leader.name}"
         await asyncio.to_thread(eventually, lambda: server.get(sign) not in (None, str(own).encode()))
         await asyncio.sleep(2)
         assert not reading.done()
@@ -299,6 +302,72 @@ def test_a_trainer_that_loses_its_connections_goes_on(
         assert await reading == PullPass(["m"])
 
     with_trainer(url, blobs, scenario)
+
+
+@pytest.mark.parametrize("behind", ["trainer", "leader"])
+def test_whatever_reply_is_lost_each_message_arrives_once_and_in_order(
+    url: str, blobs: FolderBlobs, behind: str
+) -> None:
+    async def scenario(through: Proxy, trainer: TrainerLink, leader: LeaderLink) -> None:
+        messages = aiter(leader.messages())
+        ups = [Done(f"up {number}") for number in range(4)]
+        downs = [Pass(number, f"down {number}", []) for number in range(4)]
+        for number in range(4):
+            reading = asyncio.ensure_future(anext(messages))
+            through.losing = b"up 1" if number == 1 else b""
+            await asyncio.to_thread(trainer.send, ups[number])
+            assert await reading == ups[number]
+            through.losing = b"down 1" if number == 1 else b""
+            receiving = asyncio.create_task(asyncio.to_thread(trainer.recv, 20))
+            leader.send(downs[number])
+            assert await receiving == downs[number]
+            assert through.losing == b""
+        assert await asyncio.to_thread(trainer.recv, 0.2) is None
+        trainer.send(PullPass(["m"]))
+        assert await anext(messages) == PullPass(["m"])
+
+    with proxy(int(url.rsplit(":", 1)[1].split("/")[0])) as through:
+        far = f"redis://127.0.0.1:{through.port}/0"
+        ends = (far, url) if behind == "trainer" else (url, far)
+        with_trainer(ends[0], blobs, partial(scenario, through), of_leader=ends[1])
+
+
+def test_a_trainer_joins_once_though_it_said_so_twice_and_the_leader_missed_it(url: str, blobs: FolderBlobs) -> None:
+    token = uuid.uuid4().hex
+    with proxy(int(url.rsplit(":", 1)[1].split("/")[0])) as through:
+        joining, there = Joining(f"redis://127.0.0.1:{through.port}/0", token), redis.Redis.from_url(url)
+        joining.lead(60)
+        assert joining.next(0.1) is None
+        trainer = TrainerLink(url, blobs)
+        there.rpush(train_link._key("joining", token), trainer._link)
+        through.losing = trainer._link.encode()
+        with pytest.raises(QueueUnreachable):
+            joining.next(5)
+        assert joining.next(5) == trainer._link
+        assert joining.next(0.1) is None
+        there.rpush(train_link._key("joining", token), trainer._link)
+        assert joining.next(0.1) is None
+        assert there.llen(train_link._key("joining", token)) <= 1
+        for end in (trainer, joining, there):
+            end.close()
+
+
+def test_a_lease_whose_reply_was_lost_comes_with_the_next(url: str) -> None:
+    with proxy(int(url.rsplit(":", 1)[1].split("/")[0])) as through:
+        name, there = uuid.uuid4().hex, RedisQueue(url)
+        queue = RedisQueue(f"redis://127.0.0.1:{through.port}/0")
+        for op_id in ("known", f"lost {name}", "next"):
+            push(there, op_id)
+        assert [lease.id for lease in queue.lease("w", ["m"], 2, 60)] == ["known"]
+        through.losing = name.encode()
+        assert [lease.id for lease in queue.lease("w", ["m"], 2, 60)] == [f"lost {name}"]
+        assert through.losing == b""
+        assert queue.lease("w", ["m"], 0, 60, most=0) == []
+        (lease,) = queue.lease("w", ["m"], 2, 60)
+        assert lease.id == "next"
+        assert there.answer(lease.id, lease.epoch, b"result")
+        for end in (queue, there):
+            end.close()
 
 
 def test_calls_that_travel_together_do_what_each_does_alone(url: str) -> None:

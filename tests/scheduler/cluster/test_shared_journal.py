@@ -310,13 +310,13 @@ def test_the_leader_takes_what_it_hears_once_and_looks_up_what_it_does_not_know(
 
     monkeypatch.setattr(Term, "_rows", look)
     monkeypatch.setattr(Broadcasts, "accepted", tell)
+    monkeypatch.setattr(term, "RESCAN_S", 60)  # after the first, when there is nothing
 
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
         async with trainer(url, blobs) as given:
             ids = [await two.journal.accept(create(), run_row())]
             assert (await two.result(ids[0])).error is None
-            monkeypatch.setattr(term, "RESCAN_S", 60)
             looked.clear()
             ids += [await two.journal.accept(train(seq, body=b"{}")) for seq in (1, 2)]
             assert [(await two.result(request_id)).error for request_id in ids] == [None] * 3

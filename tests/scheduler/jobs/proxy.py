@@ -1,5 +1,5 @@
 """A TCP proxy that can swallow what passes, both ways, while every connection stays open: what a NAT or load balancer
-does that has forgotten them."""
+does that has forgotten them; and that can lose a reply with its connection, when the server has done what was asked."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Proxy:
         self.port = int(self._listener.getsockname()[1])
         self.swallowing = False
         self.swallowed_bytes = 0
+        self.losing = b""  # the next reply that has these bytes, or answers what has them, is lost
         self._closed = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -33,6 +34,7 @@ class Proxy:
             threading.Thread(target=self._carry, args=(near,), daemon=True).start()
 
     def _carry(self, near: socket.socket) -> None:
+        loses = False
         with near, suppress(OSError):
             while self.swallowing and not self._closed.wait(0.05):
                 pass  # a new connection is taken by nobody
@@ -41,6 +43,10 @@ class Proxy:
                     for side in select.select([near, far], [], [], 0.2)[0]:
                         data = side.recv(65536)
                         if not data:
+                            return
+                        loses = loses or (self.losing != b"" and self.losing in data)
+                        if loses and side is far:
+                            self.losing = b""
                             return
                         if self.swallowing:
                             self.swallowed_bytes += len(data)

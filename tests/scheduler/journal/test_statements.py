@@ -17,6 +17,7 @@ from sqlalchemy import event
 
 from billing.money.budgets import set_budget
 from billing.prices import load_prices
+from scheduler.cluster.fence import Fenced, Superseded, take
 from scheduler.journal.accepting.acceptance import Taking, insert_all, most_nusd
 from scheduler.journal.ending.settlement import Ending, Settlement, result_of
 from scheduler.journal.rows import to_row
@@ -147,6 +148,27 @@ def test_an_operation_takes_two_trips_each_way(postgres_database: Database, sent
     found = [[statement.split()[0] for statement in trip] for trip in sent]
     writes = ["WITH", "COMMIT"]
     assert found == [["BEGIN", "SELECT", "SELECT"], writes, ["BEGIN", "SELECT", "SELECT", "SELECT"], writes]
+
+
+def test_a_leader_sees_that_it_leads_with_what_it_asks_anyway(
+    postgres_database: Database, sent: list[list[str]]
+) -> None:
+    database, settlement = postgres_database, Settlement(PRICES)
+    database.write_now(lambda session: session.add(tables.Organisation(id="org", name="org", created_at=NOW)))
+    database.write_now(lambda session: take(session, "leader", NOW, 3600))
+    op = row_named("op1")
+    hold = {"hold_nusd": most_nusd(PRICES, op)}
+    asyncio.run(database.write_batched(insert_all, Taking(to_row(op, "") | hold), lock="org"))
+    done = Done(op.id, b"{}", {"prefill": 16, "cached_prefill": 0, "sample": 16})
+    ending = Ending(op, done, result_of(op, done), None)
+    sent.clear()
+    with pytest.raises(Superseded):
+        asyncio.run(Fenced(database, "one before").write_batched(settlement.settle, ending, lock="org"))
+    assert [statement for trip in sent for statement in trip if statement.startswith(("WITH", "COMMIT"))] == []
+    sent.clear()
+    assert asyncio.run(Fenced(database, "leader").write_batched(settlement.settle, ending, lock="org"))
+    found = [[statement.split()[0] for statement in trip] for trip in sent]
+    assert found == [["BEGIN", "SELECT", "SELECT", "SELECT", "SELECT"], ["WITH", "COMMIT"]]
 
 
 def test_rows_are_found_by_index_in_tables_that_were_just_made(

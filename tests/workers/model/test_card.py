@@ -129,6 +129,13 @@ def test_experts_are_counted_under_either_name(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok=200"),
         ({"hidden_size": None}, "hidden_size=None"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok=-1"),
+        ({"moe_intermediate_size": -768}, "moe_intermediate_size=-768"),
+        ({"rms_norm_eps": 0.0}, r"rms_norm_eps=0\.0"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3"),
+        ({"layer_types": 3}, "layer_types=3"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}}, "rope_parameters={'full_att"),
         ({"num_key_value_heads": 5}, "32 heads over 5 key-value heads"),
     ],
 )

@@ -166,6 +166,19 @@ def test_bfloat16_weights_keep_float32_activations_and_adapters(tmp_path: Path) 
     assert torch.cosine_similarity(full_grad, low_grad, dim=0) > 0.95
 
 
+def test_a_head_beside_the_embedding_that_it_is_tied_to_must_be_that(tmp_path: Path) -> None:
+    decoder = ours(reference("qwen3-tied"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, file)
+    assert torch.equal(load_decoder(tmp_path).head, decoder.head)
+    head[-1, -1] += 1.0
+    save_file(tensors | {"lm_head.weight": head}, file)
+    with pytest.raises(ModelWeightsError, match=r"lm_head\.weight is not .* tie_word_embeddings=true: set it to false"):
+        load_decoder(tmp_path)
+
+
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_target_logprobs_value_and_gradient_equal_log_softmax(chunk: int, tmp_path: Path) -> None:
     decoder = ours(reference("qwen3-tied"), tmp_path)

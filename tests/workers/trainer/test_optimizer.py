@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.trainer.steps.adamw import Adam, OptimizerError, Step, step_many
+from workers.trainer.steps.adamw import Adam, OptimizerError, Step, clip_gradients, step_many
 
 SETTINGS = [
     Adam(learning_rate=1e-2),
@@ -65,6 +65,15 @@ def test_zero_gradient_step_decays_momentum_only() -> None:
     metrics = step_many([state])
     assert torch.equal(state.weights, before)
     assert metrics == [{"grad_norm:mean": 0.0, "learning_rate:mean": 1e-2, "step:max": 1.0}]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e25], ids=["small", "squares-overflow"])
+def test_the_norm_of_a_large_gradient_is_that_of_float64(scale: float) -> None:
+    grad = torch.randn(5_000_000, generator=torch.Generator().manual_seed(1)).mul_(scale)
+    exact = float(grad.double().norm())
+    (norm,) = clip_gradients([grad], [1.0])
+    assert norm == pytest.approx(exact, rel=1e-6)
+    assert float(grad.double().norm()) == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(

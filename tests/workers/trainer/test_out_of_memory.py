@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.trainer.kit import Bench, arenas, ce_data, rl_data, sliced
+from scheduler.links.messages import SetAside
+from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, rl_data, sliced
 from workers.model.memory import is_out_of_memory
 from workers.trainer import computing
+from workers.trainer.runs import arena as runs_arena
 
 ERRORS = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
@@ -115,6 +117,33 @@ def test_idle_runs_make_room_first(make_bench: Callable[..., Bench], monkeypatch
     Allocator(monkeypatch, 10)
     bench.ok(bench.fb("a", ce_data([8], 1)), bench.fb("b", ce_data([8], 1)))
     assert [bench.trainer.residency.is_here(run_id) for run_id in "abcd"] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["cuda", "cpu", "python"])
+def test_a_new_run_has_idle_ones_make_room(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """And where that is not enough it waits: what was lost with a trainer must not end for want of memory."""
+    bench, room = make_bench(), 2
+    bench.ok(bench.create("a"), bench.create("b"))
+    real = runs_arena.Arena
+
+    def allocate(kind: runs_arena.ArenaKind, device: torch.device) -> runs_arena.Arena:
+        if bench.trainer.residency.size_bytes >= room * kind.size_bytes:
+            raise error
+        return real(kind, device)
+
+    monkeypatch.setattr(runs_arena, "Arena", allocate)
+    bench.ok(bench.create("c"))
+    assert [bench.trainer.residency.is_here(run_id) for run_id in "abc"] == [False, False, True]
+    room = 0
+    for op in (bench.create("d"), replayed(bench.create("e"))):
+        assert bench.go(op) == {}
+        (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+        assert (aside.run_id, aside.lasting) == (op.run_id, False)
+        assert "Cannot allocate memory" in aside.reason
+    room = 9
+    bench.ok(bench.fb("a", ce_data([4], 1)))
 
 
 def test_what_counts_as_out_of_memory() -> None:

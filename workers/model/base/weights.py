@@ -7,7 +7,7 @@ fused over experts; quantised weights become bfloat16 (stored.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from workers.model.families.table import FAMILIES, plain_name
 
 #: Tensors that some checkpoints carry and the decoder computes from its config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+#: Rows of a head and an embedding that are compared at a time.
+TIED_ROWS = 4096
 
 
 class ModelWeightsError(ValueError):
@@ -90,7 +92,28 @@ def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, P
     missing = sorted(single.keys() - filled)
     if missing:
         raise ModelWeightsError(f"{folder}: {len(missing)} tensors are missing, first {missing[:3]}")
+    if config.tie_embeddings:
+        _check_tied(decoder, stored, {plain_name(name): name for name in stored.names()})
     return matched
+
+
+def _check_tied(decoder: Decoder, stored: Stored, names: Mapping[str, str]) -> None:
+    """A head of its own in spite of `tie_word_embeddings`, as some tools leave, must be the embedding: libraries differ
+    in which of the two they take."""
+    head = names.get("lm_head.weight")
+    if head is None:
+        return
+    embedding = names[f"model.{FAMILIES[decoder.config.architecture].layout.embedding}.weight"]
+    size = decoder.config.vocab_size
+    same = stored.shape(head) == stored.shape(embedding) and all(
+        torch.equal(stored.rows(head, at, at + TIED_ROWS), stored.rows(embedding, at, at + TIED_ROWS))
+        for at in range(0, size, TIED_ROWS)
+    )
+    if not same:
+        raise ModelWeightsError(
+            f"{stored.file(head)}: tensor {head} is not {embedding}, but config.json has tie_word_embeddings=true: "
+            f"set it to false to use this head, or remove the tensor"
+        )
 
 
 def _copy(stored: Stored, name: str, place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from workers.model.config import DecoderConfig
@@ -25,7 +26,7 @@ def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
         "head_dim": fields.whole("head_dim", parts.pop("head_dim", hidden // heads)),
         "intermediate_size": parts.pop("intermediate_size", None) or fields.need("intermediate_size"),
         "context_length": fields.need("max_position_embeddings"),
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "norm_eps": fields.number("rms_norm_eps", parts.pop("eps", 1e-6)),
         "tie_embeddings": fields.flag("tie_word_embeddings"),
     }
     if "rope" not in parts:
@@ -40,7 +41,7 @@ def no_biases(fields: Fields) -> None:
 
 def full_attention(fields: Fields) -> None:
     """Refuse layers that are not of full attention."""
-    kinds = fields.get("layer_types", [])
+    kinds = fields.several("layer_types")
     other = sorted({str(kind) for kind in kinds} - {"full_attention"})
     if other:
         fields.refuse(f"layer_types with {other[0]!r}", "full_attention in every layer of this family")
@@ -67,13 +68,13 @@ def window_by_layer(fields: Fields) -> dict[str, Any]:
         "sliding_attention" if on and layer >= first else "full_attention"
         for layer in range(fields.need("num_hidden_layers"))
     ]
-    kinds = fields.get("layer_types") or late
+    kinds = fields.several("layer_types") or late
     if "sliding_attention" in kinds and not on:
         fields.refuse("layer_types with 'sliding_attention' and no sliding window", "use_sliding_window=true")
     return windows_of(fields, kinds)
 
 
-def windows_of(fields: Fields, kinds: list[str]) -> dict[str, Any]:
+def windows_of(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
     """A sliding window in the layers of that kind."""
     layers = fields.need("num_hidden_layers")
     other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})

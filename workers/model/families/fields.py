@@ -6,7 +6,8 @@ when it is set to anything: a model with a feature that we do not know is not se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,16 +56,39 @@ class Fields:
             self.refuse(f"config.json has {key}={value!r}", "a positive integer there")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """A whole number, 0 or more."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            self.refuse(f"config.json has {key}={value!r}", "0 or a positive integer there")
+        return value
+
+    def several(self, key: str, default: Sequence[Any] = ()) -> Sequence[Any]:
+        value = self.get(key, default)
+        if not isinstance(value, list | tuple):
+            self.refuse(f"config.json has {key}={value!r}", "a list there")
+        return value
+
+    def numbers(self, key: str) -> Mapping[str, Any]:
+        """What an object holds; nothing where it is missing. Objects in it, for kinds of layers, are refused."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping) or any(isinstance(own, Mapping) for own in value.values()):
+            self.refuse(f"config.json has {key}={value!r}", "one set of numbers there, for all layers")
+        return value
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
+        if default and key in self._raw and self._raw[key] is None:  # which libraries take for false
+            value = None
         if not isinstance(value, bool):
             self.refuse(f"config.json has {key}={value!r}", "true or false there")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None) -> float:
+        """A number above 0, which must be there where there is no default."""
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.refuse(f"config.json has {key}={value!r}", "a number there")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            self.refuse(f"config.json has {key}={value!r}", "a number above 0 there")
         return float(value)
 
     def only(self, key: str, supported: Any) -> None:

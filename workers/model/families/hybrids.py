@@ -21,7 +21,7 @@ def delta_and_gates(fields: Fields, *, grouped: bool) -> dict[str, Any]:
     fields.get("max_window_layers")
     layers, every = fields.need("num_hidden_layers"), fields.whole("full_attention_interval", 4)
     usual = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(layers)]
-    kinds = fields.get("layer_types", usual)
+    kinds = fields.several("layer_types", usual)
     other = sorted({str(kind) for kind in kinds} - {"full_attention", "linear_attention"})
     if other or len(kinds) != layers:
         fields.refuse(f"layer_types={kinds!r}", f"full_attention or linear_attention for each of {layers} layers")
@@ -55,7 +55,7 @@ def shared_expert(fields: Fields) -> dict[str, Any]:
 
 
 def qwen3_next(fields: Fields) -> DecoderConfig:
-    only, step = fields.get("mlp_only_layers", []), fields.whole("decoder_sparse_step", 1)
+    only, step = fields.several("mlp_only_layers"), fields.whole("decoder_sparse_step", 1)
     layers = range(fields.need("num_hidden_layers"))
     return decoder(
         "Qwen3NextForCausalLM",

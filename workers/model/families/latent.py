@@ -17,15 +17,15 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
 
 
 def glm4_moe_lite(fields: Fields) -> DecoderConfig:
-    layers, dense = fields.need("num_hidden_layers"), fields.get("first_k_dense_replace", 1)
-    kinds = fields.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    layers, dense = fields.need("num_hidden_layers"), fields.count("first_k_dense_replace", 1)
+    kinds = fields.several("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
         fields.refuse(f"mlp_layer_types={kinds!r}", f"dense or sparse for each of {layers} layers")
-    config = _latent("Glm4MoeLiteForCausalLM", fields)
+    config = _latent("Glm4MoeLiteForCausalLM", fields, eps=1e-5)
     return replace(config, dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"))
 
 
-def _latent(architecture: str, fields: Fields) -> DecoderConfig:
+def _latent(architecture: str, fields: Fields, *, eps: float = 1e-6) -> DecoderConfig:
     plain, turning = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim")
     fields.only("num_key_value_heads", fields.need("num_attention_heads"))
     fields.only("qk_head_dim", plain + turning)
@@ -42,5 +42,5 @@ def _latent(architecture: str, fields: Fields) -> DecoderConfig:
         scale=(plain + turning) ** -0.5 * score_scale(fields),
         interleaved=fields.flag("rope_interleave", True),
     )
-    config = decoder(architecture, fields, qk_norm="", latent=latent, **sigmoid_groups(fields))
+    config = decoder(architecture, fields, eps=eps, qk_norm="", latent=latent, **sigmoid_groups(fields))
     return replace(config, head_dim=plain + turning)

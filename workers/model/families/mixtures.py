@@ -16,7 +16,7 @@ def experts(fields: Fields, *names: str, width: str) -> dict[str, Any]:
     for name in names:
         fields.get(name)
     per_token, size = fields.get("num_experts_per_tok"), fields.get(width)
-    if not found or not per_token or not size or per_token > found:
+    if not all(type(number) is int and number > 0 for number in (found, per_token, size)) or per_token > found:
         problem = f"{names[0]}={found!r}, num_experts_per_tok={per_token!r}, {width}={size!r}"
         fields.refuse(problem, "three positive integers, no more experts per token than experts")
     return {"num_experts": found, "experts_per_token": per_token, "moe_intermediate_size": size}
@@ -24,7 +24,7 @@ def experts(fields: Fields, *names: str, width: str) -> dict[str, Any]:
 
 def qwen3_moe(fields: Fields) -> DecoderConfig:
     no_biases(fields)
-    only, step = fields.get("mlp_only_layers", []), fields.whole("decoder_sparse_step", 1)
+    only, step = fields.several("mlp_only_layers"), fields.whole("decoder_sparse_step", 1)
     layers = range(fields.need("num_hidden_layers"))
     return decoder(
         "Qwen3MoeForCausalLM",
@@ -41,6 +41,8 @@ def mixtral(fields: Fields) -> DecoderConfig:
     return decoder(
         "MixtralForCausalLM",
         fields,
+        eps=1e-5,
+        rope=read_rope(fields, theta=1e6),
         qk_norm="",
         norm_topk=True,
         **experts(fields, "num_local_experts", "num_experts", width="intermediate_size"),
@@ -55,6 +57,7 @@ def olmoe(fields: Fields) -> DecoderConfig:
     return decoder(
         "OlmoeForCausalLM",
         fields,
+        eps=1e-5,
         qk_norm="whole",
         norm_topk=fields.flag("norm_topk_prob"),
         **experts(fields, "num_experts", "num_local_experts", width="intermediate_size"),
@@ -64,23 +67,24 @@ def olmoe(fields: Fields) -> DecoderConfig:
 def sigmoid_groups(
     fields: Fields, *, routed: str = "n_routed_experts", shared: str = "n_shared_experts"
 ) -> dict[str, Any]:
-    """What DeepSeek-V3 and those after it share: sigmoid scores with a correction, chosen by group, scaled; experts of
-    every token; the first layers dense; layers for predicting several tokens, which are not used."""
+    """What DeepSeek-V3 and those after it share: sigmoid scores with a correction, chosen by group, scaled (by numbers
+    for which every family has another default: they must be there); experts of every token; the first layers dense;
+    layers for predicting several tokens, which are not used."""
     chosen = experts(fields, routed, "num_local_experts", width="moe_intermediate_size")
-    groups, best = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+    groups, best = fields.need("n_group"), fields.need("topk_group")
     each = chosen["num_experts"] // groups
     if chosen["num_experts"] % groups or best > groups or (groups > 1 and each < 2):
         fields.refuse(f"n_group={groups}, topk_group={best}", "groups of equal size, two experts or more in each")
     if best * each < chosen["experts_per_token"]:
         fields.refuse(f"num_experts_per_tok={chosen['experts_per_token']}", f"at most the {best * each} of topk_group")
-    dense = fields.get("first_k_dense_replace", 0)
+    dense = fields.count("first_k_dense_replace", 0)
     return {
         **chosen,
-        "router": RouterConfig("sigmoid", True, groups, best, fields.number("routed_scaling_factor", 1.0)),
+        "router": RouterConfig("sigmoid", True, groups, best, fields.number("routed_scaling_factor", None)),
         "norm_topk": fields.flag("norm_topk_prob", True),
-        "shared_intermediate_size": fields.get(shared, 0) * chosen["moe_intermediate_size"],
+        "shared_intermediate_size": fields.count(shared, 0) * chosen["moe_intermediate_size"],
         "dense_layers": tuple(range(min(dense, fields.need("num_hidden_layers")))) if dense else (),
-        "prediction_layers": fields.get("num_nextn_predict_layers", 0),
+        "prediction_layers": fields.count("num_nextn_predict_layers", 0),
     }
 
 
@@ -88,6 +92,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
     return decoder(
         "Glm4MoeForCausalLM",
         fields,
+        eps=1e-5,
         rope=read_rope(fields, partial=0.5),
         qk_norm="head" if fields.flag("use_qk_norm") else "",
         qkv_bias=fields.flag("attention_bias"),
@@ -125,11 +130,14 @@ def bailing_moe_v2(fields: Fields) -> DecoderConfig:
 
 def gpt_oss(fields: Fields) -> DecoderConfig:
     biases, layers = fields.flag("attention_bias", True), fields.need("num_hidden_layers")
+    if not fields.numbers("rope_scaling") and not fields.numbers("rope_parameters"):
+        fields.refuse("no rope_scaling", "rope_scaling or rope_parameters in the config.json of this family")
     fields.only("experts_per_token", fields.get("num_experts_per_tok"))  # the same number under a second name
     alternate = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     return decoder(
         "GptOssForCausalLM",
         fields,
+        eps=1e-5,
         head_dim=64,
         rope=read_rope(fields, theta=150000.0),
         qk_norm="",
@@ -141,5 +149,5 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
         gate=GateConfig(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
         expert_bias=True,
         **experts(fields, "num_local_experts", "num_experts", width="intermediate_size"),
-        **windows_of(fields, fields.get("layer_types", alternate)),
+        **windows_of(fields, fields.several("layer_types", alternate)),
     )

@@ -35,7 +35,7 @@ _COMMON = {
 def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None = None) -> RopeConfig:
     """`theta` and `partial`: what the family has where the config says nothing; `partial` None: the whole head turns in
     this family, and nothing else is supported."""
-    numbers = {**fields.get("rope_scaling", {}), **fields.get("rope_parameters", {})}
+    numbers = {**fields.numbers("rope_scaling"), **fields.numbers("rope_parameters")}
     kind = numbers.get("rope_type") or numbers.get("type") or "default"
     theta = float(numbers.get("rope_theta") or fields.number("rope_theta", theta))
     fields.get("rope_theta")
@@ -87,7 +87,7 @@ def _attention_factor(factor: float, numbers: Mapping[str, Any]) -> float:
 
 def score_scale(fields: Fields) -> float:
     """What YaRN makes scores larger by in latent attention, beside what cos and sin carry (DeepSeek-V2's code)."""
-    numbers = {**fields.get("rope_scaling", {}), **fields.get("rope_parameters", {})}
+    numbers = {**fields.numbers("rope_scaling"), **fields.numbers("rope_parameters")}
     return _mscale(float(numbers.get("factor") or 1.0), float(numbers.get("mscale_all_dim") or 0.0)) ** 2
 
 

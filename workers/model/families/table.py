@@ -1,6 +1,6 @@
 """The families that are served. Adding one is a reader of its config.json, its parts and a row here.
 
-docs/models.md is made from this table, and tests/workers/model/test_families.py runs every row against transformers.
+docs/models.md is made from this table, and tests/workers/test_families.py runs every row against transformers.
 """
 
 from __future__ import annotations

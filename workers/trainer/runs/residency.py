@@ -8,6 +8,7 @@ from one other thread. A run that is paged in is bitwise what was paged out.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from scheduler.links.configs import TrainerBounds
 from workers.model.adapters.adapter import Adapter
-from workers.model.memory import free_bytes
+from workers.model.memory import free_bytes, is_out_of_memory
 from workers.trainer.packing import pack
 from workers.trainer.runs.arena import Arena, ArenaKind, Arenas
 from workers.trainer.runs.pages import PageStore
@@ -99,9 +100,25 @@ class Residency:
         run.dirty = not paged
 
     def take(self, kind: ArenaKind) -> Arena:
-        """An arena for a run that is about to be added; nothing in it may be read before it is written."""
+        """An arena for a run that is about to be added; nothing in it may be read before it is written. Where the
+        allocator has none, runs that are not held make room; OSError when that is not enough, for it may be later."""
         self._make_room(kind.size_bytes)
-        return self._submit(lambda: self._arenas.take(kind)).result()
+        arena = self._taken(kind)
+        if arena is None:
+            self.squeeze()
+            arena = self._taken(kind)
+        if arena is None:
+            raise OSError(errno.ENOMEM, f"no memory for {kind.size_bytes} bytes of a run's state")
+        return arena
+
+    def _taken(self, kind: ArenaKind) -> Arena | None:
+        """None where there is no memory."""
+        try:
+            return self._submit(lambda: self._arenas.take(kind)).result()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     def add(self, run: RunState) -> None:
         """Add a run with an arena from `take`; it replaces the run of that id, if there is one."""
@@ -132,6 +149,11 @@ class Residency:
     def settle(self) -> None:
         """Wait until all requested moves are done."""
         self._submit(lambda: None).result()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all arenas that exist."""
+        return self._arenas.size_bytes
 
     @property
     def peak_bytes(self) -> int:

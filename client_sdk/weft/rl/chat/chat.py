@@ -64,7 +64,7 @@ class Policy:
         room = self.context - len(prompt)
         if room < 1:
             raise ContextFullError(f"the conversation has {len(prompt)} tokens, the model takes {self.context}")
-        most = min(params.max_tokens or room, room)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
         params = params.model_copy(update={"max_tokens": most})
         again = len(prompt) * (n - 1)
         held = cost = self.purse.hold(self.purse.price(prefill=len(prompt), cached_prefill=again, sample=most * n))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,13 +64,18 @@ class Function:
     async def _one(self, task: Any, chat: Chat) -> Outcome:
         chat.tools = list(self.tools)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.timeout_s) as limit:
                 if self.sandboxes is None:
                     return reward_of(await self.solve(task, chat))
                 async with opened(self.sandboxes) as sandbox:
                     return reward_of(await self.solve(task, chat, sandbox))
-        except TimeoutError:
-            return TimeoutError(f"solve took longer than {self.timeout_s} s, after {chat.turns} turns")
+        except TimeoutError as error:
+            if not limit.expired():  # of something that solve waited for
+                return error
+            return TimeoutError(
+                f"solve took longer than {self.timeout_s} s, after {chat.turns} turns; what samples wait at the"
+                " server counts: a larger timeout_s, or fewer groups at a time (concurrency=rl.Concurrency())"
+            )
         except Exception as error:  # one rollout's own: the group is trained without it
             return error
 
@@ -136,5 +142,11 @@ def prompts(
 
 
 def reward_of(found: Any) -> Reward:
-    """What `solve` or a reward function returned."""
-    return found if isinstance(found, Reward) else Reward(float(found))
+    """What `solve` or a reward function returned. Raises where that is no number to learn from."""
+    try:
+        reward = found if isinstance(found, Reward) else Reward(float(found))
+    except (TypeError, ValueError):
+        raise TypeError(f"a reward is a number or rl.Reward(number, metrics), got {found!r}") from None
+    if not math.isfinite(reward.value):
+        raise ValueError(f"a reward must be finite, got {reward.value}")
+    return reward

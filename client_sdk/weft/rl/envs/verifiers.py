@@ -45,13 +45,15 @@ class Verifiers:
         return list(await asyncio.gather(*(self._one(task, chat) for chat in chats)))
 
     async def _one(self, task: Any, chat: Chat) -> Outcome:
-        types = importlib.import_module("verifiers.types")
+        types, client = importlib.import_module("verifiers.types"), _client(chat)
         try:
             [done] = await self.env.run_group(
-                [types.RolloutInput(**task)], _client(chat), "weft", dict(self.sampling), state_columns=["trajectory"]
+                [types.RolloutInput(**task)], client, "weft", dict(self.sampling), state_columns=["trajectory"]
             )
         except Exception as error:
-            return error
+            return client.failed or error
+        if client.failed is not None:  # as it was raised: the loop ends by a budget, not by a failure of verifiers
+            return client.failed  # type: ignore[no-any-return]
         if done.get("error") is not None:
             return RuntimeError(f"verifiers: {done['error']}")
         return Reward(float(done["reward"]), {name: float(v) for name, v in (done.get("metrics") or {}).items()})
@@ -65,6 +67,8 @@ def _client(chat: Chat) -> Any:
         def __init__(self) -> None:
             self._config = None
             self.held: list[tuple[list[Any], Chat]] = []
+            #: What ended a sample; verifiers keeps its text alone.
+            self.failed: Exception | None = None
 
         def setup_client(self, config: Any) -> Any:
             return chat
@@ -85,7 +89,11 @@ def _client(chat: Chat) -> Any:
                 talk = chat if not self.held else chat.agent(f"conversation-{len(self.held)}")
                 talk.tools = list(tools or [])
             self.held = [pair for pair in self.held if pair[1] is not talk]
-            reply = await talk.add(*prompt[len(known) :]).sample(sampling_args.get("max_tokens"))
+            try:
+                reply = await talk.add(*prompt[len(known) :]).sample(sampling_args.get("max_tokens"))
+            except Exception as error:
+                self.failed = error
+                raise
             self.held.append(([*prompt, _said(reply)], talk))
             return reply
 

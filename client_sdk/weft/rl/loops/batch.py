@@ -12,7 +12,7 @@ from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Penalty, Size
 from weft.wire.inputs import Datum
 
-#: What a loss's sum is divided by, over the whole batch: drawn tokens, rollouts, or nothing.
+#: What a loss's sum is divided by, over all data of the batch: their drawn tokens, their number, or nothing.
 Reduce = Literal["tokens", "rollouts", "sum"]
 #: More inputs of a datum, before its loss takes it.
 More = Callable[[Datum], Mapping[str, Any]]
@@ -46,14 +46,15 @@ class Batch:
         advantages: Mapping[str, Advantage] | None = None,
         more: More | None = None,
     ) -> list[Datum]:
-        """What `loss` takes. Rollouts without advantage are left out, as they would only be paid for.
+        """What `loss` takes. Rollouts without advantage are left out, as they would only be paid for, unless it learns
+        from them, too (`Loss.all_data`).
 
         `advantages` replaces `advantage` for groups of these environments."""
         made: list[Datum] = []
         for group in self.groups:
             own = (advantages or {}).get(group.source, advantage)
             for rollout, value in zip(group.rollouts, _advantages(group, own, penalty), strict=True):
-                if value != 0:
+                if value != 0 or loss.all_data:
                     made += data_of(rollout, value)
         whole = _denominator(made, reduce)
         return [loss.datum(datum, 1 / whole, **(more(datum) if more else {})) for datum in made]

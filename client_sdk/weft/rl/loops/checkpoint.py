@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from typing import Any, Protocol, runtime_checkable
 
 from weft.errors import WeftError
 from weft.rest_client import RestClient
@@ -23,6 +25,8 @@ from weft.training_client import TrainingClient
 MAX_STATE_BYTES = 16_000
 _NAME, _STATE, _STEP = "weft.rl", "weft.rl.state", "weft.rl.step"
 _PAGE = 100
+
+logger = logging.getLogger("weft")
 
 
 @dataclass(frozen=True)
@@ -35,29 +39,60 @@ class Checkpoints:
 
     async def save(self, run: TrainingClient, step: int, state: Mapping[str, Any]) -> str:
         """Save the run after `step` steps; the checkpoint's path."""
-        packed = base64.b85encode(zlib.compress(json.dumps(state).encode(), 9)).decode()
-        if len(packed) > MAX_STATE_BYTES:
+        text = packed(state)
+        if len(text) > MAX_STATE_BYTES:
             raise WeftError(
-                f"the loop's state has {len(packed)} bytes, a checkpoint keeps {MAX_STATE_BYTES};"
+                f"the loop's state has {len(text)} bytes, a checkpoint keeps {MAX_STATE_BYTES};"
                 " a source with fewer tasks needs less"
             )
-        metadata = {_NAME: self.name, _STEP: str(step), _STATE: packed}
+        metadata = {_NAME: self.name, _STEP: str(step), _STATE: text}
         saved = await run.save_state(
             f"{self.name}-{step:06d}", self.ttl_seconds, overwrite=True, user_metadata=metadata
         )
         return saved.path
 
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
-        """Path and state of the checkpoint of this name with the most steps."""
-        best: tuple[int, str, str] | None = None
+        """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved."""
+        best: tuple[tuple[int, datetime], str, str] | None = None
         offset = 0
         while True:
             listed = (await rest.list_user_checkpoints(_PAGE, offset)).checkpoints
             for each in listed:
                 facts = each.user_metadata or {}
-                if facts.get(_NAME) == self.name and (best is None or int(facts[_STEP]) >= best[0]):
-                    best = (int(facts[_STEP]), each.tinker_path, facts[_STATE])
+                if facts.get(_NAME) != self.name:
+                    continue
+                age = int(facts[_STEP]), each.time
+                if best is None or age > best[0]:
+                    best = age, each.tinker_path, facts[_STATE]
             if len(listed) < _PAGE:
                 break
             offset += _PAGE
         return None if best is None else (best[1], json.loads(zlib.decompress(base64.b85decode(best[2]))))
+
+
+def packed(state: Mapping[str, Any]) -> str:
+    """A loop's state as a checkpoint's metadata take it."""
+    return base64.b85encode(zlib.compress(json.dumps(state).encode(), 9)).decode()
+
+
+def tell_resumed(checkpoint: Checkpoints | None, path: str, step: int, steps: int) -> None:
+    """Going on is told, since a name that was used before is also how nothing seems to happen."""
+    assert checkpoint is not None
+    rest = "goes on from there" if step < steps else "has nothing left to do: more steps, or another name"
+    logger.warning("%r was saved after step %d of %d (%s), and %s", checkpoint.name, step, steps, path, rest)
+
+
+def advantage_state(advantage: Callable[..., Any]) -> Mapping[str, Any] | None:
+    """What an advantage remembers, if it does (`RunningBaseline`)."""
+    return advantage.state_dict() if isinstance(advantage, _Remembers) else None
+
+
+def load_advantage(advantage: Callable[..., Any], state: Mapping[str, Any] | None) -> None:
+    if state is not None and isinstance(advantage, _Remembers):
+        advantage.load_state_dict(state)
+
+
+@runtime_checkable
+class _Remembers(Protocol):
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -27,7 +27,12 @@ def conversations(
     """
     renderer = TemplateRenderer(tokenizer)
     made = []
-    for messages in rows:
+    for number, messages in enumerate(rows):
+        if isinstance(messages, Mapping | str) or not all(isinstance(each, Mapping) for each in messages):
+            raise ValueError(
+                f"rows[{number}] must be a list of messages, each with 'role' and 'content', got {messages!r:.80};"
+                " of a JSONL with a field of messages pass [row['messages'] for row in rows]"
+            )
         for ids, sampled in renderer.example(messages, tools):
             if any(sampled[1:max_length]):
                 made.append(supervised(ids[:max_length], sampled[:max_length]))

@@ -17,6 +17,7 @@ import numpy as np
 from weft.rl.chat.render import Message
 from weft.rl.envs.environment import Environment
 from weft.rl.loops.batch import Batch
+from weft.rl.loops.ending import to_end
 from weft.rl.loops.train import Loop, Recipe, Report
 from weft.rl.losses.loss import Loss
 from weft.rl.rollout import data_of
@@ -39,7 +40,19 @@ def distill(
     Losses that read `ref` (`rl.losses.ref_kl()`) get the teacher's logprobs; for the others each token's advantage is
     ref - q. `hint(task)` are messages that only the teacher reads, before the conversation.
     """
-    return asyncio.run(_Distill(run, env, Recipe(**{"advantage": reinforce, **recipe}), teacher, hint).go())
+    return to_end(distill_async(run, env, teacher, hint=hint, **recipe), "rl.distill_async")
+
+
+async def distill_async(
+    run: TrainingClient,
+    env: Environment | Mapping[str, Environment],
+    teacher: SamplingClient,
+    *,
+    hint: Callable[[Any], Sequence[Message]] | None = None,
+    **recipe: Any,
+) -> Report:
+    """`distill`, in an event loop of one's own."""
+    return await _Distill(run, env, Recipe(**{"advantage": reinforce, **recipe}), teacher, hint).go()
 
 
 class _Distill(Loop):

@@ -25,13 +25,12 @@ from weft.training_client import TrainingClient
 from weft.wire.inputs import Datum, ModelInput
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt as data of cross entropy, and what the reference gives each, once it is known."""
+    """Two answers to one prompt as data of cross entropy."""
 
     chosen: Datum
     rejected: Datum
-    reference: tuple[float, float] | None = None
 
     @property
     def data(self) -> tuple[Datum, Datum]:
@@ -58,7 +57,16 @@ def pairs(
         drawn = [place >= len(read) and each for place, each in enumerate(sampled)]
         return supervised(whole[: last + 1], drawn[: last + 1])
 
-    return [Pair(datum(row, chosen), datum(row, rejected)) for row in rows]
+    made = []
+    for number, row in enumerate(rows):
+        for name in (prompt, chosen, rejected):
+            if name not in row:
+                raise ValueError(f"rows[{number}] has no {name!r}: name your columns, which are {list(row)}")
+        for name in (chosen, rejected):
+            if not isinstance(row[name], str):
+                raise ValueError(f"rows[{number}][{name!r}] must be the answer's text, got {row[name]!r:.80}")
+        made.append(Pair(datum(row, chosen), datum(row, rejected)))
+    return made
 
 
 def dpo(
@@ -71,11 +79,13 @@ def dpo(
 ) -> Report:
     """Train on pairs, the mean over each batch. `reference` is most often the base model. The rest is `Recipe`'s."""
     context = _Scorer(reference)
+    known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id
 
     def backward(batch: Sequence[Pair], purse: Purse) -> dict[str, float]:
         flat = [datum for pair in batch for datum in pair.data]
         tokens = sum(datum.model_input.length for datum in flat)
-        new = [datum for pair in batch if pair.reference is None for datum in pair.data]
+        unknown = list({id(pair): pair for pair in batch if id(pair) not in known}.values())
+        new = [datum for pair in unknown for datum in pair.data]
         scored = sum(datum.model_input.length + 1 for datum in new)
         cost = purse.hold(
             purse.price(prefill=tokens, train=tokens)
@@ -83,12 +93,9 @@ def dpo(
             + 4 * (len(flat) + len(new))
         )
         purse.settle(cost, cost)
-        for pair, reference in zip(
-            [pair for pair in batch if pair.reference is None], context.scores(new), strict=True
-        ):
-            pair.reference = reference
+        known.update(zip(map(id, unknown), context.scores(new), strict=True))
         lps = _sums(flat, run.forward(flat, "cross_entropy").result().loss_fn_outputs)
-        margins = np.asarray([_margin(pair, lps[2 * i], lps[2 * i + 1]) for i, pair in enumerate(batch)])
+        margins = np.asarray([_margin(known[id(pair)], *lps[2 * i : 2 * i + 2]) for i, pair in enumerate(batch)])
         h = beta * margins
         pull = beta / (1 + np.exp(h)) / len(batch)
         weighted = [
@@ -136,9 +143,8 @@ def _sums(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]]) -> list[f
     ]
 
 
-def _margin(pair: Pair, chosen: float, rejected: float) -> float:
-    assert pair.reference is not None
-    return (chosen - pair.reference[0]) - (rejected - pair.reference[1])
+def _margin(reference: tuple[float, float], chosen: float, rejected: float) -> float:
+    return (chosen - reference[0]) - (rejected - reference[1])
 
 
 def _weighted(datum: Datum, by: float) -> Datum:

@@ -10,13 +10,14 @@ from typing import Any
 
 from weft.rl.chat.chat import Chat, Policy
 from weft.rl.envs.environment import Environment, Reward
+from weft.rl.loops.failures import FATAL, Failures
 from weft.rl.sandboxes.sandbox import require
 from weft.wire.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every `every` steps, and at the end: `size` rollouts of each of `tasks` (all of `env`'s), with these weights."""
+    """Every `every` steps, and after the last: `size` rollouts of each of `tasks`, all of `env`'s by default."""
 
     env: Environment
     every: int = 20
@@ -43,7 +44,8 @@ async def evaluate(
     policy: Policy, evaluation: Evaluation, seed: int = 0, *, room: Places | None = None
 ) -> dict[str, float]:
     """Means over the rollouts; those that fail earn nothing and are counted. Tasks whose rollouts take sandboxes wait
-    for `room` (by default all that the quota leaves)."""
+    for `room` (by default all that the quota leaves). Raises what any other rollout would meet, too: a budget that is
+    spent, a key that is refused."""
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()
 
@@ -57,6 +59,12 @@ async def evaluate(
 
     tasks = evaluation.env.tasks if evaluation.tasks is None else evaluation.tasks
     outcomes = [outcome for group in await asyncio.gather(*map(one, range(len(tasks)), tasks)) for outcome in group]
+    failures = Failures()
+    for outcome in outcomes:
+        if isinstance(outcome, FATAL):
+            raise outcome
+        if not isinstance(outcome, Reward):
+            failures.tell(outcome, "a rollout of the evaluation")
     rewards = [outcome.value if isinstance(outcome, Reward) else 0.0 for outcome in outcomes]
     failed = sum(not isinstance(outcome, Reward) for outcome in outcomes)
     found = {f"{evaluation.name}/reward": sum(rewards) / max(1, len(rewards))}

@@ -8,6 +8,7 @@ from weft.errors import WeftError
 from weft.plan.estimate import CostEstimate, EstimatedRow
 from weft.rl.chat.purse import Purse
 from weft.rl.envs.environment import Environment
+from weft.rl.loops.mixture import mixture, ratios_of
 from weft.rl.loops.rollouts import Groups
 from weft.run_weights import base_model_of
 from weft.training_client import TrainingClient
@@ -28,24 +29,30 @@ async def purse(run: TrainingClient, budget_usd: float | None, spent_nusd: int =
 
 
 def estimate(
-    run: TrainingClient, env: Environment | Mapping[str, Environment], *, groups: Groups | None = None, steps: int = 100
+    run: TrainingClient,
+    env: Environment | Mapping[str, Environment],
+    *,
+    groups: Groups | None = None,
+    steps: int = 100,
+    ratios: Mapping[str, float] | None = None,
 ) -> CostEstimate:
     """What `train` would cost if each rollout takes what its environment expects (`expected=rl.Size(...)`).
 
     Prompts are counted in full for each turn, as if nothing of them were cached; all data are trained.
     """
     groups = groups or Groups()
-    envs = list(env.values()) if isinstance(env, Mapping) else [env]
+    mixed = mixture(env, None, 0)
+    shares = ratios_of(mixed, ratios).shares
     priced = run.create_rest_client().get_prices(base_model_of(run.get_info())).result()
     rollouts = steps * groups.batch * groups.size
     tokens: dict[UsageKind, float] = dict.fromkeys(("prefill", "cached_prefill", "sample", "train"), 0.0)
-    for each in envs:
-        size = each.expected
+    for name, each in mixed.items():
+        size = each.env.expected
         if size is None:
             raise WeftError(
                 "the environment does not say what a rollout takes: expected=rl.Size(drawn=200, read=100, turns=1)"
             )
-        share = rollouts / len(envs)
+        share = rollouts * shares[name]
         whole = size.drawn + size.read
         # A turn reads all that came before it, which grows evenly: half of the whole, on average.
         prompts = size.read if size.turns == 1 else size.turns * whole / 2

@@ -15,23 +15,25 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, RateLimitError, WeftError
+from weft.errors import RateLimitError, WeftError
 from weft.rl.chat.chat import Chat, Policy, StaleError
-from weft.rl.chat.purse import BudgetSpent, Purse
+from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward
 from weft.rl.loops.batch import Batch
+from weft.rl.loops.failures import FATAL, Failures
+from weft.rl.loops.mixture import mixture, ratios_of
 from weft.rl.rollout import Group, Rollout, off_policy
 from weft.rl.sandboxes.sandbox import Sandboxes, require
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Partial, Schedule, Sync
 from weft.rl.signal.filters import GroupFilter, RolloutFilter
-from weft.rl.tasks.sources import Ratios, Shuffled, Source
+from weft.rl.tasks.sources import Source
 from weft.run_weights import base_model_of
 from weft.training_client import TrainingClient
 from weft.wire.account.limits import ModelLimits
@@ -42,9 +44,6 @@ logger = logging.getLogger("weft")
 
 #: How often the server is asked how long samples wait, and over which time at most, for `concurrency`.
 LOOK_S, WINDOW_S = 1.0, 10.0
-
-#: Errors that the next group would meet, too.
-_FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
 
 
 class RolloutsFailedError(WeftError):
@@ -61,18 +60,6 @@ class Groups:
     keep: Sequence[GroupFilter] = ()
     keep_rollout: Sequence[RolloutFilter] = ()
     refill: bool = False
-
-
-@dataclass
-class _Env:
-    """An environment of a mixture, and what it tries next."""
-
-    env: Environment
-    source: Source
-    again: list[int] = field(default_factory=list)
-
-    def draw(self) -> int:
-        return self.again.pop(0) if self.again else self.source.draw()
 
 
 class Rollouts:
@@ -101,8 +88,8 @@ class Rollouts:
         self.sampling = _on_policy(sampling or SamplingParams())
         self.pacer = Pacer(self.schedule, self.groups.batch)
         self.waste: Counter[str] = Counter()
-        self._envs = _envs(env, sources, seed)
-        self._ratios = Ratios(ratios or dict.fromkeys(self._envs, 1.0))
+        self._envs = mixture(env, sources, seed)
+        self._ratios = ratios_of(self._envs, ratios)
         self._renderer, self._concurrency, self._seed = renderer, concurrency, seed
         self._replay = routing_replay
         self._purse = purse or Purse({})
@@ -112,7 +99,8 @@ class Rollouts:
         self._drawn: Counter[int] = Counter()
         self._base: int | None = None
         self._left = batches
-        self._failed = 0
+        self._failed = self._rejected = 0
+        self._told = Failures()
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -250,11 +238,12 @@ class Rollouts:
         for chat, outcome in zip(chats, outcomes, strict=True):
             if isinstance(outcome, Reward):
                 rollouts.append(Rollout(chat.recorded, outcome.value, dict(outcome.metrics)))
-            elif isinstance(outcome, _FATAL):
+            elif isinstance(outcome, FATAL):
                 raise outcome
             else:
                 self.waste["failed_rollouts"] += 1
                 last = outcome
+                self._told.tell(outcome)
         if not rollouts:
             raise last
         return Group(task, rollouts, name, index)
@@ -281,20 +270,36 @@ class Rollouts:
         oldest = group.oldest
         if self._base is None and oldest is not None:
             self._base = oldest - self.pacer.version
-        drawn = group.sampled
+        drawn, rewards = group.sampled, group.rewards
         group.rollouts = [
             rollout for rollout in group.rollouts if all(keep(rollout) for keep in self.groups.keep_rollout)
         ]
         rejected = next((keep.__name__ for keep in self.groups.keep if group.rollouts and not keep(group)), None)
         if rejected is not None or not group.rollouts:
+            self._rejection(rejected or "keep_rollout", rewards)
             self._count(f"rejected_tokens/{rejected or 'keep_rollout'}", drawn)
             if self.groups.refill:
                 self.pacer.drop(number)
                 self._tried.pop(number, None)
                 return
             group.rollouts = []
+        else:
+            self._rejected = 0
         self._ready[number] = group
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
+
+    def _rejection(self, why: str, rewards: Sequence[float]) -> None:
+        """A group that no batch gets. Rejecting goes on as long as it takes, and costs: so it is told."""
+        self._rejected += 1
+        if self._rejected % (4 * self.groups.batch) == 0:
+            logger.warning(
+                "%d groups in a row were rejected by %r; the last had rewards from %g to %g. They are paid for:"
+                " look at the reward function, the filter, and how hard the tasks are",
+                self._rejected,
+                why,
+                min(rewards),
+                max(rewards),
+            )
 
     def _failure(self, error: Exception) -> None:
         """A group without a rollout. The next may do better; when none does, the loop must not go on silently."""
@@ -305,7 +310,7 @@ class Rollouts:
         self._failed += 1
         self.waste["failed_groups"] += 1
         logger.warning("a group failed: %s: %s", type(error).__name__, error)
-        if isinstance(error, _FATAL):
+        if isinstance(error, FATAL):
             self._error = error
         elif self._failed >= max(4, self.groups.batch):
             self._error = RolloutsFailedError(f"{self._failed} groups in a row failed; the last: {error}")
@@ -339,11 +344,12 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Tasks that were under way are tried again."""
+        waiting = [(name, index) for name, each in self._envs.items() for index in each.again]
         return {
             "pacer": self.pacer.state_dict(),
             "ratios": self._ratios.state_dict(),
             "sources": {name: each.source.state_dict() for name, each in self._envs.items()},
-            "again": sorted(self._tried.values()),
+            "again": sorted([*self._tried.values(), *waiting]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -361,14 +367,6 @@ async def model_limits(run: TrainingClient) -> ModelLimits:
     """What the base model of `run` takes."""
     limits = await run.create_rest_client().get_limits()
     return limits.models[base_model_of(await run.get_info_async())]
-
-
-def _envs(
-    env: Environment | Mapping[str, Environment], sources: Source | Mapping[str, Source] | None, seed: int
-) -> dict[str, _Env]:
-    named = dict(env) if isinstance(env, Mapping) else {"": env}
-    given: dict[str, Source] = dict(sources) if isinstance(sources, Mapping) else {"": sources} if sources else {}
-    return {name: _Env(each, given.get(name) or Shuffled(len(each.tasks), seed)) for name, each in named.items()}
 
 
 def _on_policy(params: SamplingParams) -> SamplingParams:

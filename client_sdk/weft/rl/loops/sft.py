@@ -29,8 +29,12 @@ def sft(
         scaled = [_scaled(datum, 1 / max(1.0, tokens)) for datum in batch]
         return {"loss": run.forward_backward(scaled, "cross_entropy").result().metrics["loss:sum"], "tokens": tokens}
 
-    def between(step: int) -> dict[str, float]:
-        return {"test/loss": nll(run, test)} if test and (step + 1) % every == 0 else {}
+    def between(step: int, purse: Purse) -> dict[str, float]:
+        if not test or (step + 1) % every:
+            return {}
+        cost = purse.hold(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
+        purse.settle(cost, cost)
+        return {"test/loss": nll(run, test)}
 
     return go(run, data, backward, Recipe(**recipe), between)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -9,13 +10,15 @@ from typing import Any, TypeVar
 from weft.future import APIFuture
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.loops import money
-from weft.rl.loops.checkpoint import Checkpoints
+from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
 from weft.rl.loops.rate import Rate, rate_of
 from weft.rl.loops.sinks import Progress, Sink
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
 from weft.training_client import TrainingClient
 from weft.wire.training import AdamParams
+
+logger = logging.getLogger("weft")
 
 T = TypeVar("T")
 
@@ -43,17 +46,19 @@ def go(
     items: Sequence[T],
     backward: Backward[T],
     recipe: Recipe,
-    between: Callable[[int], Mapping[str, float]] = lambda step: {},
+    between: Callable[[int, Purse], Mapping[str, float]] = lambda step, purse: {},
 ) -> Report:
     """One optimizer step for each batch; `between` is asked for more numbers after each."""
+    if not items:
+        raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     steps = max(1, round(len(items) * recipe.epochs / recipe.batch))
     order, report = Shuffled(len(items), recipe.seed), Report()
-    state = _resume(run, recipe)
+    state = _resume(run, recipe, steps)
     spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
     purse = wait(money.purse(run, recipe.budget_usd, spent))
     order.drawn = state["step"] * recipe.batch
     report.resumed_at = saved = state["step"]
-    runs = [*state["runs"], run.model_id]
+    runs = list(dict.fromkeys([*state["runs"], run.model_id]))
     sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
     done = report.resumed_at
 
@@ -61,6 +66,8 @@ def go(
         assert recipe.checkpoint is not None
         wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs}))
 
+    if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
+        save()  # so that a life that dies before its next is counted, too
     try:
         for step in range(report.resumed_at, steps):
             numbers = dict(backward([items[order.draw()] for _ in range(recipe.batch)], purse))
@@ -68,7 +75,7 @@ def go(
             update = run.optim_step(recipe.optim.model_copy(update={"learning_rate": rate})).result()
             done = step + 1
             numbers |= plain(update.metrics or {})
-            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step)}
+            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, purse)}
             report.steps.append(numbers)
             run.log(numbers, step)
             for sink in sinks:
@@ -76,7 +83,8 @@ def go(
             if recipe.checkpoint is not None and done % recipe.checkpoint.every == 0:
                 save()
                 saved = done
-    except BudgetSpent:
+    except BudgetSpent as why:
+        logger.warning("%s", why)
         report.ended = "budget"
     finally:
         for sink in sinks:
@@ -87,11 +95,12 @@ def go(
     return report
 
 
-def _resume(run: TrainingClient, recipe: Recipe) -> dict[str, Any]:
+def _resume(run: TrainingClient, recipe: Recipe, steps: int) -> dict[str, Any]:
     found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
     if found is None:
         return {"step": 0, "runs": []}
     run.load_state_with_optimizer(found[0]).result()
+    tell_resumed(recipe.checkpoint, found[0], found[1]["step"], steps)
     return found[1]
 
 

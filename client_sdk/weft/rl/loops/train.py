@@ -16,7 +16,8 @@ from weft.rl.chat.render import Renderer
 from weft.rl.envs.environment import Environment
 from weft.rl.loops import money
 from weft.rl.loops.batch import Batch, Reduce
-from weft.rl.loops.checkpoint import Checkpoints
+from weft.rl.loops.checkpoint import Checkpoints, advantage_state, load_advantage, tell_resumed
+from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, rate_of
 from weft.rl.loops.rollouts import Groups, Rollouts
@@ -92,7 +93,7 @@ def train(run: TrainingClient, env: Environment | Mapping[str, Environment], **r
     run's curves on the server and to `sinks`. With `checkpoint` it goes on where an earlier life of it was saved, and
     with `budget_usd` it ends before more than that is spent, earlier lives included.
     """
-    return asyncio.run(train_async(run, env, **recipe))
+    return to_end(train_async(run, env, **recipe), "rl.train_async")
 
 
 async def train_async(run: TrainingClient, env: Environment | Mapping[str, Environment], **recipe: Any) -> Report:
@@ -112,6 +113,7 @@ class Loop:
         self._evaluations: set[asyncio.Task[None]] = set()
         self._room: Places | None = None
         self._saved = 0
+        self._idle = False
 
     async def go(self) -> Report:
         """All steps, or as many as the budget allows."""
@@ -120,16 +122,20 @@ class Loop:
         path, state = found or (None, {})
         if path is not None:
             await self.run.load_state_with_optimizer(path)
-        self.runs = state.get("runs", [])
-        spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in self.runs])
+            tell_resumed(recipe.checkpoint, path, state["step"], recipe.steps)
+        earlier = state.get("runs", [])
+        spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in earlier])
         self.purse = await money.purse(self.run, recipe.budget_usd, spent)
-        self.runs = [*self.runs, (await self.run.get_info_async()).model_id]
+        self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
         making = self.loss.made(self.run)
         handle = await making if making is not None else None
         self.report.resumed_at = self._saved = state.get("step", 0)
         self.rollouts = rollouts = self._rollouts()
         if state:
             rollouts.load_state_dict(state["rollouts"])
+            load_advantage(recipe.advantage, state.get("advantage"))
+        if recipe.budget_usd is not None and recipe.checkpoint is not None and recipe.steps > self._saved:
+            await self._save(self._saved, rollouts)  # so that a life that dies before its next is counted, too
         try:
             async with rollouts:
                 if (evaluation := recipe.evaluation) is not None:
@@ -137,6 +143,8 @@ class Loop:
                     self._room = await places(evaluation, kept=rollouts.most_of(sandboxes) if sandboxes else 0)
                 for step in range(self.report.resumed_at, recipe.steps):
                     await self._step(step, rollouts, handle)
+                if evaluation is not None and self.report.steps and recipe.steps % evaluation.every:
+                    await self._evaluate(recipe.steps - 1, rollouts.policy, evaluation)
                 await self._last(recipe.steps, rollouts)
         except BudgetSpent as why:
             self.report.ended = "budget"
@@ -182,6 +190,7 @@ class Loop:
             done = await rollouts.step(update)
             numbers |= plain((await backward).metrics) | plain(done.metrics or {})
         else:
+            self._nothing(step, batch)
             await rollouts.step(None)
         numbers |= self._numbers() | rollouts.metrics()
         numbers |= {"data": float(len(data)), "spent_usd": self.purse.spent_nusd / money.NUSD}
@@ -192,6 +201,19 @@ class Loop:
         checkpoint = self.recipe.checkpoint
         if checkpoint is not None and (step + 1) % checkpoint.every == 0:
             await self._save(step + 1, rollouts)
+
+    def _nothing(self, step: int, batch: Batch) -> None:
+        """A step whose batch teaches nothing: the first is told, whose cause may be that of all."""
+        if self._idle:
+            return
+        self._idle, rewards = True, [rollout.reward for rollout in batch.rollouts]
+        seen = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "every group filtered out"
+        logger.warning(
+            "step %d trains nothing: no rollout earned more or less than the others of its group (%s). Where that"
+            " stays, look at the reward function and at how hard the tasks are; `data` counts what is trained",
+            step,
+            seen,
+        )
 
     async def _data(self, batch: Batch) -> list[Datum]:
         named = self.env if isinstance(self.env, Mapping) else {"": self.env}
@@ -235,6 +257,8 @@ class Loop:
     async def _save(self, step: int, rollouts: Rollouts) -> None:
         assert self.recipe.checkpoint is not None
         state = {"step": step, "runs": self.runs, "rollouts": rollouts.state_dict()}
+        if (remembered := advantage_state(self.recipe.advantage)) is not None:
+            state["advantage"] = remembered
         await self.recipe.checkpoint.save(self.run, step, state)
         self._saved = step
 

@@ -29,12 +29,14 @@ class Loss:
     `fn` is None for the server's own; else it takes the logprobs of one datum and what its other parameters name: `q`
     (the sampler's logprobs), `advantages`, `mask`, `old` (the trainer's before the first of several steps), `ref`.
     `bounded`: it clips or masks tokens that have moved far from their sampler, and so stands a lag above 1.
+    `all_data`: it learns also from what has no advantage, which the others leave out.
     """
 
     name: str
     fn: Callable[..., Any] | None = None
     config: Mapping[str, float] = field(default_factory=dict)
     bounded: bool = True
+    all_data: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ class Loss:
 
 def cross_entropy() -> Loss:
     """-lp of every drawn token, whatever it earned: rejection sampling with a filter."""
-    return Loss("cross_entropy")
+    return Loss("cross_entropy", all_data=True)
 
 
 def importance_sampling() -> Loss:

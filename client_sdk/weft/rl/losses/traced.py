@@ -210,7 +210,7 @@ def ref_kl(low: float = 0.2, kl: float = 1e-3) -> Loss:
     def fn(logprobs: Tensor, q: Tensor, ref: Tensor, mask: Tensor) -> Any:
         return _towards(logprobs, q, ref, mask, low, kl)
 
-    return Loss("ref_kl", _named(fn, "ref_kl"))
+    return Loss("ref_kl", _named(fn, "ref_kl"), all_data=True)
 
 
 def _towards(lp: Tensor, q: Tensor, ref: Tensor, m: Tensor, low: float, kl: float) -> Any:
@@ -262,4 +262,4 @@ def mixed(rl: float = 1.0, ce: float = 0.0, ref: float = 0.0) -> Loss:
         return loss + weight * _towards(logprobs, q, ref, mask, 0.2, 1e-3)[0], metrics
 
     weight = ref
-    return Loss("mixed", _named(taught if ref else plain, "mixed"))
+    return Loss("mixed", _named(taught if ref else plain, "mixed"), all_data=bool(ce or ref))

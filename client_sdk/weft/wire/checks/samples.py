@@ -15,6 +15,9 @@ from weft.wire.tensor import TensorData
 
 Tokens = npt.NDArray[np.int64]
 
+#: The lowest temperature but 0: logits are divided by it, and in float32 that must stay a number.
+LEAST_TEMPERATURE = 1e-6
+
 
 def text_problems(prompt: ModelInput) -> Iterator[Problem]:
     """Chunks that the models served cannot read."""
@@ -70,6 +73,10 @@ def count_problems(num_samples: int, limits: LimitsResponse) -> Iterator[Problem
 
 def params_problems(params: SamplingParams, model: ModelLimits | None, limits: LimitsResponse) -> Iterator[Problem]:
     """What the type does not say. `stop` is a string, strings, or token ids; absent means EOS, [] nothing."""
+    if 0 < params.temperature < LEAST_TEMPERATURE:
+        limit = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
+        what = f"must be {limit}, got {params.temperature}"
+        yield Problem("sampling_params.temperature", what, limit, params.temperature)
     if params.top_k != -1 and not 1 <= params.top_k < 2**31:
         what = f"must be -1 (all) or at least 1, got {params.top_k}"
         yield Problem("sampling_params.top_k", what, "-1 (all) or at least 1", params.top_k)

@@ -300,6 +300,42 @@ def test_published_configs_are_read_and_give_the_size_that_is_published(architec
     assert found.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "theta", "eps"), [("Qwen2ForCausalLM", 1e4, 1e-6), ("MixtralForCausalLM", 1e6, 1e-5)]
+)
+def test_what_a_config_does_not_say_is_what_its_family_has(
+    architecture: str, theta: float, eps: float, tmp_path: Path
+) -> None:
+    """The defaults of transformers' classes, as of its version 5."""
+    fields = SAME | PUBLISHED[architecture][1] | {"architectures": [architecture]}
+    for name in ("rope_theta", "rms_norm_eps"):
+        del fields[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_config("m", tmp_path)
+    assert (config.rope.theta, config.norm_eps) == (theta, eps)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "without", "says"),
+    [
+        ("DeepseekV3ForCausalLM", "n_group", "n_group=None"),
+        ("DeepseekV3ForCausalLM", "topk_group", "topk_group=None"),
+        ("DeepseekV3ForCausalLM", "routed_scaling_factor", "routed_scaling_factor=None"),
+        ("DeepseekV3ForCausalLM", "norm_topk_prob", "norm_topk_prob=None"),
+        ("GptOssForCausalLM", "rope_scaling", "no rope_scaling"),
+    ],
+)
+def test_what_differs_from_family_to_family_must_be_said(
+    architecture: str, without: str, says: str, tmp_path: Path
+) -> None:
+    """Null stands for what libraries take for false, or for another number."""
+    fields = SAME | PUBLISHED[architecture][1] | {"architectures": [architecture], without: None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config("m", tmp_path)
+    assert says in str(refused.value)
+
+
 @pytest.mark.parametrize(("family", "with_keys"), [("qwen3-next", 2), ("nemotron-h", 1)])
 def test_a_hybrid_has_a_state_for_each_sequence_and_keys_and_values_in_some_layers(
     family: str, with_keys: int, tmp_path: Path

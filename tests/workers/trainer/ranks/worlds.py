@@ -27,7 +27,7 @@ from weft.wire.binary.codec import decode_train_output
 from weft.wire.checks.custom_format import encode_custom_loss
 
 from scheduler.links.configs import Basics, TrainerConfig
-from scheduler.links.messages import Done, OpKind, loss_ref
+from scheduler.links.messages import Done, OpKind, Snapshot, loss_ref
 from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
 from workers.leave import leave
@@ -90,12 +90,21 @@ def program(bench: Bench, steps: int) -> list[bytes]:
             said += answers(bench, ops[cut:])
         else:
             said += answers(bench, ops)
+    if LARGE in TENANTS:
+        said += [*answers(bench, work(bench, LARGE, 99)), snapshots(bench)]
     saves = [bench.op(run_id, OpKind.SAVE_STATE, target_ref=f"saved/{run_id}") for run_id in TENANTS]
     said += answers(bench, saves)
     for run_id in TENANTS:
         folder = bench.blobs.path(f"saved/{run_id}")
         said += [file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"]
     return said
+
+
+def snapshots(bench: Bench) -> bytes:
+    """Of each run, the last operation that its snapshot holds: what came after it would be done again."""
+    told: list[Any] = []
+    bench.trainer.drain(told.append)
+    return repr(sorted((each.run_id, each.seq) for each in told if isinstance(each, Snapshot))).encode()
 
 
 def create(bench: Bench, run_id: str, rank: int) -> Any:
@@ -135,7 +144,8 @@ def optimizer(run_id: str) -> str:
 
 def work(bench: Bench, run_id: str, seed: int) -> list[Any]:
     if run_id == LARGE:
-        return sliced(bench.fb(run_id, ce_data([30, 17, 25, 9, 40, 28, 31, 12], seed)), 2, 4, 6)
+        large = sliced(bench.fb(run_id, ce_data([30, 17, 25, 9, 40, 28, 31, 12], seed)), 2, 4, 6)
+        return [*large, bench.fb(run_id, ce_data([6], seed)), bench.fb(run_id, ce_data([4, 5], seed))]
     if run_id in UPLOADED:
         return [bench.fb(run_id, ce_data([5, 4], seed), "custom", loss_id=LOSS_ID)]
     if run_id == "r5":

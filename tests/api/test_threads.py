@@ -1,0 +1,174 @@
+"""No organisation takes all threads, however much it reads at once, and a client that has left has nothing read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+import zstandard
+from sqlalchemy.orm import Session
+from weft.wire.turns import TurnsResponse
+
+from api.routes.openai import turns
+from api.routes.runs import metrics
+from api.routes.stored import checkpoints
+from api.state.service import READS_AT_ONCE
+from store import curves, tables
+from store.database.caller import Caller, become
+from tests.api.conftest import World
+from tests.api.test_quotas import org_id_of
+
+#: More than there are threads.
+MANY = 60
+
+
+class Held:
+    """Works that stay in their thread until they are let go."""
+
+    def __init__(self) -> None:
+        self.go, self._inside = threading.Event(), threading.Semaphore(0)
+
+    def work(self, *_: Any) -> bool:
+        self._inside.release()
+        return self.go.wait(60)
+
+    async def begun(self, count: int) -> bool:
+        """Whether so many have begun, and no more."""
+        for _ in range(count):
+            assert await asyncio.to_thread(self._inside.acquire, timeout=30)
+        await asyncio.sleep(0.05)
+        return not self._inside.acquire(blocking=False)
+
+
+def test_who_reads_much_at_once_leaves_threads_to_others(world: World) -> None:
+    held, service = Held(), world.service
+
+    async def story() -> None:
+        become(Caller("acme", "key 1"))
+        reads = [asyncio.ensure_future(service.read(held.work)) for _ in range(MANY)]
+        assert await held.begun(READS_AT_ONCE)
+        become(Caller("rival", "key 2"))
+        assert await asyncio.wait_for(service.read(lambda _session: "read"), 30) == "read"
+        held.go.set()
+        assert await asyncio.gather(*reads) == [True] * MANY
+
+    world.http.portal.call(story)  # type: ignore[union-attr]
+
+
+def test_curves_are_read_one_at_a_time_and_leave_threads_to_colleagues(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may have twelve million points: forty requests for them took every thread for minutes."""
+    run, held = world.run(), Held()
+    world.post(f"weft/runs/{run}/metrics", {"points": [{"name": "a", "step": 1, "value": 2.0}]})
+
+    def slow(session: Session, *about: Any) -> curves.Curve:
+        held.work()
+        return curves.read_curve(session, *about)
+
+    monkeypatch.setattr(metrics, "read_curve", slow)
+    assert _one_at_a_time(world, held, f"weft/runs/{run}/metrics")
+
+
+def _one_at_a_time(world: World, held: Held, path: str) -> bool:
+    answers: list[int] = []
+    asking = [
+        threading.Thread(target=lambda: answers.append(world.call("GET", path).status_code))
+        for _ in range(READS_AT_ONCE + 2)
+    ]
+    for thread in asking:
+        thread.start()
+    alone = world.http.portal.call(held.begun, 1)  # type: ignore[union-attr]
+    assert world.get("training_runs")["cursor"]["offset"] == 0, "colleagues read meanwhile"
+    held.go.set()
+    for thread in asking:
+        thread.join(30)
+    return alone and answers == [200] * len(asking)
+
+
+def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve requests for twenty megabytes of them held everybody up for a quarter of a minute, and took gigabytes."""
+    held, writers = Held(), set[int]()
+    turn = {"request_id": "r", "choice": 0, "model": "m", "at": 0.5, "prompt": [1], "tokens": [2], "logprobs": [-1.0]}
+    turn |= {"versions": [[1, 1]], "stop_reason": "stop", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    both = [turn | {"choice": choice, "sequence_id": f"r-{choice}"} for choice in range(2)]
+    now, about = datetime.now(UTC), {"org_id": org_id_of(world), "name": "mine", "size_bytes": 1}
+    for number in range(3):
+        row = tables.SessionTurn(request_id=f"r{number}", ref=f"turns/x/r{number}", created_at=now, **about)
+        if number != 1:  # no longer kept
+            world.service.blobs.put(row.ref, zstandard.compress(msgspec.msgpack.encode(both)))
+        world.database.write_now(lambda session, row=row: session.add(row))
+    told = TurnsResponse.model_validate(world.get("weft/turns/mine"))
+    assert [shown.model_dump(mode="json") for shown in told.turns] == [*both, *both]
+    assert (told.session, told.next) == ("mine", None)
+
+    def slow(value: Any) -> bytes:
+        writers.add(threading.get_ident())
+        held.work()
+        return orjson.dumps(value)
+
+    monkeypatch.setattr(turns, "orjson", SimpleNamespace(dumps=slow))
+    assert _one_at_a_time(world, held, "weft/turns/mine")
+    assert world.http.portal.call(_thread) not in writers  # type: ignore[union-attr]
+
+
+async def _thread() -> int:
+    return threading.get_ident()
+
+
+def test_who_packs_many_archives_at_once_leaves_threads_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, held = world.checkpoint(world.run(), 1), Held()
+    url = path.replace("tinker://", "training_runs/").replace("/weights/", "/checkpoints/weights/") + "/archive"
+    monkeypatch.setattr(checkpoints, "make_archive", held.work)
+    statuses: list[int] = []
+    asking = [
+        threading.Thread(target=lambda: statuses.append(world.call("GET", url, follow_redirects=False).status_code))
+        for _ in range(READS_AT_ONCE + 2)
+    ]
+    for thread in asking:
+        thread.start()
+    assert world.http.portal.call(held.begun, READS_AT_ONCE)  # type: ignore[union-attr]
+    assert world.get("training_runs", key=world.other_key)["training_runs"] == []
+    held.go.set()
+    for thread in asking:
+        thread.join(30)
+    assert statuses == [302] * len(asking)
+
+
+def test_of_a_client_that_has_left_no_curve_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read = world.run(), list[str]()
+    world.post(f"weft/runs/{run}/metrics", {"points": [{"name": "a", "step": 1, "value": 2.0}]})
+
+    def noted(session: Session, org_id: str, run_id: str, name: str, limit: int) -> curves.Curve:
+        read.append(name)
+        return curves.read_curve(session, org_id, run_id, name, limit)
+
+    monkeypatch.setattr(metrics, "read_curve", noted)
+    headers = [(b"x-api-key", world.key.encode())]
+    scope = {"type": "http", "method": "GET", "path": f"/api/v1/weft/runs/{run}/metrics", "headers": headers}
+    scope |= {"query_string": b"", "client": ("127.0.0.1", 1), "server": ("testserver", 80), "scheme": "http"}
+
+    async def asked(gone: bool) -> None:
+        async def receive() -> dict[str, Any]:
+            if not gone:
+                await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(_message: Any) -> None: ...
+
+        await world.http.app(dict(scope), receive, send)
+
+    world.http.portal.call(asked, True)  # type: ignore[union-attr]
+    assert read == []
+    world.http.portal.call(asked, False)  # type: ignore[union-attr]
+    assert read == ["a"]

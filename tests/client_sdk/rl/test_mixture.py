@@ -1,0 +1,37 @@
+"""Names of a mixture that are not there are refused where they are written; shares are those that were asked for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from weft import rl
+from weft.rl.loops.mixture import mixture, ratios_of
+
+ENV = rl.prompts(["a", "b"])
+BOTH = {"sums": ENV, "code": rl.prompts(["c"])}
+
+
+@pytest.mark.parametrize(
+    ("env", "sources", "ratios", "says"),
+    [
+        (BOTH, {"sum": rl.Shuffled(2)}, None, "sources: there is no environment 'sum'; there is 'sums', 'code'"),
+        (BOTH, rl.Shuffled(2), None, "sources: a mixture takes them by name: {'sums': ...}"),
+        (ENV, {"sums": rl.Shuffled(2)}, None, "sources: there is no environment 'sums'; there is one without a name"),
+        (BOTH, None, {"sums": 1, "codes": 1}, "ratios: there is no environment 'codes'"),
+        (BOTH, None, {"sums": 1}, "ratios: no share for 'code'; 0 leaves an environment out"),
+    ],
+)
+def test_refused_by_name(env: Any, sources: Any, ratios: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        ratios_of(mixture(env, sources, 0), ratios)
+
+
+def test_each_draws_from_its_own_source() -> None:
+    pools = rl.DifficultyPools(2)
+    made = mixture(BOTH, {"sums": pools}, 0)
+    assert made["sums"].source is pools
+    made["code"].again.append(7)
+    assert [made["code"].draw(), made["code"].draw()] == [7, 0]
+    assert ratios_of(made, {"sums": 3, "code": 1}).shares == {"sums": 0.75, "code": 0.25}

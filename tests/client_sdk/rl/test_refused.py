@@ -1,0 +1,82 @@
+"""Mistakes that a user makes first are answered with what was wrong and what to do instead."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from weft import rl
+from weft.rl.chat.purse import BudgetSpent
+from weft.rl.envs.environment import reward_of
+
+from tests.client_sdk.rl.kit import policy, tokenizer
+
+NOBODY = cast(Any, None)
+TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "a reward is a number or rl.Reward(number, metrics), got None"),
+        ((1.0, {}), "a reward is a number or rl.Reward(number, metrics), got (1.0, {})"),
+        (float("nan"), "a reward must be finite, got nan"),
+        (rl.Reward(float("inf")), "a reward must be finite, got inf"),
+    ],
+)
+def test_rewards(found: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as refused:
+        reward_of(found)
+    assert str(refused.value) == says
+
+
+def test_a_notebook_is_told_what_to_await() -> None:
+    async def cell() -> None:
+        with pytest.raises(RuntimeError, match=r"await rl\.train_async\(\.\.\.\) instead"):
+            rl.train(NOBODY, rl.prompts(["?"]))
+        with pytest.raises(RuntimeError, match=r"await rl\.distill_async\(\.\.\.\) instead"):
+            rl.distill(NOBODY, rl.prompts(["?"]), NOBODY)
+
+    asyncio.run(cell())
+    with pytest.raises(AttributeError) as failed:  # elsewhere an error of the loop is told without any of that
+        rl.train(NOBODY, rl.prompts(["?"]))
+    assert failed.value.__context__ is None
+
+
+@pytest.mark.parametrize("row", [{"messages": TALK}, "a text", ["a text"]])
+def test_conversations_of_another_form(row: Any) -> None:
+    with pytest.raises(ValueError, match=r"rows\[1\] must be a list of messages, .*row\['messages'\] for row in rows"):
+        rl.conversations([TALK, row], tokenizer())
+
+
+def test_no_data_and_pairs_of_other_columns() -> None:
+    with pytest.raises(ValueError, match="no data to train on"):
+        rl.sft(NOBODY, [])
+    with pytest.raises(ValueError, match=r"rows\[0\] has no 'prompt': name your columns, which are \['question'\]"):
+        rl.pairs([{"question": "?"}], tokenizer())
+    with pytest.raises(ValueError, match=r"rows\[0\]\['chosen'\] must be the answer's text, got \["):
+        rl.pairs([{"prompt": "?", "chosen": TALK, "rejected": "no"}], tokenizer())
+
+
+def test_what_solve_waits_for_in_vain_is_told_as_it_is() -> None:
+    async def solve(task: Any, chat: rl.Chat) -> float:
+        raise TimeoutError("the database did not answer")
+
+    [outcome] = asyncio.run(rl.function(solve, ["?"]).group("?", [rl.Chat(policy()[0])]))
+    assert str(outcome) == "the database did not answer"
+
+
+def test_an_evaluation_without_money_is_no_reward_of_zero(caplog: pytest.LogCaptureFixture) -> None:
+    def evaluated(error: Exception) -> dict[str, float]:
+        async def solve(task: Any, chat: rl.Chat) -> float:
+            raise error
+
+        return asyncio.run(rl.evaluate(policy()[0], rl.Evaluation(rl.function(solve, ["a", "b"]))))
+
+    with pytest.raises(BudgetSpent, match="no more"):
+        evaluated(BudgetSpent("no more"))
+    assert evaluated(KeyError("answer")) == {"eval/reward": 0.0, "eval/failed": 2.0}
+    assert [r.message for r in caplog.records] == [
+        "a rollout of the evaluation failed: KeyError: 'answer' (others like it are only counted)"
+    ]

@@ -1,0 +1,152 @@
+"""What a loop remembers from life to life, and what it tells a user before they wonder: against a real server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import weft
+from weft import rl
+
+from tests.e2e.conftest import Weftd
+from tests.e2e.test_rl import ONE_TURN, fresh, right, rows, sums
+
+pytestmark = pytest.mark.server
+SMALL = rl.Groups(batch=2, size=4)
+
+
+@pytest.fixture
+def service(weftd: Weftd) -> Iterator[weft.ServiceClient]:
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("lives")) as service:
+        yield service
+
+
+class Dies:
+    """A sink under which the program ends at a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        if step == self.at:
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def warned(caplog: pytest.LogCaptureFixture, begins: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if begins in each.getMessage()]
+
+
+def test_a_life_that_dies_before_its_first_checkpoint_is_paid_from_the_budget(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def life(run: weft.TrainingClient, steps: int, at: int = 99) -> rl.Report:
+        kept = rl.Checkpoints("short-lives", every=50)
+        return rl.train(
+            run, ONE_TURN, steps=steps, groups=SMALL, checkpoint=kept, budget_usd=1.0, sinks=[Dies(at)], seed=2
+        )
+
+    first, second = fresh(service), fresh(service)
+    with pytest.raises(KeyboardInterrupt):
+        life(first, steps=2, at=1)
+    spent = first.cost().result(60).total_nusd
+    assert spent > 0
+    report = life(second, steps=2)
+    assert (report.resumed_at, len(report.steps)) == (0, 2)
+    both = spent + second.cost().result(60).total_nusd
+    assert both <= report.spent_nusd
+    more = life(second, steps=3)  # the same run again, whose cost counts once
+    assert more.resumed_at == 2
+    assert more.spent_nusd < both + second.cost().result(60).total_nusd
+    nothing = life(second, steps=3)
+    assert nothing.steps == []
+    assert "was saved after step 3 of 3" in warned(caplog, "has nothing left to do: more steps, or another name")[0]
+
+
+def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient) -> None:
+    def life(baseline: rl.RunningBaseline, steps: int) -> None:
+        env = rl.prompts(sums(), lambda text, task: 1.0, max_tokens=2)
+        kept = rl.Checkpoints("baseline", every=50)
+        rl.train(fresh(service), env, steps=steps, groups=SMALL, advantage=baseline, checkpoint=kept, sinks=[])
+
+    first, second = rl.RunningBaseline(), rl.RunningBaseline()
+    life(first, 1)
+    assert first.baseline > 0.3
+    life(second, 1)
+    assert second.baseline == first.baseline
+
+
+def test_what_teaches_nothing_is_told_and_the_last_weights_are_evaluated(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, tasks = iter(range(1000)), sums(4)
+
+    async def solve(task: Any, chat: rl.Chat) -> float:
+        await chat.user(task["prompt"]).sample(max_tokens=2)
+        if next(calls) % 8 < 2:
+            raise KeyError("no such column")
+        return 0.0
+
+    tried = rl.Evaluation(rl.prompts(tasks[:2], right, max_tokens=2), every=2)
+    report = rl.train(
+        fresh(service), rl.function(solve, tasks), steps=3, groups=SMALL, evaluation=tried, sinks=[Quiet()]
+    )
+    assert [number for number, step in enumerate(report.steps) if "eval/reward" in step] == [1, 2]
+    assert warned(caplog, "a rollout failed") == [
+        "a rollout failed: KeyError: 'no such column' (others like it are only counted)"
+    ]
+    assert report.steps[-1]["waste/failed_rollouts"] > 1
+    assert warned(caplog, "trains nothing") == [
+        "step 0 trains nothing: no rollout earned more or less than the others of its group (rewards from 0 to 0)."
+        " Where that stays, look at the reward function and at how hard the tasks are; `data` counts what is trained"
+    ]
+
+
+class Quiet:
+    """A sink that keeps nothing."""
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_filter_that_takes_nothing_is_told_while_it_costs(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = rl.prompts(sums(), max_tokens=1)  # all earn 0
+    groups = rl.Groups(batch=2, size=2, keep=[rl.filters.not_all_equal], refill=True)
+    report = rl.train(fresh(service), env, steps=1, groups=groups, budget_usd=0.0001, sinks=[])
+    assert (report.ended, report.steps) == ("budget", [])
+    assert (
+        "8 groups in a row were rejected by 'not_all_equal'; the last had rewards from 0 to 0"
+        in warned(caplog, "rejected")[0]
+    )
+
+
+def test_scoring_what_is_not_trained_is_within_the_budget(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    talks = [[{"role": "user", "content": s["prompt"]}, {"role": "assistant", "content": s["answer"]}] for s in sums(8)]
+    run = fresh(service)
+    data = rl.conversations(talks, run.get_tokenizer())
+    report = rl.sft(run, data[:2], test=data * 4, every=1, batch=2, epochs=2, sinks=[], budget_usd=1.0)
+    assert run.cost().result(60).total_nusd <= report.spent_nusd
+    with caplog.at_level(logging.WARNING):
+        ended = rl.sft(run, data, batch=2, sinks=[], budget_usd=1e-9)
+    assert (ended.ended, len(warned(caplog, "could be passed"))) == ("budget", 1)
+
+
+def test_pairs_may_be_held_against_another_reference(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    pairs = rl.pairs(rows(4), run.get_tokenizer())
+    base = service.create_sampling_client(base_model="weft/tiny-moe")
+    rl.dpo(run, pairs, reference=base, batch=4, epochs=3, learning_rate=1e-3, sinks=[])
+    now = run.save_weights_and_get_sampling_client().result(60)
+    again = rl.dpo(run, pairs, reference=now, batch=4, learning_rate=1e-6, sinks=[])
+    assert again.steps[0]["margin"] == pytest.approx(0, abs=1e-4)  # nothing has moved since this reference
