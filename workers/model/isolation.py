@@ -40,14 +40,18 @@ from workers.model.parts.steady import sigmoid_of
 if TYPE_CHECKING:
     from workers.model.decoder import Decoder
 
-#: (rows, start): these rows of a large batch, computed on their own, must give the bits of the large one.
-BATCHES = tuple(
-    (rows, start) for rows in (1, 3, 7, 15, 16, 17, 19, 24, 31, 33, 63, 65, 100, 129, 257) for start in (0, 5)
-)
-
-#: Rows of the large batch; fewer where the product would exceed MAX_MULTIPLICATIONS, to save time.
-MAX_ROWS = 1024
+#: Rows of the large batch; fewer where the product would exceed MAX_MULTIPLICATIONS, to save time. A prime, so that
+#: threads part a batch within a row, as they do with batches of any size: 1,024 rows are cut at even places.
+MAX_ROWS = 1531
 MAX_MULTIPLICATIONS = 2**33
+
+_COUNTS = (1, 3, 7, 15, 16, 17, 19, 24, 31, 33, 63, 65, 100, 129, 257)
+#: (rows, start): these rows of a large batch, computed on their own, must give the bits of the large one. The last go
+#: over all of it, wherever threads part it.
+BATCHES = (
+    *((rows, start) for rows in _COUNTS for start in (0, 5)),
+    *((253, start) for start in range(262, MAX_ROWS - 252, 253)),
+)
 
 #: Rows wider than this are whole cache lines in every published model; they are not tested for alignment.
 MAX_ALIGNED_WIDTH = 1 << 16
@@ -57,7 +61,7 @@ _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", 
 #: The parts that compute functions of single numbers, and steps of recurrences.
 _PARTS = ("gate", "steady", "gated_delta", "mamba2", "one_token", "chunks", "convolution")
 _STEP = "native/recur.c"
-_NATIVE = (_STEP, "native/gemm.c", "native/products.h", "native/vectors.h")
+_NATIVE = (_STEP, "native/gemm.c", "native/gate.c", "native/products.h", "native/vectors.h")
 _CODE = ("isolation.py", "base_mm.py", *_NATIVE, *(f"parts/{name}.py" for name in _PARTS))
 
 #: Rows of a step of a recurrence that are tested, each of which has a state.
@@ -162,7 +166,7 @@ def _differences(decoder: Decoder, shapes: list[Tensor]) -> Iterator[str]:
         if at is not None:
             yield f"silu over rows of {width} gives {at} rows other bits than {MAX_ROWS}"
     if config.num_experts and config.router.scores == "sigmoid":
-        at = _first_difference(torch.sigmoid, config.num_experts, MAX_ROWS, decoder.device)
+        at = _first_difference(partial(sigmoid_of, lora=None), config.num_experts, MAX_ROWS, decoder.device)
         if at is not None:
             yield f"sigmoid over rows of {config.num_experts} gives {at} rows other bits than {MAX_ROWS}"
     for width in config.gate_widths:

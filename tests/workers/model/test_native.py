@@ -153,3 +153,28 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [(each, each.stat().st_mtime_ns) for each in (tmp_path / "weft").iterdir()] == [(first, made)]
     finally:
         build.library.cache_clear()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "zeros within", "not a library"])
+def test_what_was_kept_and_is_damaged_is_compiled_anew(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_TOGETHER", (build._HERE / "recur.c",))  # the least to compile
+    build.library.cache_clear()
+    try:
+        build.library()
+        (kept,) = (tmp_path / "weft").iterdir()
+        good = kept.read_bytes()
+        kept.unlink()  # what is loaded stays as it is
+        middle = len(good) // 2
+        broken = {"empty": b"", "cut": good[:middle], "not a library": b"x" * 9000}
+        kept.write_bytes(broken.get(damage, good[:middle] + bytes(64) + good[middle + 64 :]))
+        build.library.cache_clear()
+        assert isinstance(build.library(), ctypes.CDLL)
+        (again,) = (tmp_path / "weft").iterdir()
+        assert again == kept
+        assert len(again.read_bytes()) == len(good)
+        assert build._whole(again)
+    finally:
+        build.library.cache_clear()

@@ -61,7 +61,26 @@ def test_batches_are_on_both_sides_of_what_kernels_are_cut_to() -> None:
         assert {size // tile for size in sizes} >= {0, 1}
         assert any(size % tile for size in sizes if size > tile)
     assert 1 in sizes
-    assert {start for _, start in BATCHES} == {0, 5}
+    assert {start for rows, start in BATCHES if rows != 253} == {0, 5}
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5, 7])
+@pytest.mark.parametrize("width", [24, 96, 768])
+def test_functions_that_round_otherwise_where_a_thread_begins_are_found(threads: int, width: int) -> None:
+    """As torch's vectorised ones do: what is left over at the end of a share goes through other code. A share is a part
+    of all numbers, wherever rows end, and a tensor of few numbers has one."""
+
+    def of(x: Tensor) -> Tensor:
+        y = x.flatten() * 2
+        count = max(1, min(threads, -(-len(y) // 32768)))
+        share = -(-len(y) // count)
+        for part in y.split(share):
+            part[len(part) // 16 * 16 :] += 1
+        return y.view_as(x)
+
+    row_alone_differs = width % 16 != 0
+    found = isolation._first_difference(of, width, isolation.MAX_ROWS, CPU)
+    assert (found is not None) == (row_alone_differs or isolation.MAX_ROWS * width % threads != 0)
 
 
 # ---- the products of an adapter, by where their rows lie

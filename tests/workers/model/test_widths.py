@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-KERNELS = ("test_native.py", "test_gemm.py", "test_joined.py")
+KERNELS = ("test_native.py", "test_gemm.py", "test_joined.py", "test_alone.py")
 RUN = """
 import sys
 import pytest

@@ -1,8 +1,9 @@
 """Compiles the kernels for this machine, once, and loads them.
 
-The result is kept in the user's cache folder under the hash of source, flags, compiler and processor. Compiling takes a
-second; `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's attend.c. Without a
-C compiler torch computes the same sums, several times slower where groups are small or layers are recurrent.
+The result is kept in the user's cache folder under the hash of source, flags, compiler and processor, with a checksum
+at its end: what a crash or a full disk left is compiled anew. Compiling takes a few seconds;
+`python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's attend.c. Without a C
+compiler torch computes the same sums, several times slower where groups are small or layers are recurrent.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).absolute().parent
 #: Of one library, as one calls the others.
-_TOGETHER = tuple(_HERE / name for name in ("kernels.c", "gemm.c", "joined.c"))
+_TOGETHER = tuple(_HERE / name for name in ("kernels.c", "outer.c", "gemm.c", "gate.c", "joined.c"))
 #: Included by kernels, the generator's too.
-_HEADERS = tuple(_HERE / name for name in ("products.h", "vectors.h"))
+_HEADERS = tuple(_HERE / name for name in ("products.h", "segments.h", "vectors.h"))
 #: What is computed is what is written: nothing is reordered, and products are fused with sums where `fused` says so.
 _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared")
 
 
 @cache
 def library(source: Path | None = None) -> ctypes.CDLL | None:
-    """The compiled kernels of `source` (None: kernels.c, gemm.c and joined.c); None where they cannot be built, with a
+    """The compiled kernels of `source` (None: those of `_TOGETHER`); None where they cannot be built, with a
     reason in the log."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -52,15 +53,35 @@ def _compiled(compiler: str, files: Sequence[Path]) -> Path:
     texts = [file.read_text() for file in (*files, *_HEADERS)]
     facts = "\n".join((*texts, *_FLAGS, version, processor()))
     target = _cache_folder() / f"{files[0].stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
+    if not _whole(target):
         handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
         try:
             _compile(compiler, files, made)
+            _seal(Path(made))
             os.replace(made, target)  # atomic: another process may compile at the same time
         finally:
             Path(made).unlink(missing_ok=True)
     return target
+
+
+def _seal(file: Path) -> None:
+    """Add the checksum of all before it. Loaders do not look at what is beyond the last section."""
+    body = file.read_bytes()
+    with file.open("ab") as out:
+        out.write(hashlib.sha256(body).digest())
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _whole(file: Path) -> bool:
+    """Whether this is what was compiled, to the bit: a library that is not may end the process that loads it."""
+    try:
+        found = file.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return len(found) > size and hashlib.sha256(found[:-size]).digest() == found[-size:]
 
 
 def _compile(compiler: str, files: Sequence[Path], target: str) -> None:

@@ -143,7 +143,14 @@ void weft_gemm(
 }
 
 /* Steps of a sum that are taken together: such a piece of a panel stays in the processor's own cache. */
-#define PIECE 512
+#define PIECE (LANES == 16 ? 512 : 256)
+
+/* Panels that are packed together: of a row of a transposed weight, as many numbers as lie in a few lines of memory. */
+#define STRIP (64 / PANEL)
+
+/* Rows of x whose numbers for a piece are copied side by side: where a row is a power of two long, a cache has few places for
+ * the same numbers of many rows. A multiple of ROWS. */
+#define TALL 96
 
 /* Weights as they are: [out, in], or with `transposed` [in, out], their rows `stride` numbers apart and those of one expert
  * `apart` from the next's. */
@@ -187,16 +194,11 @@ static inline void turn(const float *w, int64_t stride, float *to) {
     for (int i = 0; i < LANES; i++) store(to + i * PANEL, v[i]);
 }
 
-/* A piece of a panel, [steps, PANEL], of `columns` columns; the others keep what they have. */
-static void pack(const Plain *plain, const float *w, int64_t k, int64_t steps, int64_t columns, float *piece) {
-    if (plain->transposed) {
-        w += k * plain->stride;
-        for (int64_t i = 0; i < steps; i++) memcpy(piece + i * PANEL, w + i * plain->stride, columns * sizeof *w);
-        return;
-    }
+/* `columns` columns of a piece of a panel, [steps, PANEL], from W [out, in]; the others keep what they have. */
+static void pack_turned(const Plain *plain, const float *w, int64_t steps, int64_t columns, float *piece) {
     const int64_t whole = steps / LANES * LANES;
     for (int64_t c = 0, many; c < columns; c += many) {
-        const float *own = w + c * plain->stride + k;
+        const float *own = w + c * plain->stride;
         many = columns - c < LANES ? 1 : LANES;
         for (int64_t i = 0; i < whole && many == LANES; i += LANES) turn(own + i, plain->stride, piece + i * PANEL + c);
         for (int64_t i = many == LANES ? whole : 0; i < steps; i++)
@@ -204,33 +206,66 @@ static void pack(const Plain *plain, const float *w, int64_t k, int64_t steps, i
     }
 }
 
-/* weft_gemm, of weights as they are. Threads share the tiles, an expert's panel after panel. */
+/* Rows of a transposed weight that are asked for ahead: each lies in another page of memory. */
+#define PAGES 8
+
+/* The pieces of a strip of panels, `columns` wide, from step k on. */
+static void pack(const Plain *plain, const float *w, int64_t k, int64_t steps, int64_t columns, float pieces[][PIECE * PANEL]) {
+    if (!plain->transposed) {
+        for (int64_t c = 0; c < columns; c += PANEL)
+            pack_turned(plain, w + c * plain->stride + k, steps, columns - c < PANEL ? columns - c : PANEL, pieces[c / PANEL]);
+        return;
+    }
+    w += k * plain->stride;
+    for (int64_t i = 0; i < steps; i++, w += plain->stride) {
+        const float *ahead = w + (i + PAGES < steps ? PAGES * plain->stride : 0);
+        for (int64_t c = 0; c < columns; c += LINE) __builtin_prefetch(ahead + c, 0, 3);
+        int64_t c = 0;
+        for (; c + PANEL <= columns; c += PANEL) memcpy(pieces[c / PANEL] + i * PANEL, w + c, PANEL * sizeof *w);
+        if (c < columns) memcpy(pieces[c / PANEL] + i * PANEL, w + c, (columns - c) * sizeof *w);
+    }
+}
+
+/* weft_gemm, of weights as they are. Threads share the tiles, an expert's strip of panels after the other. */
 void weft_mm(
     const Weight *weight, const Plain *plain, const int32_t *ends, const float *x, int64_t x_stride, float *y,
     int64_t y_stride) {
-    const int64_t in = weight->in, out = weight->out, panels = (out + PANEL - 1) / PANEL;
+    const int64_t in = weight->in, out = weight->out, strips = (out + STRIP * PANEL - 1) / (STRIP * PANEL);
     int64_t all = 0;
-    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) all += (ends[e] - first + ROWS - 1) / ROWS * panels;
+    for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) all += (ends[e] - first + ROWS - 1) / ROWS * strips;
 #pragma omp parallel num_threads(weight->threads) if (weight->threads > 1)
     {
-        float piece[PIECE * PANEL] __attribute__((aligned(64)));
-        if (out % PANEL) memset(piece, 0, sizeof piece);
+        float pieces[STRIP][PIECE * PANEL] __attribute__((aligned(64)));
+        float own[TALL * PIECE] __attribute__((aligned(64)));
+        if (out % PANEL) memset(pieces, 0, sizeof pieces);
         const int64_t from = all * thread_here() / threads_here(), to = all * (thread_here() + 1) / threads_here();
         int64_t at = 0;
         Errand none = {0};
         for (int64_t e = 0, first = 0; e < weight->experts; first = ends[e++]) {
             const int64_t rows = ends[e] - first, tiles = (rows + ROWS - 1) / ROWS;
-            for (int64_t p = 0; p < panels; p++, at += tiles) {
+            for (int64_t s = 0; s < out; s += STRIP * PANEL, at += tiles) {
                 const int64_t begin = from > at ? from - at : 0, end = to - at < tiles ? to - at : tiles;
-                const int64_t columns = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
-                const float *w = plain->w + e * plain->apart + p * PANEL * (plain->transposed ? 1 : plain->stride);
+                const int64_t columns = out - s < STRIP * PANEL ? out - s : STRIP * PANEL;
+                const float *w = plain->w + e * plain->apart + s * (plain->transposed ? 1 : plain->stride);
                 for (int64_t k = 0; k < in && begin < end; k += PIECE) {
                     const int64_t steps = in - k < PIECE ? in - k : PIECE;
-                    pack(plain, w, k, steps, columns, piece);
-                    for (int64_t t = begin; t < end; t++) {
-                        const int64_t row = first + rows * t / tiles, next = first + rows * (t + 1) / tiles;
-                        tile_of(next - row, k > 0, steps, piece, x + row * x_stride + k, x_stride,
-                                y + row * y_stride + p * PANEL, y_stride, columns, piece, steps + 1, &none);
+                    pack(plain, w, k, steps, columns, pieces);
+                    for (int64_t some = begin, after; some < end; some = after) {
+                        after = end - some < TALL / ROWS ? end : some + TALL / ROWS;
+                        const int64_t low = first + rows * some / tiles, high = first + rows * after / tiles;
+                        const float *of = x + low * x_stride + k;
+                        int64_t apart = x_stride;
+                        if (after - some > 1) {
+                            for (int64_t i = 0; i < high - low; i++) memcpy(own + i * steps, of + i * x_stride, steps * sizeof *x);
+                            of = own, apart = steps;
+                        }
+                        for (int64_t c = 0; c < columns; c += PANEL)
+                            for (int64_t t = some; t < after; t++) {
+                                const int64_t row = first + rows * t / tiles, next = first + rows * (t + 1) / tiles;
+                                tile_of(next - row, k > 0, steps, pieces[c / PANEL], of + (row - low) * apart, apart,
+                                        y + row * y_stride + s + c, y_stride, columns - c < PANEL ? columns - c : PANEL,
+                                        pieces[c / PANEL], steps + 1, &none);
+                            }
                     }
                 }
             }

@@ -143,23 +143,6 @@ static void sort_pairs(const Mixture *m, int64_t experts, const int64_t *chosen,
     }
 }
 
-static inline vec silu(vec g) {
-    const ivec below = g < splat(0.0f);
-    const vec z = exp_of(pick(below, g, -g)), one = splat(1.0f);
-    return g * (pick(below, z, one) / (one + z));
-}
-
-/* gate = silu(gate) * up, of rows that hold both side by side. */
-static void activate(int64_t threads, int64_t rows, int64_t width, float *gate_up) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        float *gate = gate_up + row * 2 * width, *up = gate + width;
-        int64_t c = 0;
-        for (; c + LANES <= width; c += LANES) store(gate + c, silu(load(gate + c)) * load(up + c));
-        for (; c < width; c++) gate[c] = silu(splat(gate[c]))[0] * up[c];
-    }
-}
-
 /* out[token] = the sum of its pairs' rows of y, weighted, in the order of its choices. */
 static void combine(
     const Mixture *m, int64_t threads, const Pairs *pairs, const float *weights, const float *y, int64_t columns,
@@ -212,7 +195,7 @@ int weft_mixture(
             gather(threads, count, pairs.token, u_token, 2 * r, u);
             weft_add(NULL, NULL, 0, u, 2 * r, 2, b, inner, 2 * f);
         }
-        activate(threads, count, f, inner);
+        weft_swiglu(threads, count, f, inner, 2 * f, inner, 2 * f); /* over gate */
         if (r) soon.count = weft_blocks(&m->down_a, 1, blocks, MOST);
         if (r) soon.count += weft_blocks(&m->down_b, 1, blocks + soon.count, MOST - soon.count);
         weft_gemm(down, down_packed, pairs.ends, inner, 2 * f, y, d, &soon);

@@ -14,7 +14,7 @@
  * add).
  */
 
-#include "products.h"
+#include "segments.h"
 
 /* Halves added to each other until four lanes are left, and these likewise. */
 static inline float sum(vec v) {
@@ -26,93 +26,70 @@ static inline float sum(vec v) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* One segment: its rows, its factor [r, n], the column where its part begins, and the factor of the segment after it
- * (its own where there is none). */
-typedef struct {
-    int64_t first, last, r, column;
-    float *w;
-    const float *next;
-    float alpha;
-} Segment;
+/* Rows that one thread takes at a time where there are several; a multiple of ROWS. */
+#define SHARE 36
 
-static inline float *factor_of(const Factor *factor, int64_t j) {
-    const int64_t group = j % factor->groups;
-    float *w = factor->w[group];
-    return w ? w + j / factor->groups * factor->ranks[group] * factor->stack * factor->n : NULL;
-}
-
-/* The segment that begins at row `first`. False if it is left out. */
-static inline int segment_at(const Factor *factor, int64_t first, Segment *segment) {
-    const int64_t j = factor->segment[first], group = j % factor->groups, rank = factor->ranks[group];
-    segment->first = segment->last = first;
-    while (++segment->last < factor->rows && factor->segment[segment->last] == j) {
-    }
-    segment->r = rank * factor->stack;
-    segment->column = rank * factor->part;
-    segment->w = factor_of(factor, j);
-    segment->next = segment->last < factor->rows ? factor_of(factor, factor->segment[segment->last]) : NULL;
-    if (!segment->next) segment->next = segment->w;
-    segment->alpha = factor->scale ? factor->scale[group] : 1.0f;
-    return segment->w != NULL;
-}
-
-/* While the factor of one segment is used the one of the next is asked for, number for number: small factors lie anywhere,
- * and the processor cannot guess where. `ahead` is how far that one lies from this one in memory, in bytes. */
-#define ask(w, ahead) __builtin_prefetch((const void *)((uintptr_t)(w) + (uintptr_t)(ahead)), 0, 3)
-#define ask_to_write(w, ahead) __builtin_prefetch((const void *)((uintptr_t)(w) + (uintptr_t)(ahead)), 1, 3)
-
-/* Rows that one thread takes at a time; a multiple of ROWS. */
-#define SHARE 32
+/* Numbers of W that are copied together (MANY). */
+#define PIECE 16384
 
 /* y[row, :] += alpha * u[row, :] W, for up to ROWS rows at a time so that W is read once for them. */
-#define ROWS 4
+#define ROWS 6
 
 /* Columns that are summed together: with fewer rows more, so that one row alone reads W almost from end to end. */
 #define WIDTH(rows) (REGISTERS / 2 / (rows) < REGISTERS / 8 ? REGISTERS / 8 : REGISTERS / 2 / (rows))
 
 static inline __attribute__((always_inline)) void expand_columns(
-    const int rows, const int width, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha,
-    const float *const *u, float *const *y, int64_t c) {
+    const int rows, const int width, int64_t r, int64_t n, const float *w, const int asks, intptr_t ahead, float alpha,
+    const float *const *u, float *const *y) {
     vec total[ROWS][WIDTH(1)];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < width; j++) total[i][j] = splat(0.0f);
     for (int64_t k = 0; k < r; k++) {
-        const float *own = w + k * n + c;
-        vec x[ROWS];
-        for (int i = 0; i < rows; i++) x[i] = splat(u[i][k]);
+        const float *own = w + k * n;
+        vec a[WIDTH(1)];
         for (int j = 0; j < width; j++) {
-            const vec a = load(own + j * LANES);
-            ask(own + j * LANES, ahead);
-            for (int i = 0; i < rows; i++) total[i][j] = fused(x[i], a, total[i][j]);
+            a[j] = load(own + j * LANES);
+            if (asks) ask(own + j * LANES, ahead);
+        }
+        for (int i = 0; i < rows; i++) {
+            const vec x = splat(u[i][k]);
+            for (int j = 0; j < width; j++) total[i][j] = fused(x, a[j], total[i][j]);
         }
     }
     const vec scale = splat(alpha);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < width; j++) {
-            float *to = y[i] + c + j * LANES;
+            float *to = y[i] + j * LANES;
             store(to, fused(scale, total[i][j], load(to)));
         }
 }
 
 static inline __attribute__((always_inline)) void expand_rows(
-    const int rows, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *u,
-    float *const *y) {
+    const int rows, int64_t r, int64_t n, int64_t w_stride, const float *w, const int asks, intptr_t ahead, float alpha,
+    const float *const *u, float *const *y) {
     int64_t c = 0;
-    for (; c + WIDTH(rows) * LANES <= n; c += WIDTH(rows) * LANES)
-        expand_columns(rows, WIDTH(rows), r, n, w, ahead, alpha, u, y, c);
-    for (; c + 2 * LANES <= n; c += 2 * LANES) expand_columns(rows, 2, r, n, w, ahead, alpha, u, y, c);
+    float *to[ROWS];
+#define COLUMNS(width) \
+    for (; c + (width) * LANES <= n; c += (width) * LANES) { \
+        for (int i = 0; i < rows; i++) to[i] = y[i] + c; \
+        expand_columns(rows, width, r, w_stride, w + c, asks, ahead, alpha, u, to); \
+    }
+    COLUMNS(WIDTH(rows))
+    COLUMNS(2)
     for (; c < n; c++)
         for (int i = 0; i < rows; i++) {
             float total = 0.0f;
-            for (int64_t k = 0; k < r; k++) total = fused_one(u[i][k], w[k * n + c], total);
+            for (int64_t k = 0; k < r; k++) total = fused_one(u[i][k], w[k * w_stride + c], total);
             y[i][c] = fused_one(alpha, total, y[i][c]);
         }
 }
 
-static void expand_segment(
-    const Segment *segment, int64_t from, int64_t to, int64_t n, float *y, int64_t y_stride, const float *u,
-    int64_t u_stride) {
-    const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
+/* The columns 0..n of the rows from..to, W's rows lying `w_stride` apart. */
+static inline __attribute__((always_inline)) void expand_block(
+    const Segment *segment, int64_t from, int64_t to, int64_t n, int64_t w_stride, const float *w, const int asks,
+    intptr_t ahead, float *y, int64_t y_stride, const float *u, int64_t u_stride) {
+    const int64_t r = segment->r;
+    const float alpha = segment->alpha;
     for (int64_t row = from; row < to; row += ROWS) {
         const float *us[ROWS];
         float *ys[ROWS];
@@ -122,21 +99,45 @@ static void expand_segment(
             ys[i] = y + (row + i) * y_stride;
         }
         switch (rows) {
-        case 4: expand_rows(4, segment->r, n, segment->w, ahead, segment->alpha, us, ys); break;
-        case 3: expand_rows(3, segment->r, n, segment->w, ahead, segment->alpha, us, ys); break;
-        case 2: expand_rows(2, segment->r, n, segment->w, ahead, segment->alpha, us, ys); break;
-        default: expand_rows(1, segment->r, n, segment->w, ahead, segment->alpha, us, ys);
+        case 6: expand_rows(6, r, n, w_stride, w, asks, ahead, alpha, us, ys); break;
+        case 5: expand_rows(5, r, n, w_stride, w, asks, ahead, alpha, us, ys); break;
+        case 4: expand_rows(4, r, n, w_stride, w, asks, ahead, alpha, us, ys); break;
+        case 3: expand_rows(3, r, n, w_stride, w, asks, ahead, alpha, us, ys); break;
+        case 2: expand_rows(2, r, n, w_stride, w, asks, ahead, alpha, us, ys); break;
+        default: expand_rows(1, r, n, w_stride, w, asks, ahead, alpha, us, ys);
         }
     }
 }
 
-/* v[row, :] = alpha * x[row, :] W^T, for up to ROWS rows and SHRUNK rows of W at a time. */
-#define SHRUNK (REGISTERS / 8)
+static void expand_segment(
+    const Segment *segment, int64_t from, int64_t to, int64_t n, float *y, int64_t y_stride, const float *u,
+    int64_t u_stride) {
+    const int64_t r = segment->r, wide = PIECE / (r ? r : 1) / (2 * LANES) * (2 * LANES);
+    if (to - from < MANY || !wide) {
+        const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
+        expand_block(segment, from, to, n, n, segment->w, 1, ahead, y, y_stride, u, u_stride);
+        return;
+    }
+    float piece[PIECE] __attribute__((aligned(64)));
+    for (int64_t c = 0; c < n; c += wide) {
+        const int64_t columns = n - c < wide ? n - c : wide;
+        for (int64_t k = 0; k < r; k++) memcpy(piece + k * columns, segment->w + k * n + c, columns * sizeof *piece);
+        expand_block(segment, from, to, columns, columns, piece, 0, 0, y + c, y_stride, u, u_stride);
+    }
+}
+
+/* v[row, :] = alpha * x[row, :] W^T, for up to TAKEN rows and SHRUNK rows of W at a time, which stay in registers. */
+#define TAKEN 4
+#define SHRUNK (REGISTERS == 16 ? 3 : REGISTERS / 8)
+
+/* Rows of x that stay in the processor's own cache while all of W goes by: so many, or so many numbers of them. */
+#define NEAR_ROWS 16
+#define NEAR 8192
 
 static inline __attribute__((always_inline)) void shrink_block(
-    const int rows, const int factors, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *x,
-    float *const *v, int64_t at) {
-    vec total[ROWS][SHRUNK];
+    const int rows, const int factors, int64_t n, const float *w, const int asks, intptr_t ahead, float alpha,
+    const float *const *x, float *const *v, int64_t at) {
+    vec total[TAKEN][SHRUNK];
     for (int i = 0; i < rows; i++)
         for (int k = 0; k < factors; k++) total[i][k] = splat(0.0f);
     int64_t c = 0;
@@ -144,7 +145,7 @@ static inline __attribute__((always_inline)) void shrink_block(
         vec own[SHRUNK];
         for (int k = 0; k < factors; k++) {
             own[k] = load(w + k * n + c);
-            ask(w + k * n + c, ahead);
+            if (asks) ask(w + k * n + c, ahead);
         }
         for (int i = 0; i < rows; i++) {
             const vec a = load(x[i] + c);
@@ -159,32 +160,41 @@ static inline __attribute__((always_inline)) void shrink_block(
         }
 }
 
-static inline __attribute__((always_inline)) void shrink_rows(
-    const int rows, int64_t r, int64_t n, const float *w, intptr_t ahead, float alpha, const float *const *x,
-    float *const *v) {
-    int64_t k = 0;
-    if (rows > 1)
-        for (; k + SHRUNK <= r; k += SHRUNK) shrink_block(rows, SHRUNK, n, w + k * n, ahead, alpha, x, v, k);
-    for (; k < r; k++) shrink_block(rows, 1, n, w + k * n, ahead, alpha, x, v, k);
-}
-
 static void shrink_segment(
     const Segment *segment, int64_t from, int64_t to, int64_t n, const float *x, int64_t x_stride, float *v,
     int64_t v_stride) {
     const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
-    for (int64_t row = from; row < to; row += ROWS) {
-        const float *xs[ROWS];
-        float *vs[ROWS];
-        const int rows = to - row < ROWS ? (int)(to - row) : ROWS;
-        for (int i = 0; i < rows; i++) {
-            xs[i] = x + (row + i) * x_stride;
-            vs[i] = v + (row + i) * v_stride + segment->column;
-        }
-        switch (rows) {
-        case 4: shrink_rows(4, segment->r, n, segment->w, ahead, segment->alpha, xs, vs); break;
-        case 3: shrink_rows(3, segment->r, n, segment->w, ahead, segment->alpha, xs, vs); break;
-        case 2: shrink_rows(2, segment->r, n, segment->w, ahead, segment->alpha, xs, vs); break;
-        default: shrink_rows(1, segment->r, n, segment->w, ahead, segment->alpha, xs, vs);
+    const int64_t near = n * NEAR_ROWS < NEAR ? NEAR / n / TAKEN * TAKEN : NEAR_ROWS, r = segment->r;
+    const int asks = to - from < MANY;
+    const float alpha = segment->alpha;
+    for (int64_t first = from, last; first < to; first = last) {
+        last = to - first < near ? to : first + near;
+        for (int64_t k = 0, many; k < r; k += many) {
+            const float *w = segment->w + k * n;
+            many = last - first == 1 ? 1 : r - k < SHRUNK ? r - k : SHRUNK;
+            for (int64_t row = first; row < last; row += TAKEN) {
+                const float *xs[TAKEN];
+                float *vs[TAKEN];
+                const int rows = last - row < TAKEN ? (int)(last - row) : TAKEN;
+                for (int i = 0; i < rows; i++) {
+                    xs[i] = x + (row + i) * x_stride;
+                    vs[i] = v + (row + i) * v_stride + segment->column;
+                }
+#define BLOCK_OF(rows, many) \
+    case 8 * rows + many: \
+        if (asks) shrink_block(rows, many, n, w, 1, ahead, alpha, xs, vs, k); \
+        else shrink_block(rows, many, n, w, 0, 0, alpha, xs, vs, k); \
+        break
+#define BLOCKS_OF(many) BLOCK_OF(1, many); BLOCK_OF(2, many); BLOCK_OF(3, many); BLOCK_OF(4, many)
+                switch (8 * rows + many) {
+                    BLOCKS_OF(1);
+                    BLOCKS_OF(2);
+                    BLOCKS_OF(3);
+#if REGISTERS > 16
+                    BLOCKS_OF(4);
+#endif
+                }
+            }
         }
     }
 }
@@ -197,6 +207,7 @@ void weft_add(
     const Factor *a, const float *x, int64_t x_stride, float *u, int64_t u_stride, int64_t parts, const Factor *b, float *y,
     int64_t y_stride) {
     const Factor *all = a ? a : b;
+    const int64_t most = all->threads > 1 ? SHARE : all->rows;
 #pragma omp parallel num_threads(all->threads) if (all->threads > 1)
     {
         int64_t share = 0, last;
@@ -205,9 +216,9 @@ void weft_add(
             if (a) segment_at(a, row, &down);
             for (int p = 0; p < parts; p++) segment_at(b + p, row, up + p);
             last = a ? down.last : up[0].last;
-            for (int64_t from = row; from < last; from += SHARE) {
+            for (int64_t from = row; from < last; from += most) {
                 if (share++ % threads_here() != thread_here()) continue;
-                const int64_t to = last - from < SHARE ? last : from + SHARE;
+                const int64_t to = last - from < most ? last : from + most;
                 if (down.w) {
                     shrink_segment(&down, from, to, a->n, x, x_stride, u, u_stride);
                 }
@@ -217,67 +228,6 @@ void weft_add(
                     expand_segment(up + p, from, to, b[p].n, own, y_stride, u, u_stride);
                 }
             }
-        }
-    }
-}
-
-/* W += alpha * u^T y over the rows of a segment, for up to FACTORS rows of W, in the columns from..to. What is added is
-   rounded first, so that it may as well be computed elsewhere, from zero, and added later (workers/trainer/ranks). */
-#define FACTORS 4
-
-static inline __attribute__((always_inline)) void outer_block(
-    const int factors, const Segment *segment, int64_t n, int64_t k, int64_t from, int64_t to, const float *u,
-    int64_t u_stride, const float *y, int64_t y_stride) {
-    float *w = segment->w + k * n;
-    const intptr_t ahead = (intptr_t)segment->next - (intptr_t)segment->w;
-    u += segment->column + k;
-    int64_t c = from;
-    for (; c + 2 * LANES <= to; c += 2 * LANES) {
-        vec low[FACTORS], high[FACTORS];
-        for (int i = 0; i < factors; i++) {
-            low[i] = high[i] = splat(0.0f);
-            ask_to_write(w + i * n + c, ahead);
-            ask_to_write(w + i * n + c + LANES, ahead);
-        }
-        for (int64_t row = segment->first; row < segment->last; row++) {
-            const float *own = y + row * y_stride + c, *by = u + row * u_stride;
-            const vec a = load(own), b = load(own + LANES);
-            for (int i = 0; i < factors; i++) {
-                const vec x = splat(by[i]);
-                low[i] = fused(x, a, low[i]);
-                high[i] = fused(x, b, high[i]);
-            }
-        }
-        const vec scale = splat(segment->alpha);
-        for (int i = 0; i < factors; i++) {
-            store(w + i * n + c, load(w + i * n + c) + scale * low[i]);
-            store(w + i * n + c + LANES, load(w + i * n + c + LANES) + scale * high[i]);
-        }
-    }
-    for (; c < to; c++)
-        for (int i = 0; i < factors; i++) {
-            float total = 0.0f;
-            for (int64_t row = segment->first; row < segment->last; row++) {
-                total = fused_one(u[row * u_stride + i], y[row * y_stride + c], total);
-            }
-            w[i * n + c] += segment->alpha * total;
-        }
-}
-
-void weft_outer(const Factor *factor, const float *u, int64_t u_stride, const float *y, int64_t y_stride) {
-#pragma omp parallel num_threads(factor->threads) if (factor->threads > 1)
-    {
-        /* Whole blocks of columns, so that a column is computed in the same way on any thread. */
-        const int64_t n = factor->n, blocks = (n + 2 * LANES - 1) / (2 * LANES), threads = threads_here();
-        const int64_t from = blocks * thread_here() / threads * 2 * LANES;
-        const int64_t end = blocks * (thread_here() + 1) / threads * 2 * LANES, to = end < n ? end : n;
-        Segment segment;
-        for (int64_t row = 0; row < factor->rows && from < to; row = segment.last) {
-            if (!segment_at(factor, row, &segment)) continue;
-            int64_t k = 0;
-            for (; k + FACTORS <= segment.r; k += FACTORS)
-                outer_block(FACTORS, &segment, n, k, from, to, u, u_stride, y, y_stride);
-            for (; k < segment.r; k++) outer_block(1, &segment, n, k, from, to, u, u_stride, y, y_stride);
         }
     }
 }

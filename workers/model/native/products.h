@@ -1,4 +1,5 @@
-/* What the kernels for adapters (kernels.c), those for the frozen weights (gemm.c) and what joins them (joined.c) share. */
+/* What the kernels for adapters (kernels.c, outer.c), those for the frozen weights (gemm.c), what an MLP computes between them
+ * (gate.c) and what joins them (joined.c) share. */
 
 #include <stddef.h>
 
@@ -36,3 +37,6 @@ typedef struct {
 void weft_gemm(
     const Weight *weight, const float *packed, const int32_t *ends, const float *x, int64_t x_stride, float *y,
     int64_t y_stride, const Soon *soon);
+
+void weft_swiglu(
+    int64_t threads, int64_t rows, int64_t width, const float *gate_up, int64_t stride, float *h, int64_t h_stride);

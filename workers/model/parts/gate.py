@@ -1,17 +1,21 @@
 """What an MLP computes between its products, forward and backward: SwiGLU, the clamped form of gpt-oss, squared ReLU.
 
-It takes gate and up side by side, or up alone (`GateConfig.parts`).
+It takes gate and up side by side, or up alone (`GateConfig.parts`). SwiGLU is a kernel on a CPU (native/gate.c);
+without one, sigmoids are `steady`, so that a row's bits do not hang on its neighbours either.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from workers.model.config import GateConfig
+from workers.model.native import gate as native
+from workers.model.parts.steady import steady
 
 
 def activated(config: GateConfig, gate_up: Tensor) -> Tensor:
@@ -19,11 +23,13 @@ def activated(config: GateConfig, gate_up: Tensor) -> Tensor:
     within it; of up alone: relu(up)^2."""
     if not config.gated:
         return F.relu(gate_up).square()
+    if config.limit is None and native.serves(gate_up):
+        return cast(Tensor, _InC.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     if config.limit is None:
-        return F.silu(gate) * up
+        return steady(F.silu, gate) * up
     gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * config.alpha))
+    return (up + 1) * (gate * steady(torch.sigmoid, gate * config.alpha))
 
 
 class Again(Protocol):
@@ -38,8 +44,35 @@ class Again(Protocol):
 def again(config: GateConfig, gate_up: Tensor) -> Again:
     if not config.gated:
         return _SquaredRelu(gate_up)
+    if config.limit is None and native.serves(gate_up):
+        return _Native(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return _SwiGlu(gate, up) if config.limit is None else _Clamped(config.limit, config.alpha, gate, up)
+
+
+class _InC(torch.autograd.Function):
+    """SwiGLU by the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return native.swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        dgate_up = torch.empty_like(gate_up)
+        native.swiglu_backward(gate_up, dh, dgate_up)
+        return dgate_up
+
+
+class _Native:
+    def __init__(self, gate_up: Tensor) -> None:
+        self._gate_up, self.h = gate_up, native.swiglu(gate_up)
+
+    def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
+        native.swiglu_backward(self._gate_up, dh, dgate_up)
 
 
 class _SquaredRelu:
@@ -54,7 +87,7 @@ class _SquaredRelu:
 class _SwiGlu:
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         self._gate, self._up = gate, up
-        self._sigmoid = torch.sigmoid(gate)
+        self._sigmoid = steady(torch.sigmoid, gate)
         self._silu = gate * self._sigmoid
         self.h = self._silu * up
 
@@ -68,7 +101,7 @@ class _Clamped:
     def __init__(self, limit: float, alpha: float, gate: Tensor, up: Tensor) -> None:
         self._gate_within, self._up_within = gate <= limit, (up >= -limit) & (up <= limit)
         self._gate, self._more = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-        self._alpha, self._sigmoid = alpha, torch.sigmoid(self._gate * alpha)
+        self._alpha, self._sigmoid = alpha, steady(torch.sigmoid, self._gate * alpha)
         self._glu = self._gate * self._sigmoid
         self.h = self._more * self._glu
 

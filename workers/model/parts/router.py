@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig, RouterConfig
-from workers.model.lora import LoraRows, Site, lora_linear, own_rows
+from workers.model.lora import LoraRows, Site, lora_linear
 from workers.model.native import joined
 from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen
+from workers.model.parts.steady import sigmoid_of
 
 #: In a replayed routing, for a token whose experts the router is to choose.
 FREE = -1
@@ -60,11 +61,7 @@ class Router(nn.Module):
         return weights_TK, experts_TK
 
     def _scores(self, logits_TE: Tensor, lora: LoraRows | None) -> Tensor:
-        if self.how.scores == "softmax":
-            return torch.softmax(logits_TE, dim=-1)
-        if lora is not None and lora.apart:  # a vectorised sigmoid may round the ends of a tensor differently
-            return torch.cat([torch.sigmoid(own) for own in own_rows(logits_TE, lora)])
-        return torch.sigmoid(logits_TE)
+        return torch.softmax(logits_TE, dim=-1) if self.how.scores == "softmax" else sigmoid_of(logits_TE, lora)
 
     def _softmax_of_chosen(self, logits_TE: Tensor, forced_TK: Tensor | None) -> tuple[Tensor, Tensor]:
         experts_TK = torch.topk(logits_TE, self.choices, dim=-1).indices
