@@ -31,7 +31,12 @@ def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
     }
     if "rope" not in parts:
         common["rope"] = read_rope(fields)
-    return DecoderConfig(architecture, **{**common, **parts})
+    config = DecoderConfig(architecture, **{**common, **parts})
+    width = config.latent.rope_dim if config.latent else config.head_dim
+    turned = int(width * config.rope.partial)
+    if turned % 2 or not 0 <= turned <= width:
+        fields.refuse(f"heads of which {turned} of {width} numbers turn", "an even number that turns, no more than all")
+    return config
 
 
 def no_biases(fields: Fields) -> None:

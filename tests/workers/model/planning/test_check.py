@@ -315,6 +315,14 @@ def test_what_a_config_does_not_say_is_what_its_family_has(
     assert (config.rope.theta, config.norm_eps) == (theta, eps)
 
 
+@pytest.mark.parametrize(("share", "turned"), [(0.3, 19), (1.5, 96), (-0.5, -32)])
+def test_an_odd_number_that_turns_is_refused(share: float, turned: int, tmp_path: Path) -> None:
+    fields = SAME | PUBLISHED["Glm4MoeForCausalLM"][1] | {"architectures": ["Glm4MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"head_dim": 64, "partial_rotary_factor": share}))
+    with pytest.raises(UnsupportedModel, match=f"{turned} of 64 numbers turn"):
+        read_config("m", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("architecture", "without", "says"),
     [
