@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from scheduler.order.light_work import SizesOf
 
 T = TypeVar("T")
-#: Reads of one organisation that are made at a time, of the database and of files; there are ten times as many threads.
-READS_AT_ONCE = 4
+#: Works of one organisation in threads at a time: it reads the database, writes files, calls Stripe. There are ten times as many
+#: threads.
+WORKS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Service:
     rates: Rates = field(default_factory=LocalRates)
     misses: Misses = field(default_factory=Misses)
     attempts: Attempts = field(default_factory=Attempts)
-    reads: Threads = field(default_factory=lambda: Threads(READS_AT_ONCE))
+    threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
     #: Of curves, whose points are many, one at a time: to read them keeps the interpreter busy.
     curves: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
@@ -131,7 +132,7 @@ class Service:
             with self.database.read() as session:
                 return work(session)
 
-        return await (turns or self.reads).run(caller().org_id, run)
+        return await (turns or self.threads).run(caller().org_id, run)
 
 
 def service_of(request: Request) -> Service:

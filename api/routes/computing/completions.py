@@ -7,12 +7,12 @@ in the journal's rows, once.
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire.service import (
     FuturesRetrieveRequest,
     JoinSamplingSessionRequest,
@@ -89,7 +89,7 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     service.fetched.note(who.org_id, filter(plain_id, told))
     delete = journal.answers.retrieved(who.org_id, told)
     if delete:
-        await run_in_threadpool(_delete, service, delete)
+        await service.threads.run(who.org_id, partial(_delete, service, delete))
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     if body.timeout is not None:
         wait_s = max(0.0, min(wait_s, body.timeout))

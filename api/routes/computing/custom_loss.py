@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import uuid
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire import CreateCustomLossRequest, CreateCustomLossResponse, UntypedAPIFuture
 
 from api.checks.custom_losses import MAX_GRAPH_BYTES, MAX_LOSSES, checked_loss
@@ -45,7 +45,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
     if number >= MAX_LOSSES:
         raise Invalid(f"custom_loss_seq_id: {number}; a session may have {MAX_LOSSES} custom losses, from 0 on")
     await service.read(lambda session: active_session(session, who, body.session_id))
-    stored = await run_in_threadpool(checked_loss, body)
+    stored = await service.threads.run(who.org_id, partial(checked_loss, body))
     lane, digest = f"{body.session_id}:loss", hashlib.sha256(raw).hexdigest()
     loss_id, request_id = f"{lane}:{number}", uuid.uuid4().hex
     now = datetime.now(UTC)
@@ -89,5 +89,5 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         service.blobs.put(result_ref(request_id), CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
 
     accepted = await service.database.write(write, lock=who.org_id)
-    await run_in_threadpool(put, accepted)
+    await service.threads.run(who.org_id, partial(put, accepted))
     return UntypedAPIFuture(request_id=accepted)

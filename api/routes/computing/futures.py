@@ -68,7 +68,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
         return _json(FutureMetadataResponse(response_payload_size=size))
     service.fetched.note(who.org_id, [body.request_id])
     if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
-        return await service.reads.run(who.org_id, partial(_as_json, service, body.request_id, outcome.payload))
+        return await service.threads.run(who.org_id, partial(_as_json, service, body.request_id, outcome.payload))
     return Response(outcome.payload, media_type=outcome.content_type)
 
 

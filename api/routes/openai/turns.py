@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate
 
 import msgspec
@@ -15,7 +16,6 @@ import zstandard
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire.turns import Turn
 
 from api.errors import Invalid, OverQuota
@@ -88,7 +88,7 @@ async def record(service: Service, who: Principal, name: str, target: Target, tu
         if session.scalar(select(tables.SessionTurn.id).filter_by(request_id=request_id)) is None:
             session.add(row)
 
-    await run_in_threadpool(service.blobs.put, ref, written)  # of a repeat, the same
+    await service.threads.run(who.org_id, partial(service.blobs.put, ref, written))  # of a repeat, the same
     try:
         await service.database.write(write)
     except IntegrityError:  # another replica has just recorded it

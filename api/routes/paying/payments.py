@@ -10,7 +10,6 @@ from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.money import usd
 from weft.wire.account.money import InvoiceRow, InvoicesResponse, TopUpResponse, WebhookResponse
 
@@ -73,7 +72,7 @@ async def begin_topup(service: Service, org_id: str, amount_usd: Decimal, key: s
         )
 
     try:
-        return await run_in_threadpool(start)
+        return await service.threads.run(org_id, start)
     except (stripe.IdempotencyError, stripe.InvalidRequestError) as error:
         raise Invalid(f"Stripe refuses this top-up: {error.user_message or type(error).__name__}") from None
     except stripe.StripeError as error:

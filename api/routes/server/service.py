@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire.service import (
     ApiKeyMeResponse,
     AuthTokenResponse,
@@ -119,5 +120,5 @@ async def telemetry(request: Request, service: ServiceDep, who: PrincipalDep) ->
     """Clients report what they do. It is kept for some days and within limits; what is beyond them is dropped, since
     a client can do nothing about it."""
     batch = await read_json(request, TelemetryBatch)
-    await run_in_threadpool(service.telemetry.keep, who.org_id, batch)
+    await service.threads.run(who.org_id, partial(service.telemetry.keep, who.org_id, batch))
     return TelemetryResponse()

@@ -163,7 +163,7 @@ async def delete_checkpoint(
     free = await service.database.write(write)
     if free is not None:
         for ref in (free, archive_ref(free)):
-            await service.reads.run(who.org_id, partial(service.blobs.delete_tree, ref))
+            await service.threads.run(who.org_id, partial(service.blobs.delete_tree, ref))
     return StatusResponse(status="deleted")
 
 
@@ -184,7 +184,7 @@ async def external_weights_urls(
         return {name: service.signer.link(request, file_path(row.id, name), expires) for name in names}
 
     with _whole(path):
-        return ExternalWeightsUrlsResponse(urls=await service.reads.run(who.org_id, links), expires=expires)
+        return ExternalWeightsUrlsResponse(urls=await service.threads.run(who.org_id, links), expires=expires)
 
 
 @router.get(_ONE + "/archive", **declare(scope="checkpoints:read", limit="call"))
@@ -194,7 +194,7 @@ async def archive(
     """A link to a tar of the weights as an export, where older clients expect it: in the Location of a redirect."""
     path = _path(run_id, kind, name)
 
-    there = await service.reads.run(who.org_id, lambda: archived(service.blobs))
+    there = await service.threads.run(who.org_id, lambda: archived(service.blobs))
 
     def read(session: Session) -> tables.Checkpoint:
         row = checkpoint_at(session, who, path)
@@ -207,7 +207,7 @@ async def archive(
 
     row = await service.read(read)
     with _whole(path):
-        await service.reads.run(who.org_id, lambda: make_archive(service.blobs, row.ref))
+        await service.threads.run(who.org_id, lambda: make_archive(service.blobs, row.ref))
     expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)
     link = service.signer.link(request, archive_path(row.id), expires)
     return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, RedirectResponse, Response
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from api.errors import NotFound, quote
@@ -42,13 +42,13 @@ def archive_path(checkpoint_id: str) -> str:
 @router.get("/{checkpoint_id}/files/{name:path}", **declare(scope="public", limit="call"))
 async def file(checkpoint_id: str, name: str, request: Request, service: ServiceDep) -> Response:
     row = await _checkpoint(request, service, checkpoint_id)
-    return await run_in_threadpool(_serve, service, row.ref, name)
+    return await service.threads.run(row.org_id, partial(_serve, service, row.ref, name))
 
 
 @router.get("/{checkpoint_id}/checkpoint.tar", **declare(scope="public", limit="call"))
 async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> Response:
     row = await _checkpoint(request, service, checkpoint_id)
-    return await run_in_threadpool(_serve, service, archive_ref(row.ref), _ARCHIVE)
+    return await service.threads.run(row.org_id, partial(_serve, service, archive_ref(row.ref), _ARCHIVE))
 
 
 async def _checkpoint(request: Request, service: Service, checkpoint_id: str) -> tables.Checkpoint:
