@@ -6,6 +6,7 @@ together upgrade once. A database that is there already costs one read: Alembic 
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from store.tables import LEADS, JobLease
 
 if TYPE_CHECKING:
     from alembic.config import Config
+
+log = logging.getLogger(__name__)
 
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674
@@ -116,6 +119,8 @@ def upgrade(url: str) -> None:
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
                 if broken:
                     raise RuntimeError(f"the migration would leave {len(broken)} rows with a broken foreign key")
+        if found is not None:
+            log.info("the database went from revision %s to %s", found, head())
     finally:
         engine.dispose()
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from scheduler.order.light_work import SizesOf
 
 T = TypeVar("T")
-#: Works of one organisation in threads at a time: it reads the database, writes files, calls Stripe. There are ten times as many
-#: threads.
+#: Works of one organisation in threads at a time: reads of the database, files, calls of Stripe. There are ten times
+#: as many threads.
 WORKS_AT_ONCE = 4
 
 

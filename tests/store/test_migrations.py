@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from billing.reports.reconcile import reconcile
-from migrations.upgrade import InUse, alembic_config, migrate, revision_of
+from migrations.upgrade import InUse, alembic_config, head, migrate, revision_of
 from scheduler.cluster import fence
 from store.database.db import Database
 from store.tables import Base, Budget, BudgetPeriod, Operation, Organisation, UsageEvent
@@ -109,7 +109,9 @@ def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
         database.close()
 
 
-def test_servers_that_share_the_tables_have_ended_before_these_change(any_database: Database) -> None:
+def test_servers_that_share_the_tables_have_ended_before_these_change(
+    any_database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a new server beside old ones would: theirs is the code that must not meet what the new one writes."""
     before = inspect(create_engine(any_database.url)).get_columns("operations")
     with create_engine(any_database.url).connect() as connection, connection.begin():
@@ -120,7 +122,9 @@ def test_servers_that_share_the_tables_have_ended_before_these_change(any_databa
         migrate(any_database)
     assert revision_of(create_engine(any_database.url)) == "0004"
     any_database.write_now(lambda session: fence.give_up(session, "old", datetime.now(UTC)))
-    migrate(any_database)
+    with caplog.at_level("INFO", "migrations.upgrade"):
+        migrate(any_database)
+    assert f"the database went from revision 0004 to {head()}" in caplog.text
     assert [column["name"] for column in inspect(create_engine(any_database.url)).get_columns("operations")] == [
         column["name"] for column in before
     ]
