@@ -29,6 +29,6 @@ def test_the_recipe_runs(recipe: Recipe, server: Weftd, tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_recipe() -> None:
-    own = {MODEL: "Qwen3 MoE", HYBRID: "Qwen3.5, Qwen3.6 (text)"}
+    own = {MODEL: "Qwen3 MoE", HYBRID: "Qwen3.5, Qwen3.6, Qwen3.8 (text)"}
     of_models = own | {model: family for family, (model, _) in OTHERS.items()}
     assert {of_models[recipe.model] for recipe in RECIPES} == {family.name for family in FAMILIES.values()}

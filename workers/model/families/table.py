@@ -209,8 +209,8 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "Qwen3_5ForCausalLM",
-            "Qwen3.5, Qwen3.6 (text)",
-            ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-27B"),
+            "Qwen3.5, Qwen3.6, Qwen3.8 (text)",
+            ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B"),
             _HYBRID,
             "SwiGLU",
             hybrids.qwen3_5,
