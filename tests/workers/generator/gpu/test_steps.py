@@ -35,6 +35,7 @@ from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
+from workers.model.native import gate
 
 CONTEXT, SLOTS = 96, 6
 #: A layer with a window and one without.
@@ -53,9 +54,10 @@ def random_decoder(config: DecoderConfig) -> Decoder:
 
 @contextmanager
 def device_code() -> Iterator[None]:
-    """Adapters and experts in Triton, products with the base by the library: what a device has."""
+    """Adapters and experts in Triton, products with the base and activations by the library: what a device has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base_mm, "product", lambda *given, **more: None)
+        patch.setattr(gate, "serves", lambda gate_up_PG: False)
         patch.setattr(lora_products, "on_device", lambda weight: True)
         patch.setattr(base_mm, "in_triton", lambda x_PI: base_mm._replayed.get())
         yield
