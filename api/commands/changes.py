@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from api.commands.places import database_of, refuse
 from store.database.caller import OPERATOR, acting_as
 from store.people.organisations import NoSuch, PeopleError
-from store.tables import Organisation
+from store.tables import Membership, Organisation, User
 
 T = TypeVar("T")
 
@@ -30,6 +30,15 @@ def organisation(session: Session, name: str) -> Organisation:
     if row is None:
         raise NoSuch(f"no organisation named {name[:80]!r}: see weftd org list")
     return row
+
+
+def member_id(session: Session, org_id: str, email: str, remedy: str = "see weftd user list") -> str:
+    """The id of the user who is a member with this address."""
+    query = select(User.id).join(Membership, Membership.user_id == User.id)
+    user_id = session.scalar(query.where(Membership.org_id == org_id, User.email == email.strip().lower()))
+    if user_id is None:
+        raise NoSuch(f"no member {email[:80]!r}: {remedy}")
+    return user_id
 
 
 def check_org_name(name: str) -> None:

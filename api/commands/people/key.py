@@ -9,11 +9,11 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, check_org_name
+from api.commands.changes import change, check_org_name, member_id
 from api.commands.places import database_of, is_new, refuse, settings_of, where
 from store.people import keys, organisations
 from store.people.roles import ADMIN, SCOPES
-from store.tables import ApiKey, Membership, User
+from store.tables import ApiKey
 
 
 @click.group()
@@ -52,7 +52,7 @@ def create(
             name=name,
             scopes=scopes or (ADMIN,),
             project_id=project,
-            user_id=_member(session, org_id, email) if email is not None else None,
+            user_id=member_id(session, org_id, email) if email is not None else None,
             expires_at=datetime.now(UTC) + timedelta(days=days) if days is not None else None,
         )
         return secret
@@ -62,14 +62,6 @@ def create(
     click.echo(change(data_dir, config, write, may_be_new=True))
     if fresh:
         click.echo(f"weftd: {settings.data_dir} is new: the key is good for a server that is started on it", err=True)
-
-
-def _member(session: Session, org_id: str, email: str) -> str:
-    query = select(User.id).join(Membership, Membership.user_id == User.id)
-    user_id = session.scalar(query.where(Membership.org_id == org_id, User.email == email.strip().lower()))
-    if user_id is None:
-        raise organisations.NoSuch(f"no member {email[:80]!r}: see weftd user list")
-    return user_id
 
 
 @key.command()

@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, organisation
+from api.commands.changes import change, member_id, organisation
 from api.commands.places import settings_of, where
-from store.people import organisations
 
 
 @click.command("login-link")
@@ -30,11 +29,7 @@ def login_link(
 
     def write(session: Session) -> str:
         row = organisation(session, org)
-        found = [
-            person.id for _, person in organisations.members(session, row.id) if person.email == email.strip().lower()
-        ]
-        if not found:
-            raise organisations.NoSuch(f"no member {email[:80]!r}: make one with weftd user create")
-        return new_link(session, row.id, found[0], operator=operator)
+        user_id = member_id(session, row.id, email, "make one with weftd user create")
+        return new_link(session, row.id, user_id, operator=operator)
 
     click.echo(f"{base}{PREFIX}/login/{change(data_dir, config, write)}")

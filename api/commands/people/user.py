@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, check_org_name, organisation
+from api.commands.changes import change, check_org_name, member_id, organisation
 from api.commands.people.login_link import login_link
 from api.commands.places import database_of, refuse, where
 from store.people import identities, organisations
@@ -65,12 +65,7 @@ def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> 
 
     def write(session: Session) -> None:
         row = organisation(session, org)
-        found = [
-            person.id for _, person in organisations.members(session, row.id) if person.email == email.strip().lower()
-        ]
-        if not found:
-            raise organisations.NoSuch(f"no member {email[:80]!r}: see weftd user list")
-        organisations.remove_member(session, row.id, found[0])
+        organisations.remove_member(session, row.id, member_id(session, row.id, email))
 
     change(data_dir, config, write)
 
