@@ -353,7 +353,7 @@ class _Planner:
         self._new_run(op.run, op.session, source)
         place = len(self.planned)
         self.add(op, op.session, model_seq=self.models[op.session] - 1, answered=frozenset(self.saves[op.source]))
-        self.threads.setdefault(op.source, []).append(place)
+        self.reads.setdefault(op.source, []).append(place)
 
     def _visible(self, source: tuple[int, int], session: int) -> bool:
         """Whether that name was saved, by a run of the same organisation."""
@@ -396,13 +396,13 @@ class _Planner:
                 self.add(op, session, seqs=self.next_seqs(run, 2))
             case SaveState():
                 source = (run, op.name)
-                reads = frozenset(self.threads.get(source, ()))
+                reads = frozenset(self.reads.get(source, ()))
                 self.saves.setdefault(source, []).append(len(self.planned))
                 self.add(op, session, seqs=self.next_seqs(run, 1), accepted=reads)
             case SaveSampler():
                 self._save_sampler(op, session)
             case Load() if self._visible(op.source, session):
-                self.threads.setdefault(op.source, []).append(len(self.planned))
+                self.reads.setdefault(op.source, []).append(len(self.planned))
                 self.add(op, session, seqs=self.next_seqs(run, 1), answered=frozenset(self.saves[op.source]))
             case Step() | Bad():
                 self.add(op, session, seqs=self.next_seqs(run, 1))
