@@ -37,6 +37,17 @@ def test_what_is_used_is_new_no_more_and_what_was_passed_over_is_asked_for() -> 
     assert not numbers.is_new("sampler", 9)
 
 
+def test_clients_are_told_apart_by_their_numbers() -> None:
+    numbers, first = Highest(), 2 * CLIENT_STRIDE
+    numbers.found("sampler", first + 4, first + 3)
+    assert [numbers.is_new("sampler", first + seq) for seq in (3, 4)] == [False, True]
+    numbers.used("sampler", first + 8)
+    assert [numbers.is_new("sampler", first + seq) for seq in (8, 9)] == [False, True]
+    assert not any(numbers.is_new("sampler", seq) for seq in (9, CLIENT_STRIDE + 9, first + CLIENT_STRIDE + 9))
+    numbers.found("sampler", 0, -1)  # of whom there is none
+    assert numbers.is_new("sampler", 0)
+
+
 def test_too_many_clients_are_forgotten_together_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST", 2)
     numbers = Highest()
