@@ -46,12 +46,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
     "api/who/tokens.py": ("tests/api/test_tokens.py", "--deselect", "tests/api/test_tokens.py::TestOverHttp"),
     "billing/money/accounts.py": (
-        *(
-            "tests/billing/money/test_budgets.py",
-            "tests/billing/metering/test_charges.py",
-            "tests/billing/metering/test_storage.py",
-        ),
-        "tests/scheduler/journal/ending/test_settlement.py",
+        *("tests/billing/money/test_budgets.py", "tests/billing/metering/test_charges.py"),
         *("--deselect", "tests/billing/metering/test_charges.py::test_a_summary_is_the_sum_of_first_endings"),
     ),
     "billing/metering/charges.py": (
@@ -60,7 +55,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "billing/metering/quotas.py": ("tests/billing/metering/test_quotas.py",),
     "billing/money/budgets.py": ("tests/billing/money/test_budgets.py",),
-    "billing/money/ledger.py": ("tests/billing/metering/test_charges.py::TestRefunds",),
+    "billing/money/ledger.py": ("tests/billing/money/test_ledger.py",),
     "billing/money/wallets.py": (
         *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),

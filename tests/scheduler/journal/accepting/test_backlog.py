@@ -83,11 +83,13 @@ def test_what_other_processes_have_queued_counts_too(
 
 def test_whoever_has_nothing_queued_is_forgotten() -> None:
     backlog = LocalBacklog(5, 100)
-    backlog.take("a", 3)
-    backlog.take("b", 4)
-    backlog.release("a", 3)
+    for org_id in "aab":
+        backlog.take(org_id, 4)
+    backlog.release("a", 4)
+    assert backlog.all() == {"a": (1, 4), "b": (1, 4)}
+    backlog.release("a", 4)
     assert backlog.all() == {"b": (1, 4)}
-    backlog.release("a", 3)  # of one that was not counted: later ones are, all the same
+    backlog.release("a", 4)  # of one that was not counted: later ones are, all the same
     assert backlog.all() == {"b": (1, 4)}
 
 
