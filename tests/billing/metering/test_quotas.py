@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import count
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
@@ -16,7 +17,7 @@ from store.settings import Limits
 
 NOW = datetime.now(UTC)
 MINUTE = timedelta(minutes=1)
-#: What `fill` has "a" keep; no default of a limit is the same.
+#: What `fill` has "a" keep.
 KEPT = {"stored_bytes": 50 + 7, "runs": 2, "sessions": 2, "custom_losses": 3, "turn_bytes": 30, "result_bytes": 90}
 
 
@@ -35,7 +36,7 @@ def fill(session: Session) -> None:
             session.add(_operation(f"o{next(numbers)}", org, f"{owner}:loss", next(numbers)))
         session.add(_operation(f"o{next(numbers)}", org, f"{active}:train:0", next(numbers), stores_bytes=7))
         for result_bytes in (40, 50, None):
-            done = {"state": "done", "stores_bytes": 800, "result_bytes": result_bytes}
+            done: dict[str, Any] = {"state": "done", "stores_bytes": 800, "result_bytes": result_bytes}
             session.add(_operation(f"o{next(numbers)}", org, f"{active}:train:0", next(numbers), **done))
         for size_bytes in (10, 20):
             name = f"t{next(numbers)}"
@@ -73,9 +74,7 @@ def _span(span_id: str, org: str, size_bytes: int, ended_at: datetime | None) ->
     )  # fmt: skip
 
 
-def _operation(
-    op_id: str, org: str, lane: str, seq: int, state: str = "queued", **facts: int | None
-) -> tables.Operation:
+def _operation(op_id: str, org: str, lane: str, seq: int, state: str = "queued", **facts: Any) -> tables.Operation:
     return tables.Operation(
         id=op_id, org_id=org, session_id="s", lane=lane, seq=seq, kind="x", base_model="m", state=state, tokens=0,
         body_ref="", body_sha256="", plan={}, accepted_at=NOW, **facts,
