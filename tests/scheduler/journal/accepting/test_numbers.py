@@ -59,7 +59,14 @@ def test_too_many_clients_are_forgotten_together_and_asked_for_again(monkeypatch
 
 
 def test_numbers_are_known_by_lane_and_the_highest_of_each_client(database: Database) -> None:
-    taken = [("a", 3), ("a", CLIENT_STRIDE - 1), ("a", CLIENT_STRIDE), ("a", 3 * CLIENT_STRIDE + 7), ("b", 0)]
+    taken = [
+        ("a", 3),
+        ("a", CLIENT_STRIDE - 1),
+        ("a", CLIENT_STRIDE),
+        ("a", 3 * CLIENT_STRIDE + 7),
+        ("b", 0),
+        ("c", 3 * CLIENT_STRIDE + 9),
+    ]
 
     def write(session: Session) -> None:
         session.add(tables.Organisation(id="o", name="o", created_at=NOW))
@@ -74,5 +81,6 @@ def test_numbers_are_known_by_lane_and_the_highest_of_each_client(database: Data
             *(CLIENT_STRIDE - 1, CLIENT_STRIDE, -1, 3 * CLIENT_STRIDE + 7)
         ]
         assert [highest(session, lane, 0) for lane in "bc"] == [0, -1]
+        assert [highest(session, lane, 3) for lane in "bc"] == [-1, 3 * CLIENT_STRIDE + 9]
         assert all(known(session, lane, seq) for lane, seq in taken)
         assert not any(known(session, *other) for other in (("a", 0), ("a", 4), ("b", 3), ("c", 3)))
