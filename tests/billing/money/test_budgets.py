@@ -256,10 +256,12 @@ def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_ha
 def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:
     """In their order, each once, whatever order they are asked for in; a change of the budget repeats none."""
     till.end(till.accept(50, at=NOVEMBER), now=NOVEMBER, train=50)
-    for pcts in ([51, 50, 20, 50], [51, 50, 20]):
-        till.database.write_now(
-            lambda session, pcts=pcts: set_budget(session, "a", "org", "a", "month", 100, alert_pcts=pcts, now=NOVEMBER)
-        )
+
+    def write(session: Session) -> None:
+        for pcts in ([51, 50, 20, 50], [51, 50, 20]):
+            set_budget(session, "a", "org", "a", "month", 100, alert_pcts=pcts, now=NOVEMBER)
+
+    till.database.write_now(write)
     with till.database.read() as session:
         (state,) = states(session, "a", NOVEMBER)
     assert (state.budget.alert_pcts, [alert.pct for alert in state.alerts]) == ([20, 50, 51], [20, 50])

@@ -21,7 +21,10 @@ def posted(till: Till, type: EntryType, amount_nusd: int, ref: str = "1", org_id
 
 def test_each_reference_of_a_type_moves_the_balance_of_its_organisation_once(till: Till) -> None:
     moves: list[tuple[EntryType, int, str, str]] = [
-        *(("topup", 10, "1", "a"), ("topup", 1, "2", "a"), ("refund", 5, "1", "a"), ("chargeback", -40, "1", "a")),
+        ("topup", 10, "1", "a"),
+        ("topup", 1, "2", "a"),
+        ("refund", 5, "1", "a"),
+        ("chargeback", -40, "1", "a"),
         ("topup", 7, "1", "b"),
     ]
     assert [posted(till, *move) for move in moves] == [True] * 5
