@@ -63,6 +63,7 @@ def test_numbers_are_known_by_lane_and_the_highest_of_each_client(database: Data
         ("a", 3),
         ("a", CLIENT_STRIDE - 1),
         ("a", CLIENT_STRIDE),
+        ("a", 2 * CLIENT_STRIDE - 1),
         ("a", 3 * CLIENT_STRIDE + 7),
         ("b", 0),
         ("c", 3 * CLIENT_STRIDE + 9),
@@ -78,7 +79,7 @@ def test_numbers_are_known_by_lane_and_the_highest_of_each_client(database: Data
     database.write_now(write)
     with database.read() as session:
         assert [highest(session, "a", client) for client in range(4)] == [
-            *(CLIENT_STRIDE - 1, CLIENT_STRIDE, -1, 3 * CLIENT_STRIDE + 7)
+            *(CLIENT_STRIDE - 1, 2 * CLIENT_STRIDE - 1, -1, 3 * CLIENT_STRIDE + 7)
         ]
         assert [highest(session, lane, 0) for lane in "bc"] == [0, -1]
         assert [highest(session, lane, 3) for lane in "bc"] == [-1, 3 * CLIENT_STRIDE + 9]
