@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import orjson
 import pytest
 import zstandard
 from sqlalchemy.orm import Session
-from weft.wire.turns import TurnsResponse
+from weft.wire.turns import Turn, TurnsResponse
 
 from api.routes.openai import turns
+from api.routes.openai.models import Target
 from api.routes.runs import metrics
 from api.routes.stored import checkpoints
 from api.state.service import WORKS_AT_ONCE
+from api.who.principal import Principal
 from store import curves, tables
 from store.database.caller import Caller, become
 from tests.api.conftest import World
@@ -128,6 +131,29 @@ def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
     monkeypatch.setattr(turns, "orjson", SimpleNamespace(dumps=slow))
     assert _one_at_a_time(world, held, "weft/turns/mine")
     assert world.http.portal.call(_thread) not in writers  # type: ignore[union-attr]
+
+
+def test_turns_are_made_and_packed_outside_the_event_loop(world: World) -> None:
+    """A thousand choices of one long prompt are millions of numbers: they held everybody up for seconds."""
+    makers, org_id = set[int](), org_id_of(world)
+
+    def made() -> Iterator[Turn]:
+        for choice in range(2):
+            makers.add(threading.get_ident())
+            yield Turn(
+                request_id="r1", choice=choice, model="m", at=0.5, prompt=[1], tokens=[2], logprobs=[-1.0],
+                versions=[(1, 1)], stop_reason="stop",
+            )  # fmt: skip
+
+    who = Principal(org_id, 1)
+    target = cast(Target, SimpleNamespace(submitter=SimpleNamespace(project_id=None)))
+
+    async def story() -> None:
+        await turns.record(world.service, who, "mine", target, "r1", made())
+
+    world.http.portal.call(story)  # type: ignore[union-attr]
+    assert world.http.portal.call(_thread) not in makers  # type: ignore[union-attr]
+    assert [turn["choice"] for turn in world.get("weft/turns/mine")["turns"]] == [0, 1]
 
 
 async def _thread() -> int:
