@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from api.errors import Forbidden, InvalidToken, Unauthenticated
 from api.state.remembered import Remembered
 from api.state.service import service_of
+from api.state.threads import check_line
 from api.who.principal import ENDED, Principal, principal_of
 from api.who.signing import LinkRefused
 from api.who.tokens import PREFIX as TOKEN_PREFIX
@@ -77,10 +78,11 @@ async def link_holder(request: Request) -> Principal:
 
 def admit(request: Request, who: Principal) -> Principal:
     """From here on the request works as `who`: for row-level security, and in the audit log. Raises Forbidden for an
-    organisation that is suspended or closed."""
+    organisation that is suspended or closed, RateLimited for one that has too many requests waiting."""
     if who.status in ENDED:
         what = "ask the operator of this server" if who.status == "closed" else "see its billing page or the operator"
         raise Forbidden(f"this organisation is {who.status}: {what}", code=f"organisation_{who.status}")
+    check_line(who.org_id)
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None

@@ -19,8 +19,10 @@ from weft.wire.turns import Turn, TurnsResponse
 
 from api.routes.openai import turns
 from api.routes.openai.models import Target
+from api.routes.openai.text import AT_ONCE, in_turn
 from api.routes.runs import metrics
 from api.routes.stored import checkpoints
+from api.state import threads
 from api.state.service import WORKS_AT_ONCE
 from api.who.principal import Principal
 from store import curves, tables
@@ -71,6 +73,31 @@ def test_who_reads_much_at_once_leaves_threads_to_others(world: World) -> None:
         held.go.set()
         assert await asyncio.gather(*reads) == [True] * MANY
 
+    world.http.portal.call(story)  # type: ignore[union-attr]
+
+
+def test_a_line_has_an_end_and_what_was_let_in_is_done(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, service, org_id = Held(), world.service, org_id_of(world)
+    monkeypatch.setattr(threads, "MOST_WAITING", 3)
+
+    async def story() -> None:
+        become(Caller(org_id, "key 1"))
+        reads = [asyncio.ensure_future(service.read(held.work)) for _ in range(WORKS_AT_ONCE + 3)]
+        texts = [asyncio.ensure_future(in_turn(org_id, held.work)) for _ in range(AT_ONCE)]
+        assert await held.begun(WORKS_AT_ONCE + AT_ONCE)
+        refused = await asyncio.to_thread(world.call, "GET", "training_runs")
+        assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
+        assert refused.headers["retry-after"] == str(threads.COME_AGAIN_S)
+        assert "3 requests of this organisation wait in line" in refused.json()["detail"]
+        other = await asyncio.to_thread(world.call, "GET", "training_runs", key=world.other_key)
+        assert other.status_code == 200
+        reads.append(asyncio.ensure_future(service.read(held.work)))  # of a request that was let in before
+        held.go.set()
+        assert await asyncio.gather(*reads, *texts) == [True] * (WORKS_AT_ONCE + 4 + AT_ONCE)
+        assert (await asyncio.to_thread(world.call, "GET", "training_runs")).status_code == 200
+
+    world.get("training_runs")  # the key is known from here on
+    world.get("training_runs", key=world.other_key)
     world.http.portal.call(story)  # type: ignore[union-attr]
 
 
