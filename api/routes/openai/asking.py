@@ -246,7 +246,17 @@ async def _accepted(
         new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
     except Invalid as error:
         raise _in_their_words(error) from None
-    return await accept(service, target.submitter, new, repeat=lane is not None)
+    try:
+        return await accept(service, target.submitter, new, repeat=lane is not None)
+    except Invalid:
+        if lane is None:
+            raise
+        raise Refused(
+            "Idempotency-Key: another request was sent with this key; send that one to have its answer, or this one "
+            "with a key of its own",
+            IDEMPOTENCY,
+            "idempotency_key_reused",
+        ) from None
 
 
 def _in_their_words(error: Invalid) -> Refused:
