@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from weft.wire.turns import Turn, TurnsResponse
 from api.routes.openai import turns
 from api.routes.openai.models import Target
 from api.routes.openai.text import AT_ONCE, in_turn
-from api.routes.runs import metrics
+from api.routes.runs import metrics, trace
 from api.routes.stored import checkpoints
 from api.state import threads
 from api.state.service import WORKS_AT_ONCE
@@ -193,11 +193,26 @@ def test_who_packs_many_archives_at_once_leaves_threads_to_others(
     path, held = world.checkpoint(world.run(), 1), Held()
     url = path.replace("tinker://", "training_runs/").replace("/weights/", "/checkpoints/weights/") + "/archive"
     monkeypatch.setattr(checkpoints, "make_archive", held.work)
+    statuses = _leaves_threads_to_others(
+        world, held, lambda: world.call("GET", url, follow_redirects=False).status_code
+    )
+    assert statuses == [302] * (WORKS_AT_ONCE + 2)
+
+
+def test_who_fetches_many_traces_at_once_leaves_threads_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are drawn anew for whoever has the link, and as often."""
+    held, url = Held(), world.get(f"sessions/{world.session()}/trace_export")["url"]
+    monkeypatch.setattr(trace, "trace", lambda *_: (b"piece" for _ in range(1) if held.work()))
+    statuses = _leaves_threads_to_others(world, held, lambda: world.http.get(url).status_code)
+    assert statuses == [200] * (WORKS_AT_ONCE + 2)
+
+
+def _leaves_threads_to_others(world: World, held: Held, ask: Callable[[], int]) -> list[int]:
+    """What is answered to somebody who asks for more works at once than they are given threads."""
     statuses: list[int] = []
-    asking = [
-        threading.Thread(target=lambda: statuses.append(world.call("GET", url, follow_redirects=False).status_code))
-        for _ in range(WORKS_AT_ONCE + 2)
-    ]
+    asking = [threading.Thread(target=lambda: statuses.append(ask())) for _ in range(WORKS_AT_ONCE + 2)]
     for thread in asking:
         thread.start()
     assert world.http.portal.call(held.begun, WORKS_AT_ONCE)  # type: ignore[union-attr]
@@ -205,7 +220,7 @@ def test_who_packs_many_archives_at_once_leaves_threads_to_others(
     held.go.set()
     for thread in asking:
         thread.join(30)
-    assert statuses == [302] * len(asking)
+    return statuses
 
 
 def test_of_a_client_that_has_left_no_curve_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
