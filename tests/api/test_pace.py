@@ -13,7 +13,8 @@ from api.http.pace import EACH_TURN, Pace
 MANY = 100
 
 
-async def nothing(_message: Any = None) -> Any: ...
+async def nothing(_message: Any = None) -> Any:
+    return None
 
 
 class Begun:
