@@ -34,6 +34,8 @@ from tests.truth.schedules import FAULTS as FAILURES
 
 #: No slice is longer, so none is cut by what fits in memory.
 LONGEST = 24
+#: As many runs of rank 4 take the memory of the largest twice, which a load needs.
+LEAST_RUNS = 4
 #: What may befall a worker at most: an operation that was in its hands three times when it died is given up.
 MOST_DEATHS = 2
 #: About how many seams a role has in a play.
@@ -170,6 +172,7 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
         lost_replies=rng.choice((0.0, 0.2)),
         mishaps=tuple(mishaps),
         lookup=rng.choice((0, 4)),
+        machine_runs=rng.choice((0, LEAST_RUNS)),
     )
 
 
