@@ -34,6 +34,7 @@ from tests.truth.programs import Operation, Planned, SaveSampler, steps_of
 from tests.truth.schedules import PATIENT, Schedule
 from tests.truth.world import Ground, World
 from workers.trainer import computing
+from workers.trainer.microbatch import run_microbatch
 from workers.trainer.runs import arena
 
 
@@ -222,7 +223,7 @@ def little_memory(most_tokens: int, states_bytes: int) -> Iterator[Counter[str]]
     already: half of the parts are computed, and nothing is right any more. So does what would take the states of runs
     beyond `states_bytes` (0: anything goes)."""
     counts: Counter[str] = Counter()
-    real, make, take = computing.run_microbatch, arena.Arena, arena.Arenas.take
+    make, take = arena.Arena, arena.Arenas.take
     taking: list[arena.Arenas] = []
 
     def taken(self: arena.Arenas, kind: arena.ArenaKind) -> arena.Arena:
@@ -242,7 +243,7 @@ def little_memory(most_tokens: int, states_bytes: int) -> Iterator[Counter[str]]
                 if part.progress.grad is not None:
                     part.progress.grad.flat.add_(1.0)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        real(decoder, parts, trains=trains)
+        run_microbatch(decoder, parts, trains=trains)
 
     with (
         mock.patch.object(computing, "run_microbatch", run),
