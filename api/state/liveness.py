@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import cast
 
-from sqlalchemy import bindparam, exists, select, update
+from sqlalchemy import Table, bindparam, exists, select, update
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -26,7 +27,7 @@ from store.database.db import Database
 #: Sessions written in one go, so that other writers need not wait long.
 FLUSH_ROWS = 500
 
-_SESSION = tables.Session.__table__
+_SESSION = cast("Table", tables.Session.__table__)
 #: Made once: it runs for each session every few seconds.
 _SEEN_NOW = (
     update(_SESSION)

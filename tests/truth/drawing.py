@@ -65,7 +65,9 @@ def draw(number: int, *, faults: bool = True, most_operations: int = 22) -> tupl
     rng = Random(number)
     program, schedule = draw_program(rng, most_operations), draw_schedule(rng, faults)
     largest = max(op.rank for op in program if isinstance(op, Create))
-    return program, replace(schedule, machine_runs=rng.choice((0, LEAST_RUNS[max(4, largest)])))
+    if rng.random() < 0.4:  # nobody has told the trainer
+        schedule = replace(schedule, machine_runs=LEAST_RUNS[max(4, largest)], resident_runs=0)
+    return program, schedule
 
 
 def draw_program(rng: Random, most_operations: int) -> Program:
