@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import cast
 
-from sqlalchemy import exists, select, update
+from sqlalchemy import Table, bindparam, exists, select, update
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -25,6 +26,15 @@ from store.database.db import Database
 
 #: Sessions written in one go, so that other writers need not wait long.
 FLUSH_ROWS = 500
+
+_SESSION = cast("Table", tables.Session.__table__)
+#: Made once: it runs for each session every few seconds.
+_SEEN_NOW = (
+    update(_SESSION)
+    .where(_SESSION.c.id == bindparam("session"), _SESSION.c.state == "active")
+    .values(last_seen_at=bindparam("at"))
+    .returning(_SESSION.c.id)
+)
 
 
 @dataclass
@@ -77,9 +87,7 @@ class Liveness:
 
 def _touch(session: Session, session_id: str, at: datetime) -> bool:
     """False when the session has ended."""
-    table = tables.Session
-    change = update(table).where(table.id == session_id, table.state == "active").values(last_seen_at=at)
-    return session.scalar(change.returning(table.id)) is not None
+    return session.scalar(_SEEN_NOW, {"session": session_id, "at": at}) is not None
 
 
 def end(

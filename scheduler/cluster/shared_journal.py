@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -22,11 +21,13 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import NoResultFound
 
 from billing.prices import PriceList
+from scheduler.cluster.cancels import Cancels
 from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.numbers import Gathered, numbers_of
 from scheduler.cluster.outbox import Outbox
 from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
 from scheduler.cluster.streams import SharedStreams
+from scheduler.cluster.waiters import Waiters
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.ending.completions import Completion, FeedKey
@@ -78,21 +79,6 @@ _OP = tables.Operation.__table__
 _QUEUED = {dialect: select(_OP).where(one, _OP.c.state == "queued") for dialect, one in among(_OP.c.id, "ids").items()}
 
 
-@dataclass
-class _Waiters:
-    """For one outcome. `told` is what has been heard of it, for the organisation `org_id` alone."""
-
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    count: int = 0
-    org_id: str = ""
-    told: Outcome | None = None
-
-    def wake(self) -> None:
-        """Also those who are looking at this moment, and will wait for what they saw before."""
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
 class SharedJournal:
     """A `scheduler.journal.front.OperationJournal`. Blocking calls go to `threads`. `name` is this replica's.
     `waiting_of` says what an operation waits for, on the replica that leads."""
@@ -129,9 +115,10 @@ class SharedJournal:
         self._waiting_of = waiting_of
         self._board = board
         self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
-        self._waiters: dict[str, _Waiters] = {}
+        self._waiters = Waiters()
         self._numbers = Gathered(lambda keys: self.run(numbers_of, database, keys))
         self._fresh: dict[tuple[str, int], bool] = {}  # numbers found to be new: whether their run is open
+        self._cancels = Cancels(queue, broadcasts, self.run)
         self._samples = Outbox[Operation](self.push)
         self._accepted = Outbox[Accepted](lambda notes: self.reach(broadcasts.accepted, notes))
         self._ended = Outbox[Ended](lambda ends: self.reach(broadcasts.ended, ends))
@@ -213,10 +200,8 @@ class SharedJournal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        waiters = self._waiters.setdefault(request_id, _Waiters())
-        waiters.count += 1
         looked = False
-        try:
+        with self._waiters.on(request_id) as waiters:
             while True:
                 changed = waiters.changed
                 if waiters.told is not None and waiters.org_id == org_id:
@@ -235,10 +220,6 @@ class SharedJournal:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, LOOK_AGAIN_S)):
                         await changed.wait()
-        finally:
-            waiters.count -= 1
-            if not waiters.count:
-                self._waiters.pop(request_id, None)
 
     def _look(self, org_id: str, request_id: str) -> Operation | Outcome | Gone | None:
         with self._database.read() as session:
@@ -263,23 +244,25 @@ class SharedJournal:
     def heard(self, ends: Sequence[Ended], first_stamp: int) -> None:
         """Operations have ended, on whichever replica."""
         for stamp, end in enumerate(ends, first_stamp):
-            op, waiters = self._open.get(end.op_id), self._waiters.get(end.op_id)
-            if op is not None and not op.settling:
-                self._admission.forget(op)
-            if waiters is not None:
-                if (told := end.told) is not None:
-                    waiters.org_id = end.org_id
-                    waiters.told = Outcome(told.payload, told.content_type, told.error, told.category)
-                waiters.wake()
+            told, what = end.told, None
+            if told is not None and end.op_id in self._waiters:
+                what = Outcome(told.payload, told.content_type, told.error, told.category)
+            self._over(end.op_id, end.org_id, what)
             if end.kind == SAMPLE:
                 key = FeedKey.of(end.org_id, end.lane, end.seq)
                 self.completions.heard(key, Completion(end.op_id, end.size_bytes), stamp)
 
+    def _over(self, op_id: str, org_id: str, told: Outcome | None) -> None:
+        """It has ended, so it is not open here, and nobody waits for it."""
+        op = self._open.get(op_id)
+        if op is not None and not op.settling:
+            self._admission.forget(op)
+        self._waiters.wake(op_id, org_id, told)
+
     def missed(self) -> None:
         """Some broadcasts may have been lost: everybody looks into the database again."""
         self.completions.clear()
-        for waiters in self._waiters.values():
-            waiters.wake()
+        self._waiters.wake_all()
 
     async def look_after(self) -> None:
         """For as long as the server runs: tell again what was accepted here and has ended; its broadcast may be
@@ -356,11 +339,12 @@ class SharedJournal:
         return self._costs.ended(op, done.facts)
 
     async def announce(self, op: Operation) -> None:
-        """Tell every replica that `op` has its outcome."""
+        """Tell every replica that `op` has its outcome; those who wait here at once."""
         outcome = op.outcome
         assert outcome is not None
         size, told = (len(outcome.payload) if outcome.error is None else None), None
         final = outcome.error is None or outcome.category == "user"  # what failed here may yet be done again
+        self._over(op.id, op.org_id, outcome if final else None)
         if final and len(outcome.payload) + len(outcome.error or "") <= TOLD_BYTES:
             told = Told(outcome.payload, outcome.content_type, outcome.error, outcome.category)
         await self._ended.put(Ended(op.id, op.org_id, op.lane, op.seq, str(op.kind), size, told))
@@ -379,10 +363,8 @@ class SharedJournal:
         return True
 
     async def _cancel(self, op: Operation) -> None:
-        if await self.reach(self._queue.remove, op.id):
+        if await self._cancels.withdraw(op.id):
             await self.end(op, undrawn(op))
-        elif (worker := await self.reach(self._queue.holder, op.id)) is not None:
-            await self.reach(self._broadcasts.cancel, worker, op.id)
 
     def close_run(self, run_id: str) -> None:
         self._storing.in_background(self._accepted.put(Accepted(closed_run=run_id)))

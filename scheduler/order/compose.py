@@ -36,19 +36,19 @@ def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int, only: 
     Units of one run keep their order; runs stand in the order of their tokens, the smallest first, so that a small
     request is answered before the large ones that share its pass. The first unit is taken whatever its size, so a datum
     longer than the budget still runs."""
-    model = next((m for m in queue.children() if m in models and queue.peek((m,), only) is not None), None)
-    if model is None:
+    path = next((at for m in queue.children() if m in models and (at := queue.next((m,), only)) is not None), None)
+    if path is None:
         return []
-    units, room = list[Unit](), budget_tokens
-    while (head := queue.peek((model,), only)) is not None:
+    model, units, room = path[0], list[Unit](), budget_tokens
+    while path is not None and (head := queue.peek(path)) is not None:
         unit, cost = head
         if units and (unit.suspect or cost > room):
             break
-        queue.pop((model,), only)
-        units.append(unit)
+        units.append(queue.take(path, 1))
         room -= cost
         if unit.suspect:
             return units
+        path = queue.next((model,), only)
     paths = lanes(queue, model, only)
     inside = {unit.send.run_id for unit in units}
     along = int(budget_tokens * ALONG)

@@ -73,20 +73,32 @@ class FairTree(Generic[T]):
         node.items.append((item, max(1, cost)))
         node.queued += max(1, cost)
 
-    def peek(self, prefix: Path = (), only: Only | None = None) -> tuple[T, int] | None:
-        """The item that `pop` would return, and its cost."""
-        node = self._find(prefix)
+    def next(self, prefix: Path = (), only: Only | None = None) -> Path | None:
+        """Where the fairest item at or below `prefix` is."""
+        node, path = self._find(prefix), list(prefix)
         while node and node.ready:
             entry = _first(node, only)
-            node = node.children[entry[2]] if entry is not None else None
+            if entry is None:
+                return None
+            path.append(entry[2])
+            node = node.children[entry[2]]
+        return tuple(path) if node else None
+
+    def peek(self, prefix: Path = (), only: Only | None = None) -> tuple[T, int] | None:
+        """The item that `pop` would return, and its cost."""
+        path = self.next(prefix, only)
+        node = self._find(path) if path is not None else None
         return node.items[0] if node else None
 
     def pop(self, prefix: Path = (), only: Only | None = None) -> T | None:
-        """Take the fairest item at or below `prefix`, which is no whole path where there is an `only`, charging every
-        flow on its path."""
-        if self.peek(prefix, only) is None:
-            return None
-        return self._serve(self._root, prefix, only)[0]
+        """Take the fairest item at or below `prefix`, which is no whole path where there is an `only`."""
+        path = self.next(prefix, only)
+        return self.take(path, len(prefix)) if path is not None else None
+
+    def take(self, path: Path, given: int) -> T:
+        """Take the first item of `path`, which is what `next` has found below its first `given` flows, charging every
+        flow on it."""
+        return self._serve(self._root, path, given)[0]
 
     def queued(self, path: Path) -> int:
         """What all items of one path cost."""
@@ -206,23 +218,23 @@ class FairTree(Generic[T]):
         ]
         heapq.heapify(node.ready)
 
-    def _serve(self, node: _Node[T], prefix: Path, only: Only | None) -> tuple[T, int]:
+    def _serve(self, node: _Node[T], path: Path, given: int) -> tuple[T, int]:
         if not node.ready:
             node.queued -= node.items[0][1]
             return node.items.popleft()
         node.virtual = max(node.virtual, node.ready[0][0])
-        if prefix or only is not None:
-            entry = next(e for e in node.ready if e[2] == prefix[0]) if prefix else _first(node, only)
-            assert entry is not None, "there is nothing for it"
-            start, _, key = entry
+        key = path[0]
+        if node.ready[0][2] == key:
+            start, _, _ = heapq.heappop(node.ready)
+        else:
+            entry = next(e for e in node.ready if e[2] == key)
+            start, _, _ = entry
             node.ready.remove(entry)
-            if not prefix and node.ready and min(node.ready)[0] < start - LAG:
+            if given <= 0 and min(node.ready)[0] < start - LAG:
                 node.ready = [(max(tag, start - LAG), arrival, other) for tag, arrival, other in node.ready]
             heapq.heapify(node.ready)
-        else:
-            start, _, key = heapq.heappop(node.ready)
         child = node.children[key]
-        item, cost = self._serve(child, prefix[1:], only)
+        item, cost = self._serve(child, path[1:], given - 1)
         child.finish = start + cost / child.weight
         if child:
             self._enter(node, key, child.finish)
@@ -237,13 +249,20 @@ class FairTree(Generic[T]):
 
 def _first(node: _Node[T], only: Only | None) -> tuple[float, int, str] | None:
     """The fairest of a node's flows in which there is something for `only`."""
-    if only is None:
-        return node.ready[0]
-    return next((entry for entry in sorted(node.ready) if _has(node.children[entry[2]], entry[2], only)), None)
+    first = node.ready[0]
+    if only is None or _has(node.children[first[2]], first[2], only):
+        return first
+    others = sorted(node.ready)[1:]
+    return next((entry for entry in others if _has(node.children[entry[2]], entry[2], only)), None)
 
 
 def _has(node: _Node[T], key: str, only: Only) -> bool:
-    return only(key) if node.items else any(_has(node.children[k], k, only) for _, _, k in node.ready)
+    if node.items:
+        return only(key)
+    for _, _, child in node.ready:  # noqa: SIM110 - a leader spends much of its time here
+        if _has(node.children[child], child, only):
+            return True
+    return False
 
 
 def _count(node: _Node[T], most: int) -> int:

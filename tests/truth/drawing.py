@@ -7,6 +7,7 @@ can be taken away and the rest is still a program (`shrinking`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from tests.truth.programs import (
@@ -34,6 +35,8 @@ from tests.truth.schedules import FAULTS as FAILURES
 
 #: No slice is longer, so none is cut by what fits in memory.
 LONGEST = 24
+#: A load needs the memory of its run twice; so many runs of rank 4 are two of rank 4, or two of the largest rank.
+LEAST_RUNS = {4: 2, 7: 4}
 #: What may befall a worker at most: an operation that was in its hands three times when it died is given up.
 MOST_DEATHS = 2
 #: About how many seams a role has in a play.
@@ -60,7 +63,11 @@ _KINDS = {
 def draw(number: int, *, faults: bool = True, most_operations: int = 22) -> tuple[Program, Schedule]:
     """Always the same for the same number. With `faults` blobs and commits fail as well."""
     rng = Random(number)
-    return draw_program(rng, most_operations), draw_schedule(rng, faults)
+    program, schedule = draw_program(rng, most_operations), draw_schedule(rng, faults)
+    largest = max(op.rank for op in program if isinstance(op, Create))
+    if rng.random() < 0.4:  # nobody has told the trainer
+        schedule = replace(schedule, machine_runs=LEAST_RUNS[max(4, largest)], resident_runs=0)
+    return program, schedule
 
 
 def draw_program(rng: Random, most_operations: int) -> Program:

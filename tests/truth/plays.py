@@ -35,6 +35,7 @@ from tests.truth.schedules import PATIENT, Schedule
 from tests.truth.world import Ground, World
 from workers.trainer import computing
 from workers.trainer.microbatch import run_microbatch
+from workers.trainer.runs import arena
 
 
 @dataclass
@@ -55,11 +56,13 @@ def play(ground: Ground, folder: Path, program: Sequence[Operation], schedule: S
     """Play a program in a new data folder, which is deleted afterwards."""
     steps = steps_of(program)
     try:
-        with quiet(), same_ids(schedule.seed), little_memory(schedule.most_tokens) as splits:
+        states_bytes = schedule.machine_runs * ground.run_bytes()
+        with quiet(), same_ids(schedule.seed), little_memory(schedule.most_tokens, states_bytes) as splits:
             found = clock.run(_play(ground, folder, steps, schedule))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found.statistics["out of memory"] += splits["refused"]
+    found.statistics["no memory for a run"] += splits["no run"]
     return found
 
 
@@ -215,10 +218,23 @@ def _brief(outcome: Outcome | None) -> str:
 
 
 @contextmanager
-def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
+def little_memory(most_tokens: int, states_bytes: int) -> Iterator[Counter[str]]:
     """Computing more than `most_tokens` at once (0: anything goes) runs out of memory, when part of a gradient is there
-    already: half of the parts are computed, and nothing is right any more."""
+    already: half of the parts are computed, and nothing is right any more. So does what would take the states of runs
+    beyond `states_bytes` (0: anything goes)."""
     counts: Counter[str] = Counter()
+    make, take = arena.Arena, arena.Arenas.take
+    taking: list[arena.Arenas] = []
+
+    def taken(self: arena.Arenas, kind: arena.ArenaKind) -> arena.Arena:
+        taking[:] = [self]
+        return take(self, kind)
+
+    def made(kind: arena.ArenaKind, device: torch.device) -> arena.Arena:
+        if states_bytes and taking[0].size_bytes + kind.size_bytes > states_bytes:
+            counts["no run"] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return make(kind, device)
 
     def run(decoder: Any, parts: Any, *, trains: bool) -> None:
         if most_tokens and len(parts) > 1 and sum(part.tokens for part in parts) > most_tokens:
@@ -229,7 +245,11 @@ def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         run_microbatch(decoder, parts, trains=trains)
 
-    with mock.patch.object(computing, "run_microbatch", run):
+    with (
+        mock.patch.object(computing, "run_microbatch", run),
+        mock.patch.object(arena, "Arena", made),
+        mock.patch.object(arena.Arenas, "take", taken),
+    ):
         yield counts
 
 

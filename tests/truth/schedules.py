@@ -48,6 +48,7 @@ class Schedule:
     snapshot_every_tokens: int = 1 << 30
     resident_runs: int = 0  # what memory there is for, in runs of rank 4; 0: all
     most_tokens: int = 0  # what fits in memory at once; more raises out of memory. 0: anything
+    machine_runs: int = 0  # what memory the machine has for states, in runs of rank 4, whatever it should have; 0: all
     prefix_cache: bool = False
     slots: int = 4
     lookup: int = 0

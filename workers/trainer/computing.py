@@ -19,10 +19,16 @@ from workers.trainer.runs.state import RunState
 log = logging.getLogger(__name__)
 
 
+class Bring(Protocol):
+    """Returns when all these runs are in memory."""
+
+    def __call__(self, *runs: RunState) -> None: ...
+
+
 class Together(Protocol):
     """The other ranks of a trainer, as computing sees them. All ranks make each step at the same time."""
 
-    def share(self, parts: Sequence[Part], bring: Callable[[RunState], None]) -> list[Part]:
+    def share(self, parts: Sequence[Part], bring: Bring) -> list[Part]:
         """The parts that this rank computes, of its own (a part of `parts`) and of other ranks' runs."""
 
     def begin(self, trains: bool) -> None:
@@ -31,7 +37,7 @@ class Together(Protocol):
     def end(self, trains: bool) -> None:
         """The step is over, whatever has become of it."""
 
-    def collect(self, bring: Callable[[RunState], None]) -> list[Part]:
+    def collect(self, bring: Bring) -> list[Part]:
         """Those of the `parts` that other ranks have computed; their results are added, in their order."""
 
 
@@ -49,31 +55,33 @@ class Others(Together, Protocol):
 class Alone:
     """There are no others."""
 
-    def share(self, parts: Sequence[Part], bring: Callable[[RunState], None]) -> list[Part]:
+    def share(self, parts: Sequence[Part], bring: Bring) -> list[Part]:
         return list(parts)
 
     def begin(self, trains: bool) -> None: ...
 
     def end(self, trains: bool) -> None: ...
 
-    def collect(self, bring: Callable[[RunState], None]) -> list[Part]:
+    def collect(self, bring: Bring) -> list[Part]:
         return []
 
 
 class Computing:
     """Collects slices with `plan`, computes them with `run`. `cap_tokens` bounds a part, and a microbatch at first.
 
-    `bring` brings a run into memory. `relieve` frees memory after an allocation has failed."""
+    `bring` brings runs into memory together, or raises OSError when there is none for them. `left_out` gives up an
+    operation whose run does not even fit alone. `relieve` frees memory after an allocation has failed."""
 
     def __init__(
         self,
         cap_tokens: int,
-        bring: Callable[[RunState], None],
+        bring: Bring,
         relieve: Callable[[], None],
+        left_out: Callable[[Progress, OSError], None],
         together: Together | None = None,
     ) -> None:
         self._cap_tokens = self._room_tokens = cap_tokens
-        self._bring, self._relieve, self._together = bring, relieve, together or Alone()
+        self._bring, self._relieve, self._left_out, self._together = bring, relieve, left_out, together or Alone()
         self._parts: list[Part] = []
         self._planned: list[Progress] = []
 
@@ -101,11 +109,8 @@ class Computing:
             waiting = deque(self._pack([part for part in here if part.trains is trains]))
             while waiting:
                 batch, room_tokens = waiting.popleft(), self._room_tokens
-                alive = _alive(batch)
-                if alive:
-                    for progress in dict.fromkeys(part.progress for part in alive):
-                        self._bring(progress.run)
-                    self._attempt(decoder_of(alive[0].progress.run), alive, trains)
+                for some in self._brought(_alive(batch)):
+                    self._attempt(decoder_of(some[0].progress.run), some, trains)
                 for part in batch:
                     part.progress.waiting -= 1
                 yield from self._complete()
@@ -114,6 +119,22 @@ class Computing:
         for part in self._together.collect(self._bring):
             part.progress.waiting -= 1
         yield from self._complete()
+
+    def _brought(self, parts: list[Part]) -> Iterator[list[Part]]:
+        """These parts, as many at once as have their runs in memory: all, if there is room."""
+        runs = list(dict.fromkeys(part.progress.run for part in parts))
+        try:
+            self._bring(*runs)
+        except OSError as error:
+            if len(runs) == 1:
+                self._left_out(parts[0].progress, error)
+                return
+        else:
+            if parts:
+                yield parts
+            return
+        for half in (runs[: len(runs) // 2], runs[len(runs) // 2 :]):
+            yield from self._brought([part for part in parts if part.progress.run in half])
 
     def _pack(self, parts: list[Part]) -> list[list[Part]]:
         return pack(parts, lambda part: part.tokens, self._room_tokens)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 
-from scheduler.links.messages import Failure
-from store.blobs.contract import BadRef, Damaged
+from scheduler.links.messages import Failure, OpKind, TrainOp
+from store.blobs.contract import BadRef, Damaged, StoreAway
 from workers.trainer.progress import BadOperation, Part
 from workers.trainer.runs.state import DamagedState, StateError
 from workers.trainer.steps.adamw import OptimizerError
@@ -43,3 +44,15 @@ def too_large(part: Part) -> str:
         f"out of memory: data {part.start} to {part.stop - 1} have {part.tokens} tokens, more than this server can "
         "train on at once. Send shorter sequences, or have the operator lower [trainer] slice_tokens"
     )
+
+
+def cannot_now(op: TrainOp, error: Exception) -> str:
+    """Why a run is set aside whose operation may be tried again."""
+    what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or 5)
+    return f"operation {op.seq}: {type(error).__name__}, {what}"
+
+
+def cannot_replay(op: TrainOp, failure: Failure) -> str:
+    """Why a run is set aside for good."""
+    what = "its snapshot" if op.kind is OpKind.CREATE and op.source_ref else f"operation {op.seq} ({op.kind})"
+    return f"{what} cannot be repeated: {failure.message}"

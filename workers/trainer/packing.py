@@ -8,8 +8,12 @@ microbatches [A1], [A2] [B1] as 6, 4, 5 tokens: A2 + B1 would be 9.
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from scheduler.links.messages import OpKind, TrainOp
 
 PartT = TypeVar("PartT")
 
@@ -41,3 +45,14 @@ def pack(parts: Sequence[PartT], tokens_of: Callable[[PartT], int], cap_tokens: 
         batches[-1].append(part)
         room -= tokens
     return batches
+
+
+def leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_most: int = sys.maxsize) -> list[TrainOp]:
+    """Take from the head of every run's queue the operations of these kinds."""
+    taken: list[TrainOp] = []
+    for queue in queues.values():
+        count = 0
+        while queue and queue[0].kind in kinds and count < at_most:
+            taken.append(queue.popleft())
+            count += 1
+    return taken

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -42,11 +40,12 @@ from scheduler.links.messages import (
 )
 from store import logs, tracing
 from store.blobs.ahead import Ahead
-from store.blobs.contract import Blobs, StoreAway, is_lasting
+from store.blobs.contract import Blobs, is_lasting
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Computing, Others
-from workers.trainer.failures import NotResident, failure_of
+from workers.trainer.failures import NotResident, cannot_now, cannot_replay, failure_of
 from workers.trainer.losses.custom import CustomLosses, UploadedLoss, most_work_of
+from workers.trainer.packing import leading
 from workers.trainer.progress import Part, Progress, begin
 from workers.trainer.runs.held import HeldRuns, Send
 from workers.trainer.runs.pages import PageError
@@ -114,7 +113,7 @@ class Trainer:
         with self._limit(pass_.limit_s or math.inf):
             self._execute(pass_, send)
             if self._others is not None:
-                self._others.attend(lambda: deque(self._computing().run(self._decoder_of), maxlen=0))
+                self._others.attend(lambda: deque(self._computing(send).run(self._decoder_of), maxlen=0))
 
     def _execute(self, pass_: Pass, send: Send) -> None:
         began, tokens, self._pass_began = time.monotonic(), 0, datetime.now(UTC)
@@ -142,7 +141,6 @@ class Trainer:
                 self.held.forget(run_id)
             send(aside)
         elif run is not None and self.held.is_due(run, again):
-            self.held.bring(run)
             self.held.snapshot(run, send)
 
     def size_of(self, op: TrainOp) -> int:
@@ -162,8 +160,8 @@ class Trainer:
             for queue in queues.values():
                 while queue and queue[0].kind not in (*COMPUTE, OpKind.OPTIM_STEP):
                     self._alone(queue.popleft(), send)
-            tokens += self._compute(_leading(queues, COMPUTE), send)
-            self._step(_leading(queues, (OpKind.OPTIM_STEP,), at_most=1), send)
+            tokens += self._compute(leading(queues, COMPUTE), send)
+            self._step(leading(queues, (OpKind.OPTIM_STEP,), at_most=1), send)
             queues = {run_id: queue for run_id, queue in queues.items() if queue}
         return tokens
 
@@ -171,25 +169,34 @@ class Trainer:
         """An operation cannot be executed. If the disk does not answer, the run is set aside and tried again; if a
         replay fails, it is set aside for good, since it would not be the run that was lost. Else the client is told."""
         if not is_lasting(error):
-            what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or 5)
-            reason = f"operation {op.seq}: {type(error).__name__}, {what}"
-            self._aside[op.run_id] = SetAside(op.run_id, reason, kept=not op.replay)
+            self._aside[op.run_id] = SetAside(op.run_id, cannot_now(op, error), kept=not op.replay)
             return
         with logs.on(**facts_of(op)):
             failure = failure_of(error)
         if op.replay:
-            self._aside[op.run_id] = SetAside(op.run_id, _cannot_replay(op, failure), lasting=True)
+            self._aside[op.run_id] = SetAside(op.run_id, cannot_replay(op, failure), lasting=True)
         else:
             self._answer(op, send, b"", {}, failure)
+
+    def _ready(self, op: TrainOp, send: Send, *, here: bool = True) -> bool:
+        """Give up what `op` has come instead of, and, if it is to be `here`, have its run in memory. False where there
+        is no memory: the run is set aside."""
+        try:
+            self.held.abandon(op)
+            if here and (run := self.held.runs.get(op.run_id)) is not None:
+                self.held.bring(run)
+        except OSError as error:
+            self._failed(op, error, send)
+            return False
+        return True
 
     def _alone(self, op: TrainOp, send: Send) -> None:
         """Create, load or save."""
         if op.run_id in self._aside:
             return
-        self.held.abandon(op)
         facts: dict[str, int] = {}
-        if (there := self.held.runs.get(op.run_id)) is not None:
-            self.held.bring(there)
+        if not self._ready(op, send):
+            return
         try:
             if op.kind is OpKind.CREATE:
                 self._create(op)
@@ -239,13 +246,14 @@ class Trainer:
 
     def _compute(self, ops: list[TrainOp], send: Send) -> int:
         """The forwards and backwards of a stage, packed. Returns the tokens computed."""
-        computing = self._computing()
+        computing = self._computing(send)
         for op in ops:
             if op.run_id in self._aside:
                 continue
             progress = self.held.open.get(op.op_id)
             if progress is None:
-                self.held.abandon(op)
+                if not self._ready(op, send, here=False):
+                    continue
                 try:
                     progress = self._begin(op)
                 except PageError:
@@ -275,8 +283,16 @@ class Trainer:
         if progress.custom is not None:
             progress.in_loss = partial(self._in_loss, progress.custom, send)
 
-    def _computing(self) -> Computing:
-        return Computing(self.bounds.microbatch_tokens, self.held.bring, self.residency.squeeze, self._others)
+    def _computing(self, send: Send) -> Computing:
+        left_out = partial(self._left_out, send)
+        return Computing(self.bounds.microbatch_tokens, self.held.bring, self.residency.squeeze, left_out, self._others)
+
+    def _left_out(self, send: Send, progress: Progress, error: OSError) -> None:
+        """There is no memory for a run whose operation is under way: it waits, and is rebuilt if it has changed."""
+        op = progress.op
+        if op.run_id not in self._aside:
+            kept = self.held.give_up(op.run_id, str(error)) and not op.replay
+            self._aside[op.run_id] = SetAside(op.run_id, cannot_now(op, error), kept=kept)
 
     def _decoder_of(self, run: RunState) -> Decoder:
         return self._decoder(run.spec)
@@ -315,11 +331,17 @@ class Trainer:
 
     def _finish(self, progress: Progress, send: Send) -> None:
         op, run = progress.op, progress.run
-        self.held.bring(run)
+        if op.op_id not in self.held.open:
+            return  # its run was left out
+        try:
+            self.held.bring(run)
+        except OSError as error:
+            self._left_out(send, progress, error)
+            return
         del self.held.open[op.op_id]
         payload, failure = progress.finish()
         if failure is not None and op.replay:
-            self._aside.setdefault(op.run_id, SetAside(op.run_id, _cannot_replay(op, failure), lasting=True))
+            self._aside.setdefault(op.run_id, SetAside(op.run_id, cannot_replay(op, failure), lasting=True))
         if failure is None and op.kind is OpKind.FORWARD_BACKWARD:
             run.last_seq = op.seq
         if op.run_id not in self._aside or self._aside[op.run_id].kept:
@@ -328,13 +350,18 @@ class Trainer:
     def _step(self, ops: list[TrainOp], send: Send) -> None:
         """All optimizer steps of a stage, in one fused update."""
         due = []
+        try:
+            self.held.bring(*(run for op in ops if (run := self.held.runs.get(op.run_id)) is not None))
+        except OSError:
+            if len(ops) > 1:  # one after the other, then: each has the same bits
+                for op in ops:
+                    self._step([op], send)
+                return
         for op in ops:
-            if op.run_id in self._aside:
+            if op.run_id in self._aside or not self._ready(op, send):
                 continue
-            self.held.abandon(op)
             try:
                 run = self._run(op)
-                self.held.bring(run)
                 due.append((op, run, self._body(op)))
             except PageError:
                 raise
@@ -371,19 +398,3 @@ class Trainer:
         if decoder is None:
             raise NotResident(f"this trainer has no base model {spec.base_model!r}; it has {sorted(self.models)}")
         return decoder
-
-
-def _leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_most: int = sys.maxsize) -> list[TrainOp]:
-    """Take from the head of every run's queue the operations of these kinds."""
-    taken: list[TrainOp] = []
-    for queue in queues.values():
-        count = 0
-        while queue and queue[0].kind in kinds and count < at_most:
-            taken.append(queue.popleft())
-            count += 1
-    return taken
-
-
-def _cannot_replay(op: TrainOp, failure: Failure) -> str:
-    what = "its snapshot" if op.kind is OpKind.CREATE and op.source_ref else f"operation {op.seq} ({op.kind})"
-    return f"{what} cannot be repeated: {failure.message}"

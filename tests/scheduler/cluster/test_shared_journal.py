@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from weft.wire import decode_sample_response
 
 from api.state.fetched import Fetched
 from billing.prices import load_prices
-from scheduler.cluster import election, fence, policy_desk, shared_journal, shared_limits, term
+from scheduler.cluster import cancels, election, fence, policy_desk, shared_journal, shared_limits, term
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
@@ -29,7 +30,7 @@ from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
-from scheduler.links.contract import Answered
+from scheduler.links.contract import Answered, QueueUnreachable
 from scheduler.links.large_results import pack
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
@@ -50,6 +51,7 @@ from scheduler.order.plans import NewSampler, Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
+from tests.scheduler.jobs.proxy import Proxy, proxy
 from tests.scheduler.journal.test_journal import RUN, create, organisation, run_row, train
 from tests.servers import redis_server
 
@@ -449,6 +451,81 @@ def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
         assert {(sequence.tokens.size, sequence.stop_reason) for sequence in sequences} == {(0, "length")}
         assert not two.journal.cancel("org", request_id)
         assert one.queue.peek() is None
+
+    play(scenario)
+
+
+class Away:
+    """A queue that cannot be reached for a while after something was removed."""
+
+    def __init__(self, queue: RedisQueue) -> None:
+        self._queue, self._calls = queue, 0
+
+    def remove(self, item_id: str) -> bool:
+        found = self._queue.remove(item_id)
+        self._calls += 1
+        if self._calls < 3:
+            raise QueueUnreachable("it is away")
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+@pytest.mark.parametrize("lost", ["reply", "reply, and Redis is away for a while", "nothing, it is queued nowhere"])
+def test_a_sample_is_cancelled_though_redis_does_not_say_so(
+    play: Play, url: str, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setattr(cancels, "AGAIN_S", 0.1)
+
+    async def scenario(through: Proxy, one: Replica, two: Replica) -> None:
+        far = RedisQueue(f"redis://127.0.0.1:{through.port}/0")
+        two.journal._cancels = cancels.Cancels(far, two.broadcasts, two.journal.run)
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        if lost.startswith("nothing"):
+            one.queue.remove(request_id)
+        else:
+            through.losing = b"remove"
+        if lost == "reply, and Redis is away for a while":
+            two.journal._cancels = cancels.Cancels(Away(far), two.broadcasts, two.journal.run)  # type: ignore[arg-type]
+        assert two.journal.cancel("org", request_id)
+        outcome = await one.result(request_id)
+        assert isinstance(outcome, Outcome)
+        assert decode_sample_response(outcome.payload).sequences[0].tokens.size == 0
+        assert one.queue.peek() is None
+        far.close()
+
+    with proxy(int(url.rsplit(":", 1)[1].split("/")[0])) as through:
+        play(partial(scenario, through))
+
+
+def test_a_sample_that_a_generator_holds_is_not_ended_by_cancelling_it(play: Play, blobs: FolderBlobs) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        (lease,) = one.queue.lease("w", ["m"], 2, 60)
+        assert two.journal.cancel("org", request_id)
+        await two.journal.flush()
+        assert isinstance(await two.result(request_id, 0), Waiting)
+        one.queue.answer(lease.id, lease.epoch, pack(Done(request_id, b"tokens", {"prefill": 5, "sample": 4}), blobs))
+        assert (await one.result(request_id)).payload == b"tokens"
+
+    play(scenario)
+
+
+def test_who_waits_where_an_operation_is_settled_needs_no_broadcast(
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 1e6)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        for replica in (one, two):
+            monkeypatch.setattr(replica.broadcasts, "ended", lambda ends: None)
+        await one.lead()
+        async with trainer(url, blobs):
+            request_id = await one.journal.accept(create(), run_row())
+            assert isinstance(await one.result(request_id, 1e6), Outcome)
 
     play(scenario)
 

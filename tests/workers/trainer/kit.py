@@ -161,7 +161,7 @@ class Bench:
     def run(self, run_id: str) -> RunState:
         """The run, brought into memory."""
         run = self.trainer.held.runs[run_id]
-        self.trainer.residency.need(run)
+        self.trainer.residency.need([run])
         return run
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler.links.messages import SetAside
+from scheduler.links.messages import OpKind, SetAside
 from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, rl_data, sliced
 from workers.model.memory import is_out_of_memory
 from workers.trainer import computing
@@ -153,3 +153,119 @@ def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(raised.value)
     assert not is_out_of_memory(RuntimeError("boom"))
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+class Room:
+    """Memory for the states of so many runs on the machine, whatever the trainer's budget is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench, error: Exception = ERRORS[0]) -> None:
+        self.runs, real = 99, runs_arena.Arena
+
+        def allocate(kind: runs_arena.ArenaKind, device: torch.device) -> runs_arena.Arena:
+            if bench.trainer.residency.size_bytes >= self.runs * kind.size_bytes:
+                raise error
+            return real(kind, device)
+
+        monkeypatch.setattr(runs_arena, "Arena", allocate)
+
+
+def paged_out(bench: Bench, runs: str = "abc") -> None:
+    """These runs, with a gradient each, are on the disk, and their memory is the machine's."""
+    bench.ok(*(bench.create(run_id) for run_id in runs))
+    bench.ok(*(bench.fb(run_id, ce_data([5], 7)) for run_id in runs))
+    bench.trainer.residency.squeeze()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["cuda", "cpu", "python"])
+@pytest.mark.parametrize("room", [1, 2])
+def test_runs_that_come_back_have_others_make_room(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception, room: int
+) -> None:
+    """Also those that are in the same pass, and those that are to be saved."""
+    ample, short = make_bench(snapshot_every_tokens=1), make_bench(snapshot_every_tokens=1)
+    for bench in (ample, short):
+        paged_out(bench)
+        if bench is short:
+            Room(monkeypatch, bench, error).runs = room
+        first, second = sliced(bench.fb("a", ce_data([6, 4], 1)), 1)
+        bench.ok(first, bench.fb("b", rl_data([11, 5], 2), "ppo"), bench.optim("b"))
+        done = bench.ok(second, bench.fb("c", ce_data([6], 3)), *(bench.optim(run_id) for run_id in "abc"))
+        assert len(done) == 5
+        bench.trainer.residency.squeeze()
+    monkeypatch.undo()
+    assert_equal_worlds(short, ample)
+
+
+@pytest.mark.parametrize("kind", ["fb", "forward", "optim", "save"])
+def test_a_run_that_cannot_come_back_waits(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The trainer goes on, nobody is told that anything failed, and the run is what it was when its turn comes."""
+    ample, short = make_bench(), make_bench()
+    for bench in (ample, short):
+        paged_out(bench)
+        room = Room(monkeypatch, bench)
+        ops = {
+            "fb": lambda at: at.fb("a", ce_data([6, 4], 1)),
+            "forward": lambda at: at.fb("a", ce_data([6, 4], 1), kind=OpKind.FORWARD),
+            "optim": lambda at: at.optim("a"),
+            "save": lambda at: at.op("a", OpKind.SAVE_STATE, target_ref="weights/a"),
+        }
+        op = ops[kind](bench)
+        if bench is short:
+            room.runs = 0
+            assert bench.go(op) == {}
+            (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+            assert (aside.run_id, aside.lasting, aside.kept) == ("a", False, True)
+            assert "Cannot allocate memory" in aside.reason
+            room.runs = 99
+        bench.ok(op)
+        bench.ok(bench.optim("a"))
+    assert_equal_worlds(short, ample)
+
+
+def test_a_run_that_cannot_come_back_in_the_middle_of_an_operation_is_rebuilt(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    paged_out(bench, "ab")
+    first, second = sliced(bench.fb("a", ce_data([6, 4], 1)), 1)
+    bench.ok(first)
+    bench.trainer.residency.squeeze()
+    room = Room(monkeypatch, bench)
+    room.runs = 0
+    assert bench.go(second) == {}
+    (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+    assert (aside.run_id, aside.lasting, aside.kept) == ("a", False, False)
+    room.runs = 99
+    assert "a" not in bench.trainer.held.runs
+    assert bench.trainer.held.open == {}
+    bench.ok(bench.optim("b"))
+
+
+def test_a_run_that_did_not_come_is_forgotten_like_any(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    paged_out(bench)
+    room = Room(monkeypatch, bench)
+    room.runs = 1
+    residency = bench.trainer.residency
+    for run_id in "ab":
+        residency.fetch(bench.trainer.held.runs[run_id])
+    residency.settle()
+    bench.go(release=["b"])
+    bench.ok(bench.optim("a"), bench.optim("c"))
+
+
+def test_runs_that_are_saved_as_the_trainer_leaves_make_room(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is none, the journal has what is not saved."""
+    bench = make_bench()
+    paged_out(bench)
+    room = Room(monkeypatch, bench)
+    for room.runs, saved in ((0, []), (1, ["a", "b", "c"])):
+        sent = list[Any]()
+        bench.trainer.drain(sent.append)
+        assert sorted(message.run_id for message in sent) == saved

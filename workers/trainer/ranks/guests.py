@@ -19,6 +19,7 @@ from weft.wire.binary.codec import TrainBatch
 
 from scheduler.links.messages import Failure, RunSpec, TrainOp
 from workers.model.adapters.adapter import Adapter
+from workers.trainer.computing import Bring
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part, Progress
 from workers.trainer.ranks.group import Group, Want
@@ -79,7 +80,7 @@ class Ranks:
             else:
                 self._group.join(now)
 
-    def share(self, parts: Sequence[Part], bring: Callable[[RunState], None]) -> list[Part]:
+    def share(self, parts: Sequence[Part], bring: Bring) -> list[Part]:
         by_op: dict[str, list[Part]] = {}
         for part in parts:
             by_op.setdefault(part.progress.op.op_id, []).append(part)
@@ -102,7 +103,7 @@ class Ranks:
     def end(self, trains: bool) -> None:
         self._group.finish(trains)
 
-    def collect(self, bring: Callable[[RunState], None]) -> list[Part]:
+    def collect(self, bring: Bring) -> list[Part]:
         if not self._sent:
             return []
         self._group.until(Want.COLLECT)
@@ -115,7 +116,7 @@ class Ranks:
         self._sent = []
         return came_back
 
-    def _send(self, sent: _Sent, bring: Callable[[RunState], None]) -> None:
+    def _send(self, sent: _Sent, bring: Bring) -> None:
         progress = sent.own[0].progress
         run, op = progress.run, progress.op
         bring(run)
@@ -139,7 +140,7 @@ class Ranks:
         if guest.failure is None and (grad := guest.grad) is not None:
             dist.send(grad.flat, dst=home)
 
-    def _add(self, sent: _Sent, bring: Callable[[RunState], None]) -> None:
+    def _add(self, sent: _Sent, bring: Bring) -> None:
         """What a helper has made of parts of an operation, in their order."""
         progress = sent.own[0].progress
         bring(progress.run)

@@ -16,6 +16,7 @@ from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import HandedOver, Snapshot, TrainOp
 from store.blobs.contract import Blobs
 from workers.trainer.progress import Progress
+from workers.trainer.runs.pages import PageError
 from workers.trainer.runs.residency import resident_within, waves
 from workers.trainer.runs.state import RunState, save_snapshot
 
@@ -56,10 +57,18 @@ class HeldRuns:
             run.give_up(run.part.op_id)
             run.part = None
 
-    def bring(self, run: RunState) -> None:
-        """Return when the run is in memory."""
-        if not run.guest:
-            self.residency.need(run)
+    def give_up(self, run_id: str, why: str) -> bool:
+        """The run takes no further part in this pass: its open operations end with it. Whether it is still what it was
+        before them."""
+        begun = [progress for progress in self.open.values() if progress.op.run_id == run_id]
+        for progress in begun:
+            progress.fail(why)
+            del self.open[progress.op.op_id]
+        return not any(progress.parts for progress in begun)
+
+    def bring(self, *runs: RunState) -> None:
+        """Return when all these runs are in memory. OSError when there is none for them now."""
+        self.residency.need([run for run in runs if not run.guest])
 
     def waves(self, sizes: Mapping[str, int], soon: list[str]) -> Iterator[list[str]]:
         """The runs of a pass, of so many bytes, in sets that fit in memory. Each set, and the next behind it, is being
@@ -87,7 +96,6 @@ class HeldRuns:
         for run in sorted(self.runs.values(), key=lambda run: not self.residency.is_here(run.spec.run_id)):
             if self._is_changed(run):
                 self.residency.hold([run.spec.run_id])
-                self.residency.need(run)
                 self.snapshot(run, send)
 
     def hand_over(self, run_id: str, send: Send) -> None:
@@ -96,7 +104,6 @@ class HeldRuns:
         kept = False
         if run is not None and self._is_changed(run):
             self.residency.hold([run_id])
-            self.bring(run)
             kept = not self.snapshot(run, send)
         if not kept:
             self.forget(run_id)
@@ -118,14 +125,17 @@ class HeldRuns:
         return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
 
     def snapshot(self, run: RunState, send: Send) -> bool:
-        """False when it could not be written: the older one still holds."""
+        """False when it could not be written, or there is no memory for the run: the older one still holds."""
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
         try:
             # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
             ref = f"{name}-{secrets.token_hex(4)}" if self._blobs.exists(name) else name
+            self.bring(run)
             save_snapshot(run, part, self._blobs, ref)
+        except PageError:
+            raise
         except Exception:
             log.exception("run %s could not be saved; the next step tries again", run_id)
             return False

@@ -12,8 +12,9 @@ import errno
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -79,9 +80,43 @@ class Residency:
         with_gradient, apart = run.paged_gradient, len(run.paged_apart)
         self._coming[run_id] = self._submit(lambda: self._load(run_id, run.kind, with_gradient, apart))
 
-    def need(self, run: RunState) -> None:
-        """Return when the run is in memory. PageError when it is lost, or an allocator's error."""
-        self.fetch(run)
+    def need(self, runs: Sequence[RunState]) -> None:
+        """Return when all these runs are in memory. They are held from now on: with others if they were, else alone.
+        Where the allocator has no room, all others make it; OSError when that is not enough, for it may be later.
+        PageError when a run is lost."""
+        wanted = frozenset(run.spec.run_id for run in runs)
+        if not wanted <= self._held:
+            self._held = wanted
+        try:
+            self._need_all(runs)
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self._hold_only(runs)
+        try:
+            self._need_all(runs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size_bytes, some = sum(map(_size, runs)), ", ".join(run.spec.run_id for run in runs)
+            raise OSError(errno.ENOMEM, f"no memory for {size_bytes} bytes of the states of {some}") from None
+
+    def _need_all(self, runs: Sequence[RunState]) -> None:
+        for run in runs:
+            self.fetch(run)
+        for run in runs:
+            self._arrived(run)
+
+    def _hold_only(self, runs: Sequence[RunState]) -> None:
+        """Hold nothing but these runs, and free what others have, also of those that were on their way."""
+        self._held = frozenset(run.spec.run_id for run in runs)
+        for run_id in [run_id for run_id in self._coming if run_id not in self._held]:
+            with suppress(Exception):  # whoever needs that run gets the error then
+                self._arrived(self._here[run_id])
+        self.squeeze()
+
+    def _arrived(self, run: RunState) -> None:
         coming = self._coming.pop(run.spec.run_id, None)
         if coming is None:
             return
@@ -131,7 +166,10 @@ class Residency:
         run = self._here.get(run_id)
         if run is not None:
             self._leave(run)
-            arena = coming.result()[0] if coming is not None else run.arena
+            arena = run.arena
+            if coming is not None:
+                with suppress(Exception):  # it did not come
+                    arena = coming.result()[0]
             run.arena, run.apart = None, {}
             if arena is not None:
                 self._release(arena)
@@ -231,11 +269,15 @@ class Residency:
         if stuck is not None:
             return stuck
         arena = self._arenas.take(kind)
-        apart = [arena.flat.new_empty(kind.shape.numel) for _ in range(apart_count)]
-        if self._stream is not None:
-            for flat in apart:
-                flat.record_stream(torch.cuda.default_stream(self._device))  # where it will be used, and freed
-        self._store.get(run_id, [arena.used(with_gradient), *apart])
+        try:
+            apart = [arena.flat.new_empty(kind.shape.numel) for _ in range(apart_count)]
+            if self._stream is not None:
+                for flat in apart:
+                    flat.record_stream(torch.cuda.default_stream(self._device))  # where it will be used, and freed
+            self._store.get(run_id, [arena.used(with_gradient), *apart])
+        except BaseException:
+            self._arenas.give(arena)
+            raise
         return arena, apart, True
 
     def _drop(self, run_id: str) -> None:

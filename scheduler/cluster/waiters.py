@@ -1,0 +1,56 @@
+"""Who waits for the outcome of an operation, on this replica. Lives in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from scheduler.order.operations import Outcome
+
+
+@dataclass
+class Waiting:
+    """For one outcome. `told` is what is known of it, for the organisation `org_id` alone."""
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    count: int = 0
+    org_id: str = ""
+    told: Outcome | None = None
+
+    def wake(self) -> None:
+        """Also those who are looking at this moment, and will wait for what they saw before."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Waiters:
+    def __init__(self) -> None:
+        self._of: dict[str, Waiting] = {}
+
+    def __contains__(self, op_id: str) -> bool:
+        return op_id in self._of
+
+    @contextmanager
+    def on(self, op_id: str) -> Iterator[Waiting]:
+        """Within it somebody waits."""
+        waiting = self._of.setdefault(op_id, Waiting())
+        waiting.count += 1
+        try:
+            yield waiting
+        finally:
+            waiting.count -= 1
+            if not waiting.count:
+                self._of.pop(op_id, None)
+
+    def wake(self, op_id: str, org_id: str, told: Outcome | None) -> None:
+        """The operation has its outcome: it is `told`, or has to be looked up."""
+        if (waiting := self._of.get(op_id)) is not None:
+            waiting.org_id, waiting.told = org_id, told or waiting.told
+            waiting.wake()
+
+    def wake_all(self) -> None:
+        """All look again."""
+        for waiting in self._of.values():
+            waiting.wake()
