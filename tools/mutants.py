@@ -66,10 +66,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "--deselect",
         "tests/scheduler/journal/accepting/test_backlog.py::test_what_is_queued_counts_as_before_after_a_restart",
     ),
-    "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py"),
-    "scheduler/journal/ending/completions.py": (
-        *("--noconftest", "tests/scheduler/journal/ending/test_completions.py"),
-    ),
+    "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py",),
+    "scheduler/journal/ending/completions.py": ("--noconftest", "tests/scheduler/journal/ending/test_completions.py"),
     "scheduler/journal/ending/outcomes.py": ("tests/scheduler/journal/ending/test_outcomes.py",),
     "scheduler/journal/ending/results.py": ("tests/scheduler/journal/ending/test_results.py",),
     "scheduler/journal/ending/settlement.py": (
