@@ -25,7 +25,7 @@ from billing.prices import PriceList, load_prices
 from store import tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import PaymentsSettings, Settings, SettingsError
-from workers.model.card import ModelCard, UnsupportedModel, read_card
+from workers.model.card import ModelCard, read_card
 from workers.model.planning.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
@@ -170,7 +170,7 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
     """The cards of the models to serve, or of the built-in one when none is named."""
     try:
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
-    except UnsupportedModel as error:
+    except (OSError, ValueError) as error:  # UnsupportedModel is one
         raise CannotServe(str(error)) from None
 
 
