@@ -14,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,8 @@ def serve(settings: Settings) -> int:
     on two cores they would only keep both from being there."""
     trace_as("weft-api")
     prices = load_prices(settings.prices)
+    if unnamed := prices.unnamed(settings.models, datetime.now(UTC)):
+        log.warning("%s", unnamed)
     if settings.payments.enabled:
         check_payments(settings.payments)
     check_oidc(settings.oidc)

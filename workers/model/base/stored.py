@@ -36,8 +36,8 @@ _BIAS = 127
 
 
 class Stored:
-    """All tensors of these files. ValueError names a file that is none of safetensors, a tensor that is there twice, and
-    one whose parts do not belong together."""
+    """All tensors of these files. ValueError names a file that is no safetensors, a tensor that is there twice, and one
+    whose parts do not belong together."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}

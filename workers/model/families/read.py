@@ -20,14 +20,14 @@ def read_config(name: str, path: Path) -> DecoderConfig:
     found = raw.get("architectures") or []
     if not isinstance(found, list) or len(found) != 1 or found[0] not in [*FAMILIES, *VISION]:
         raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join([*FAMILIES, *VISION]))
-    fields = Fields(name, path, raw)
-    if found[0] in VISION:
+    architecture, fields = str(found[0]), Fields(name, path, raw)
+    if architecture in VISION:
         text = fields.object("text_config")
         if not text:
             fields.refuse(f"text_config={raw.get('text_config')!r}", "the text model's fields there")
         fields = Fields(name, path, _text_part(raw, text))
     _check_quantised(fields)
-    config = FAMILIES[VISION.get(found[0], found[0])].read(fields)
+    config = FAMILIES[VISION.get(architecture, architecture)].read(fields)
     fields.finish()
     return config
 

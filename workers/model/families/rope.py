@@ -37,6 +37,9 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None =
     """`theta` and `partial`: what the family has where the config says nothing; `partial` None: the whole head turns in
     this family, and nothing else is supported."""
     numbers = fields.within("rope_scaling", "rope_parameters")
+    spelt = [dict(fields.object(key)) for key in ("rope_scaling", "rope_parameters")]
+    if all(spelt) and spelt[0] != spelt[1]:  # of which libraries take one
+        fields.refuse(f"rope_scaling={spelt[0]!r} beside rope_parameters={spelt[1]!r}", "one of the two")
     kind = numbers.get("rope_type", numbers.get("type", "default"))
     theta = numbers.number("rope_theta", fields.number("rope_theta", theta, above=1.0), above=1.0)
     share = numbers.get("partial_rotary_factor", fields.get("partial_rotary_factor", partial or 1.0))
