@@ -82,11 +82,14 @@ def test_nor_does_it_reach_another_request(decoder: Decoder, packs: bool, tmp_pa
             adapter=adapter or None, adapter_folder=folder,
         )  # fmt: skip
 
-    mine = [request("a", "good", 41, max_tokens=24, seed=1), request("b", "", 20, max_tokens=24, seed=1, top_k=9)]
+    mine = [request("a", "good", 41, max_tokens=10, seed=1), request("b", "", 20, max_tokens=10, seed=1, top_k=9)]
     alone = generate(TorchEngine(decoder, (), slots=8, context=CONTEXT), *mine)
-    for by in FAR:
+    for by in FAR[::2]:
         save_adapter(spoilt(random_adapter(decoder, 6, 7), by), tmp_path / f"by {by}", base_model="tiny")
-        others = [request("x", f"by {by}", 41, max_tokens=40, seed=1), request("y", f"by {by}", 7, temperature=0)]
+        others = [
+            request("x", f"by {by}", 41, max_tokens=9, seed=1),
+            request("y", f"by {by}", 7, max_tokens=9, temperature=0),
+        ]
         engine = TorchEngine(decoder, (), slots=8, context=CONTEXT)
         crowd = generate(engine, others[0], mine[0], others[1], mine[1])
         assert all("not finite" in str(crowd[name].error) for name in "xy")
