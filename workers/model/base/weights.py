@@ -59,7 +59,7 @@ class Place:
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape has that of the place, once it is arranged."""
         try:
-            return self.arranged(torch.empty(*shape, device="meta")).shape == self.target.shape
+            return self.arranged(torch.empty(tuple(shape), device="meta")).shape == self.target.shape
         except (IndexError, RuntimeError):  # it has not the dimensions for that
             return False
 

@@ -126,7 +126,7 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     [
         ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj"),
         ("gpt-oss", "model.layers.0.mlp.experts.down_proj_bias"),
-        ("qwen3.5-moe", "model.layers.0.linear_attn.conv1d.weight"),
+        ("qwen3.5-moe", "model.layers.1.linear_attn.conv1d.weight"),
         ("qwen3.5-moe", "model.layers.0.mlp.shared_expert_gate.weight"),
         ("nemotron-h", "model.layers.0.mixer.D"),
         ("glm4-moe", "model.layers.1.mlp.gate.e_score_correction_bias"),

@@ -108,13 +108,13 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path: Path) -> None:
 
 
 def test_a_rope_that_is_said_twice_must_be_the_same(tmp_path: Path) -> None:
-    """YaRN added, as makers say, to what transformers 5 has written: it takes rope_scaling, and this was not computed."""
+    """YaRN added, as makers say, to what transformers 5 has written. That takes rope_scaling; here it was left out."""
     plain, scaled = {"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "yarn", "factor": 4.0}
     for scaling, refused in ((scaled, True), (plain, False)):
         fields = CONFIGS["Qwen3ForCausalLM"] | {"rope_scaling": scaling, "rope_parameters": plain}
         (tmp_path / "config.json").write_text(json.dumps(fields))
         if refused:
-            with pytest.raises(UnsupportedModel, match="rope_scaling=.* beside rope_parameters="):
+            with pytest.raises(UnsupportedModel, match=r"rope_scaling=.* beside rope_parameters="):
                 read_config("m", tmp_path)
         else:
             assert read_config("m", tmp_path).rope.theta == 1e6
