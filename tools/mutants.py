@@ -32,6 +32,12 @@ LIMIT_S = 60
 #: The modules, and the tests that are to notice: those which are meant for them, not all that happen to run through.
 #: Pure ones need no fixtures, and so no conftest, which takes longer to import than they to run.
 MODULES: dict[str, tuple[str, ...]] = {
+    "api/http/access.py": (
+        "tests/tenancy/test_routes.py",
+        *("--deselect", "tests/tenancy/test_routes.py::test_every_role_against_every_route"),
+        *("tests/tenancy/test_limits.py::test_requests_per_minute_of_an_organisation", "tests/api/test_bodies.py"),
+    ),
+    "api/http/direct.py": ("tests/api/test_direct.py",),
     "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),
     "api/who/credentials.py": ("tests/api/who/test_credentials.py",),
     "api/who/lookup.py": ("tests/api/who/test_lookup.py",),
@@ -40,24 +46,27 @@ MODULES: dict[str, tuple[str, ...]] = {
     "api/who/signing.py": ("--noconftest", "tests/api/test_signing.py"),
     "api/who/tokens.py": ("tests/api/test_tokens.py", "--deselect", "tests/api/test_tokens.py::TestOverHttp"),
     "billing/money/accounts.py": (
-        *(
-            "tests/billing/metering/test_charges.py",
-            "tests/billing/money/test_budgets.py",
-            "tests/billing/metering/test_storage.py",
-        ),
-        "tests/scheduler/journal/ending/test_settlement.py",
+        *("tests/billing/money/test_budgets.py", "tests/billing/metering/test_charges.py"),
         *("--deselect", "tests/billing/metering/test_charges.py::test_a_summary_is_the_sum_of_first_endings"),
     ),
     "billing/metering/charges.py": (
         "tests/billing/metering/test_charges.py",
         "tests/billing/money/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
     ),
+    "billing/metering/quotas.py": ("tests/billing/metering/test_quotas.py",),
+    "billing/money/budgets.py": ("tests/billing/money/test_budgets.py",),
+    "billing/money/ledger.py": ("tests/billing/money/test_ledger.py",),
     "billing/money/wallets.py": (
         *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
-    "scheduler/journal/accepting/backlog.py": (*("--noconftest", "tests/scheduler/journal/accepting/test_backlog.py"),),
-    "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py",),
+    "scheduler/journal/accepting/admission.py": ("tests/scheduler/journal/test_journal.py",),
+    "scheduler/journal/accepting/backlog.py": (
+        *("--noconftest", "tests/scheduler/journal/accepting/test_backlog.py"),
+        "--deselect",
+        "tests/scheduler/journal/accepting/test_backlog.py::test_what_is_queued_counts_as_before_after_a_restart",
+    ),
+    "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py"),
     "scheduler/journal/ending/completions.py": (
         *("--noconftest", "tests/scheduler/journal/ending/test_completions.py"),
     ),
@@ -79,6 +88,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "store/database/bulk.py": (
         *("-k", "", "tests/store/database/test_bulk.py", "tests/scheduler/journal/test_statements.py"),
     ),
+    "store/database/row_security.py": (*("-k", "", "tests/tenancy/test_row_security.py"),),
     "store/people/keys.py": ("tests/store/people/test_keys.py",),
     "store/people/roles.py": ("tests/tenancy/test_routes.py",),
     "workers/model/isolation.py": (

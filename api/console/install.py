@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
 
@@ -81,5 +83,6 @@ async def nowhere(path: str) -> HTMLResponse:
     raise NotFound(f"there is no page {quote('/' + path)} in the console")
 
 
+@cache
 def _files() -> frozenset[str]:
     return frozenset(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())

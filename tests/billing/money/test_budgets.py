@@ -5,11 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
+from sqlalchemy.orm import Session
 
 from billing.money.accounts import OutOfMoney, Payer, check_left, period_start
-from billing.money.budgets import Period, Scope, remove_budget, set_budget, states
+from billing.money.budgets import SCOPES, Period, Scope, derived, owns, remove_budget, set_budget, states
 from billing.money.grants import expire, give
 from store import tables
+from store.people.keys import new_key
+from store.people.organisations import create_project
 from tests.billing.conftest import Till
 
 KEY = Payer("a", "p", 1)
@@ -184,3 +187,91 @@ def test_a_budget_below_what_is_spent_alerts_at_once(till: Till) -> None:
     till.end(till.accept(60, at=NOVEMBER), now=NOVEMBER, train=60)
     put(till, 100)
     assert [row.pct for row in till.rows(tables.BudgetAlert)] == [50]
+
+
+def test_only_what_is_of_the_organisation_gets_a_budget_and_by_its_own_name(till: Till) -> None:
+    def write(session: Session) -> list[str]:
+        create_project(session, "a", "p")
+        create_project(session, "b", "q")
+        return [str(new_key(session, org_id)[0].id) for org_id in ("a", "b")]
+
+    mine, other = till.database.write_now(write)
+    names = ["a", "b", "p", "q", mine, other, f"0{mine}", "x", "", "9" * 18, "9" * 19, "\u0661"]
+    with till.database.read() as session:
+        found = {scope: [name for name in names if owns(session, "a", scope, name)] for scope in SCOPES}
+    assert found == {"org": ["a"], "project": ["p"], "key": [mine]}
+
+
+def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till: Till) -> None:
+    for scope, scope_id, period in (
+        *(("key", "2", "month"), ("project", "q", "total"), ("project", "q", "month"), ("key", "1", "total")),
+        *(("project", "p", "total"), ("org", "a", "total"), ("org", "a", "month")),
+    ):
+        put(till, 10, scope, scope_id, period)  # type: ignore[arg-type]
+    with till.database.read() as session:
+        found = [(of.budget.scope, of.budget.scope_id, of.budget.period) for of in states(session, "a", NOVEMBER)]
+        assert states(session, "b", NOVEMBER) == []
+    assert found == [
+        *(("org", "a", "month"), ("org", "a", "total"), ("project", "p", "total")),
+        *(("project", "q", "month"), ("project", "q", "total"), ("key", "1", "total"), ("key", "2", "month")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (datetime(2026, 11, 1, tzinfo=UTC), DECEMBER),
+        (DECEMBER, datetime(2027, 1, 1, tzinfo=UTC)),
+        (datetime(2027, 1, 1, tzinfo=UTC), datetime(2027, 2, 1, tzinfo=UTC)),
+    ],
+    ids=lambda at: f"{at:%Y-%m}",
+)
+def test_a_month_is_from_its_first_moment_to_before_the_next_one_s(till: Till, start: datetime, end: datetime) -> None:
+    """Also where it is computed from what was accepted, by whomever: before it, in it, after it, ended and queued."""
+    least = timedelta(microseconds=1)
+    for number, at in enumerate((start - least, start, end - least, end)):
+        till.end(till.accept(10**number, KEY, at), now=end, train=10**number)
+        till.accept(2 * 10**number, KEY, at)
+        till.accept(10**6, Payer("b", "p", 1), at)
+    for scope, scope_id in (("org", "a"), ("project", "p"), ("key", "1"), ("project", "q"), ("key", "2")):
+        budget = tables.Budget(id="x", org_id="a", scope=scope, scope_id=scope_id, period="month")
+        with till.database.read() as session:
+            assert derived(session, budget, start) == ((110, 220) if scope_id in "ap1" else (0, 0))
+            budget.period = "total"
+            assert derived(session, budget, start) == ((1111, 2222) if scope_id in "ap1" else (0, 0))
+
+
+def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_has_not_ended(till: Till) -> None:
+    """And has alerts of the present one alone."""
+    till.end(till.accept(9, at=NOVEMBER), now=NOVEMBER, train=9)
+    late = till.accept(1, at=NOVEMBER)
+    till.database.write_now(lambda session: set_budget(session, "a", "org", "a", "month", 10, now=DECEMBER))
+    assert (spent(till), spent(till, DECEMBER)) == ([(9, 1)], [(0, 0)])
+    assert till.rows(tables.BudgetAlert) == []
+    till.end(late, now=DECEMBER, train=1)
+    assert (spent(till), spent(till, DECEMBER)) == ([(10, 0)], [(0, 0)])
+    assert till.agrees()
+
+
+def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:
+    """In their order, each once, whatever order they are asked for in; a change of the budget repeats none."""
+    till.end(till.accept(50, at=NOVEMBER), now=NOVEMBER, train=50)
+
+    def write(session: Session) -> None:
+        for pcts in ([51, 50, 20, 50], [51, 50, 20]):
+            set_budget(session, "a", "org", "a", "month", 100, alert_pcts=pcts, now=NOVEMBER)
+
+    till.database.write_now(write)
+    with till.database.read() as session:
+        (state,) = states(session, "a", NOVEMBER)
+    assert (state.budget.alert_pcts, [alert.pct for alert in state.alerts]) == ([20, 50, 51], [20, 50])
+    assert (state.start, state.budget.hard, state.left_nusd) == (datetime(2026, 11, 1, tzinfo=UTC), True, 50)
+
+
+def test_with_a_budget_go_its_counts_and_alerts_and_nobody_else_s(till: Till) -> None:
+    till.end(till.accept(10, KEY, NOVEMBER), now=NOVEMBER, train=10)
+    first, second = put(till, 10), put(till, 10, "key", "1")
+    assert till.database.write_now(lambda session: remove_budget(session, "a", first)) is True
+    for table in (tables.BudgetPeriod, tables.BudgetAlert):
+        assert {row.budget_id for row in till.rows(table)} == {second}
+    assert [row.id for row in till.rows(tables.Budget)] == [second]

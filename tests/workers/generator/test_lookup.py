@@ -228,10 +228,11 @@ def test_a_draft_that_is_not_finite_costs_nobody_anything(
 
 def test_drafts_take_only_what_nobody_needs(decoder: Decoder, loops: tuple[GenerateRequest, list[int]]) -> None:
     made = engine(decoder, slots=6, lookup=16, kv_tokens=6 * CONTEXT)
-    plain, most = made._decode_plan, {count: 0 for count in range(1, 7)}
+    plain, most, left = made._decode_plan, {count: 0 for count in range(1, 7)}, set[int]()
 
     def counts(plan: forward.DecodePlan) -> Tensor:
         assert len(plan.rows) <= 6
+        left.update(row.owner.rule.limit - len(row.sequence.tokens) - row.ahead for row in plan.rows if row.ahead)
         most[len(plan.sequences)] = max(most[len(plan.sequences)], len(plan.rows))
         return plain(plan)
 
@@ -240,6 +241,7 @@ def test_drafts_take_only_what_nobody_needs(decoder: Decoder, loops: tuple[Gener
     run(made, *(replace(loops[0], id=f"{n}", sampling=sampling) for n, sampling in enumerate(samplings)))
     assert {rows for rows in most.values() if rows} == {6}, "all rows were to be used, and no more"
     assert most[1] == most[5] == 6
+    assert min(left) == 1, "a row was to try the last token that its sequence may have, and none a further one"
     assert made.stats().preempted == 0
 
 

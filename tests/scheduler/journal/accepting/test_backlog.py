@@ -56,6 +56,43 @@ def test_what_an_earlier_process_accepted_counts_and_is_never_refused() -> None:
     assert backlog.of("a") == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("elsewhere", "size_bytes", "refused"),
+    [
+        ((2, 0), 1, None),
+        ((3, 0), 1, "5 operations are queued; the limit is 5"),
+        ((4, 0), 1, "6 operations are queued; the limit is 5"),
+        ((0, 36), 4, None),
+        ((0, 36), 5, "96 bytes are queued and this operation has 5; the limit is 100"),
+    ],
+)
+def test_what_other_processes_have_queued_counts_too(
+    elsewhere: tuple[int, int], size_bytes: int, refused: str | None
+) -> None:
+    backlog = LocalBacklog(5, 100)
+    for _ in range(2):
+        backlog.take("a", 30)
+    if refused is None:
+        backlog.take("a", size_bytes, elsewhere)
+        assert backlog.all() == {"a": (3, 60 + size_bytes)}, "what is elsewhere is counted there"
+    else:
+        with pytest.raises(QueueFull, match=refused):
+            backlog.take("a", size_bytes, elsewhere)
+        assert backlog.all() == {"a": (2, 60)}
+
+
+def test_whoever_has_nothing_queued_is_forgotten() -> None:
+    backlog = LocalBacklog(5, 100)
+    for org_id in "aab":
+        backlog.take(org_id, 4)
+    backlog.release("a", 4)
+    assert backlog.all() == {"a": (1, 4), "b": (1, 4)}
+    backlog.release("a", 4)
+    assert backlog.all() == {"b": (1, 4)}
+    backlog.release("a", 4)  # of one that was not counted: later ones are, all the same
+    assert backlog.all() == {"b": (1, 4)}
+
+
 def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None:  # noqa: F811
     """Also the bytes, of which a body that was completed has more than its client sent."""
 

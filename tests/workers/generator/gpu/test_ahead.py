@@ -175,6 +175,24 @@ def test_what_was_drawn_for_a_cancelled_sequence_is_neither_told_nor_billed(
         assert_same(found, wanted)
 
 
+def test_what_was_drawn_for_a_token_is_taken_for_no_other(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that has gone on, or back, without the step that is under way."""
+    made = engine(decoder)
+    Launches(made, monkeypatch)
+    made.add(GenerateRequest("a", prompt(9), SamplingParams(max_tokens=40, stop_at_eos=False, seed=3)))
+    for _ in range(4):
+        made.step()
+    assert made._ahead is not None
+    flight = made._ahead.flight
+    assert flight is not None
+    tokens = flight.plan.sequences[0].tokens
+    fits = [flight.fits(0)]
+    for changed in ([*tokens, 5], tokens[:-1]):
+        flight.plan.sequences[0].tokens = changed
+        fits.append(flight.fits(0))
+    assert fits == [True, False, False]
+
+
 def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
     decoder: Decoder, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
