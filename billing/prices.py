@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,6 +94,12 @@ class PriceList:
     def begins(self) -> datetime:
         """When the first version does. What was accepted earlier has no price."""
         return self._starts[0]
+
+    def unnamed(self, models: Iterable[str], at: datetime) -> str:
+        """Which of them have no price of their own then, for the operator to know; "" where all have."""
+        version = self._versions[max(0, bisect_right(self._starts, at) - 1)]
+        found = ", ".join(sorted(set(models) - version.models.keys()))
+        return found and f'{found}: no price of its own, so work costs what prices.models."{ANY_MODEL}" says'
 
     def rate(self, model: str, kind: str, at: datetime) -> Rate:
         """The rate for work accepted at `at` (with its time zone). PriceError when no version held then."""

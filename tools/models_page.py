@@ -88,6 +88,12 @@ Of a checkpoint that sees (`...ForConditionalGeneration`) the text model is serv
 Exports name its modules as `AutoModelForCausalLM` has them (of Kimi's: `DeepseekV3ForCausalLM`), `model.layers.N`;
 adapters that name them `model.language_model.layers.N` or `language_model.model.layers.N` are imported as well.
 
+## What they cost
+
+The built-in price list names models of hosted Tinker's; any other costs what its `"*"` says, which `weftd serve` and
+`weftd doctor` warn of, by name. `Qwen/Qwen3.8-27B` is one of these, because its price for training is not known: name
+it under `[prices.models."Qwen/Qwen3.8-27B"]` in the file of `--config` (`docs/billing.md`).
+
 ## What the cache keeps of a token
 
 Grouped-query attention: keys and values of the key-value heads. Latent attention: one latent and the turning part of
@@ -113,6 +119,9 @@ that is saved as the family's checkpoints are: 200 greedy tokens with and withou
 of prompts and samples, five training steps on everything, an adapter from peft and one to it, and that a run's
 numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5,
 `tests/workers/model/base/test_stored.py` quantised checkpoints to what transformers makes of them.
+`test_options.py` beside it draws other options of each family's config: they are computed as transformers does, or
+refused. `tests/workers/test_families_in_trouble.py` puts numbers that are not finite beside every family's runs and
+requests, and replays its runs; with `-m long` it kills a trainer of each.
 """
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
-from api.doctor.findings import Finding, ok, wrong
+from api.doctor.findings import Finding, ok, warning, wrong
 from api.server.workers.worker_programs import embedded_workers
 from billing.prices import PriceError, load_prices
 from store.settings import Settings, SettingsError
@@ -44,11 +45,13 @@ def engines(settings: Settings) -> Iterator[Finding]:
 
 def prices(settings: Settings) -> Iterator[Finding]:
     try:
-        load_prices(settings.prices)
+        found = load_prices(settings.prices).unnamed(settings.models, datetime.now(UTC))
     except PriceError as error:
         yield wrong("prices", str(error), "mend the price list (docs/billing.md)")
     else:
         yield ok("prices", "the list is read")
+        if found:
+            yield warning("prices", found, "name it under prices.models in the file of --config (docs/billing.md)")
 
 
 def _is_whole(file: Path) -> bool:

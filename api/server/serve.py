@@ -14,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from billing.prices import PriceList, load_prices
 from store import tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import PaymentsSettings, Settings, SettingsError
-from workers.model.card import ModelCard, UnsupportedModel, read_card
+from workers.model.card import ModelCard, read_card
 from workers.model.planning.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
@@ -53,6 +54,8 @@ def serve(settings: Settings) -> int:
     on two cores they would only keep both from being there."""
     trace_as("weft-api")
     prices = load_prices(settings.prices)
+    if unnamed := prices.unnamed(settings.models, datetime.now(UTC)):
+        log.warning("%s", unnamed)
     if settings.payments.enabled:
         check_payments(settings.payments)
     check_oidc(settings.oidc)
@@ -170,7 +173,7 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
     """The cards of the models to serve, or of the built-in one when none is named."""
     try:
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
-    except UnsupportedModel as error:
+    except (OSError, ValueError) as error:  # UnsupportedModel is one
         raise CannotServe(str(error)) from None
 
 

@@ -16,8 +16,10 @@ from click.testing import CliRunner
 from api.cli import weftd
 from api.commands import doctor as command
 from api.doctor import machine, stores
+from api.doctor.models import prices
 from migrations.upgrade import head
 from store.database.db import Database
+from store.settings import Settings
 from tests.servers import free_port, redis_server
 from workers.model.tiny import TINY_PATH
 
@@ -175,3 +177,13 @@ def test_a_login_that_row_level_security_does_not_bind(
     assert (code, found["login"]["state"]) == (0, "warning")
     assert found["database"]["says"].startswith("PostgreSQL ")
     assert "the database" in found["clocks"]["says"]
+
+
+def test_a_model_that_costs_what_any_other_does_is_named(tmp_path: Path) -> None:
+    about = {
+        finding.state: finding
+        for finding in prices(Settings(data_dir=tmp_path, models={"Qwen/Qwen3.8-27B": TINY_PATH}))
+    }
+    assert set(about) == {"ok", "warning"}
+    assert about["warning"].says.startswith("Qwen/Qwen3.8-27B: no price of its own")
+    assert "prices.models" in about["warning"].remedy

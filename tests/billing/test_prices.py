@@ -122,3 +122,11 @@ def test_a_wrong_list_is_refused(tables: list[dict[str, Any]], message: str) -> 
     with pytest.raises(PriceError, match=message) as caught:
         load_prices(tables)
     assert "\n" not in str(caught.value)
+
+
+def test_models_without_a_price_of_their_own_are_named() -> None:
+    prices, now = load_prices(), datetime(2026, 12, 1, tzinfo=UTC)
+    assert prices.unnamed(["Qwen/Qwen3-8B"], now) == ""
+    assert prices.unnamed(["Qwen/Qwen3.8-27B", "Qwen/Qwen3-8B"], now).startswith(
+        "Qwen/Qwen3.8-27B: no price of its own"
+    )

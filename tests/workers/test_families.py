@@ -14,19 +14,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, OpKind, Pass, PullPass, TrainOp
 from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, reference
 from tests.workers.model.test_lora import merged
-from tests.workers.trainer.kit import Bench, ce_data, output, replayed
-from tests.workers.trainer.ranks.worlds import plain
-from tests.workers.trainer.test_process import Worker
+from tests.workers.trainer.kit import Bench, ce_data, output
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
 from workers.model.adapters.imported import read_adapter
 from workers.model.adapters.peft_format import write_export
-from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.families.table import FAMILIES as TABLE
 from workers.model.logprobs import target_logprobs
@@ -35,8 +30,6 @@ from workers.model.logprobs import target_logprobs
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
 EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite", "bailing", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
 EACH += ["nemotron-h", "nemotron-h-latent"]
-#: One of each kind of what a layer keeps: keys and values, latents, a recurrence's states; and mixtures, with sinks.
-KINDS = ["llama", "deepseek", "qwen3.5-moe", "gpt-oss", "nemotron-h"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
 #: Of gradients that are sums of numbers near 1.
@@ -278,57 +271,12 @@ def test_recomputed_layers_and_replayed_routes_change_no_bit(tiny: Tiny) -> None
         assert all(torch.equal(one, other) for one, other in zip(found[1], wanted[1], strict=True))
 
 
-def test_a_killed_trainer_is_replayed_to_the_same_bits(tmp_path: Path) -> None:
-    """A real process with a model of each kind of state, killed by SIGKILL in the middle of a pass, while all have an
-    open gradient; beside the replay in the next process, a run that nobody killed."""
-    folders = {name: tmp_path / name for name in KINDS}
-    for name, folder in folders.items():
-        reference(name).save_pretrained(folder)
-    bench = Bench(load_decoder(folders[KINDS[0]]), tmp_path / "data" / "blobs")
-    lost = {name: _operations(bench, name, "lost") for name in KINDS}
-    calm = {name: _operations(bench, name, "calm") for name in KINDS}
-    answered: dict[str, list[bytes]] = {}
-    with Worker(tmp_path / "data", folders, TrainerBounds()).until_killed() as worker:
-        for name in KINDS[:-1]:
-            answered[name] = _answers(worker, name, lost[name][:4], 4)
-        answered[KINDS[-1]] = _answers(worker, KINDS[-1], lost[KINDS[-1]], 3)
-    with Worker(tmp_path / "data", folders, TrainerBounds()).until_killed() as worker:
-        for name, ops in lost.items():
-            done = len(answered[name])
-            answered[name] += _answers(worker, name, [*map(replayed, ops[:done]), *ops[done:]], len(ops) - done)
-            assert answered[name] == _answers(worker, name, calm[name], len(ops)), name
-            saved = [
-                [file.read_bytes() for file in sorted(bench.blobs.path(f"{name}-{run}").glob("*.safetensors"))]
-                for run in ("lost", "calm")
-            ]
-            assert saved[0] == saved[1] != [], name
+def _computed(tiny: Tiny, *given: Any) -> tuple[Tensor, list[Tensor]]:
+    return computed(tiny.decoder, *given)
 
 
-def _operations(bench: Bench, model: str, run: str) -> list[TrainOp]:
-    """Three batches with a step after each of the first two, and a save with the gradient that is open then."""
-    name = f"{model}-{run}"
-    ops = [bench.create(name, rank=3, base_model=model, seed=7)]
-    for batch in range(3):
-        ops += [bench.fb(name, ce_data([17, 40], seed=batch)), bench.optim(name)]
-    return [*ops[:-1], bench.op(name, OpKind.SAVE_STATE, target_ref=name)]
-
-
-def _answers(worker: Worker, model: str, ops: list[TrainOp], count: int) -> list[bytes]:
-    """Send them as one pass and read so many answers."""
-    while not isinstance(worker.recv(), PullPass):
-        pass
-    worker.send(Pass(1, model, ops))
-    by_id, found = {op.op_id: op for op in ops}, []
-    while len(found) < count:
-        message = worker.recv()
-        if isinstance(message, Done):
-            assert message.failure is None, message.failure
-            found.append(plain(by_id[message.op_id], message.payload))
-    return found
-
-
-def _computed(
-    tiny: Tiny,
+def computed(
+    decoder: Decoder,
     tokens: Tensor,
     positions: Tensor,
     lengths: list[int],
@@ -339,7 +287,7 @@ def _computed(
     grads = [Adapter.zeros(adapter.shape) for adapter in adapters]
     rows = LoraRows(offsets, adapters, grads)
     replay = torch.stack(list(routes)) if routes else None
-    hidden = tiny.decoder(tokens, positions, PackedAttend(lengths), rows, replay_MTK=replay)
-    lp = target_logprobs(tiny.decoder, hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % tiny.vocab, rows)
+    hidden = decoder(tokens, positions, PackedAttend(lengths), rows, replay_MTK=replay)
+    lp = target_logprobs(decoder, hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % decoder.config.vocab_size, rows)
     lp.sum().backward()
     return lp.detach(), [grad.flat for grad in grads]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig, UnsupportedModel, read_json
+from workers.model.families.fields import MOST
 from workers.model.families.read import read_config
 
 __all__ = ["DecoderConfig", "ModelCard", "UnsupportedModel", "config_card", "read_card", "weight_files"]
@@ -69,9 +69,15 @@ def read_card(name: str, path: str | Path) -> ModelCard:
     generation = read_json(folder / "generation_config.json")
     raw = read_json(folder / "config.json")
     text = raw.get("text_config") or {}
-    eos = dict.fromkeys(
-        [*_ids(generation.get("eos_token_id")), *_ids(raw.get("eos_token_id")), *_ids(text.get("eos_token_id"))]
-    )
+    eos: dict[int, None] = {}
+    for file, said in (("generation_config.json", generation), ("config.json", raw), ("config.json", text)):
+        found = said.get("eos_token_id")
+        ids = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(type(token) is int and 0 <= token < MOST for token in ids):
+            raise UnsupportedModel(
+                name, folder, f"{file} has eos_token_id={found!r}", "a token's id, or a list of them"
+            )
+        eos |= dict.fromkeys(ids)
     return ModelCard(name=name, path=folder, config=config, eos_token_ids=tuple(eos))
 
 
@@ -87,15 +93,16 @@ def weight_files(name: str, folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise UnsupportedModel(name, folder, "no model.safetensors", "weights in safetensors files, one or sharded")
-    shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()):
+        raise UnsupportedModel(name, folder, f"{index.name} has no weight_map", "the name of a file for each tensor")
+    shards = sorted(set(named.values()))
+    outside = [shard for shard in shards if Path(shard).name != shard]
+    if outside:
+        problem = f"{index.name} names a file outside of the folder: {outside[0]!r}"
+        raise UnsupportedModel(name, folder, problem, "shards beside the index")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
         problem = f"the safetensors index names files that are not there: {missing[:3]}"
         raise UnsupportedModel(name, folder, problem, "a folder with every shard of the index")
     return [folder / shard for shard in shards]
-
-
-def _ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(i) for i in value] if isinstance(value, list) else [int(value)]

@@ -177,7 +177,7 @@ def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> N
     """Copy the rows of a stored tensor that this process keeps. `place` says which rows the tensor is of a parameter
     whose rows are `stride` apart. Where it is arranged across rows it is read whole."""
     shape = stored.shape(name)
-    if place.arranged(torch.empty(shape, device="meta")).shape != place.target.shape:
+    if not place.fits(shape):
         got, need = list(shape), f"floating point {list(place.target.shape)}"
         raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {got}, the config needs {need}")
     first, last = part.first * stride, part.last * stride

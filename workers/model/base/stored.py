@@ -14,12 +14,13 @@ Three quantised forms are known, as published checkpoints have them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 #: Rows and columns of a block of FP8.
@@ -35,13 +36,17 @@ _BIAS = 127
 
 
 class Stored:
-    """All tensors of these files. ValueError names a tensor that is there twice."""
+    """All tensors of these files. ValueError names a file that is no safetensors, a tensor that is there twice, and one
+    whose parts do not belong together."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         for file in files:
-            self._open[file] = safe_open(str(file), framework="pt")
+            try:
+                self._open[file] = safe_open(str(file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
             for name in self._open[file].keys():  # noqa: SIM118  (not a dict)
                 if name in self._files:
                     raise ValueError(f"{file}: tensor {name} is in {self._files[name].name} as well")
@@ -63,6 +68,10 @@ class Stored:
 
     def read(self, name: str) -> Tensor:
         """KeyError names the scales of a quantised tensor that are not there."""
+        with self._named(name):
+            return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         if name + _PACKED in self._files:
             return from_int4(*(self._tensor(name + part) for part in (_PACKED, *_BESIDE_PACKED)))
         if name not in self._files:
@@ -74,13 +83,18 @@ class Stored:
         """Of the tensor once it is dequantised."""
         if name in self._files:
             return tuple(self._slice(name).get_shape())
-        if name + _PACKED in self._files:
-            return tuple(self._tensor(name + "_shape").tolist())
-        experts, out, groups, half = self._slice(name + _BLOCKS).get_shape()
-        return experts, groups * half * 2, out
+        with self._named(name):
+            if name + _PACKED in self._files:
+                return tuple(self._tensor(name + "_shape").tolist())
+            experts, out, groups, half = self._slice(name + _BLOCKS).get_shape()
+            return experts, groups * half * 2, out
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """`read(name)[begin:end]`, of which no more is read than is needed."""
+        with self._named(name):
+            return self._rows(name, begin, end)
+
+    def _rows(self, name: str, begin: int, end: int) -> Tensor:
         if name + _PACKED in self._files:
             packed, scales = (self._slice(name + part)[begin:end] for part in (_PACKED, "_scale"))
             return from_int4(packed, scales, torch.tensor([len(packed), self.shape(name)[1]]))
@@ -93,6 +107,13 @@ class Stored:
         first = begin // FP8_BLOCK * FP8_BLOCK
         scales = self._slice(name + _INVERSE)[first // FP8_BLOCK : -(-end // FP8_BLOCK)]
         return from_fp8(whole[first:end], scales)[begin - first :]
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from None
 
     def _slice(self, name: str) -> Any:
         return self._open[self._files[name]].get_slice(name)
@@ -110,6 +131,7 @@ class Stored:
 
 def from_fp8(weight_OI: Tensor, scales: Tensor) -> Tensor:
     """bfloat16, of a weight whose blocks have a scale each; blocks at the edges may be smaller."""
+    _check(scales, [-(-size // FP8_BLOCK) for size in weight_OI.shape])
     each_OI = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return (weight_OI.float() * each_OI[: weight_OI.shape[0], : weight_OI.shape[1]]).to(torch.bfloat16)
 
@@ -117,6 +139,8 @@ def from_fp8(weight_OI: Tensor, scales: Tensor) -> Tensor:
 def from_int4(packed_OP: Tensor, scales_OG: Tensor, shape: Tensor) -> Tensor:
     """bfloat16 [O, I] of this shape; the last group of a row may be smaller."""
     rows, columns = shape.tolist()
+    _check(packed_OP, [rows, -(-columns // 8)])
+    _check(scales_OG, [rows, -(-columns // INT4_GROUP)])
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     numbers_OI = (packed_OP[..., None] >> shifts & 15).flatten(1)[:, :columns] - 8
     each_OI = scales_OG.float().repeat_interleave(INT4_GROUP, 1)[:rows, :columns]
@@ -127,9 +151,15 @@ def from_mxfp4(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:
     """bfloat16 [E, I, O]. Expert by expert, because what lies between is four times as large."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
     experts, out, groups, half = blocks_EOGB.shape
+    _check(scales_EOG, [experts, out, groups])
     found_EOI = torch.empty(experts, out, groups * half * 2, dtype=torch.bfloat16)
     for expert, (blocks_OGB, scales_OG) in enumerate(zip(blocks_EOGB, scales_EOG, strict=True)):
         halves_OGB2 = torch.stack((blocks_OGB & 15, blocks_OGB >> 4), dim=-1)
         numbers_OGN = values[halves_OGB2.flatten(2).int()]
         found_EOI[expert] = torch.ldexp(numbers_OGN, (scales_OG.int() - _BIAS)[..., None]).flatten(1)
     return found_EOI.transpose(1, 2)
+
+
+def _check(part: Tensor, wanted: list[int]) -> None:
+    if list(part.shape) != wanted:
+        raise ValueError(f"a part of it is {list(part.shape)}, and must be {wanted}")

@@ -56,6 +56,13 @@ class Place:
     target: Tensor
     arranged: Callable[[Tensor], Tensor] = _as_it_is
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape has that of the place, once it is arranged."""
+        try:
+            return self.arranged(torch.empty(tuple(shape), device="meta")).shape == self.target.shape
+        except (IndexError, RuntimeError):  # it has not the dimensions for that
+            return False
+
 
 @torch.no_grad()
 def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
@@ -118,11 +125,10 @@ def _check_tied(decoder: Decoder, stored: Stored, names: Mapping[str, str]) -> N
 
 def _copy(stored: Stored, name: str, place: Place) -> None:
     tensor = stored.read(name)
-    arranged = place.arranged(tensor) if tensor.is_floating_point() else tensor
-    if arranged.shape != place.target.shape or not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not place.fits(tensor.shape):
         got, need = f"{tensor.dtype} {list(tensor.shape)}", f"floating point {list(place.target.shape)}"
         raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {got}, the config needs {need}")
-    place.target.copy_(arranged)
+    place.target.copy_(place.arranged(tensor))
 
 
 def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:

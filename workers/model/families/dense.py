@@ -15,7 +15,10 @@ def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
     heads, hidden = fields.need("num_attention_heads"), fields.need("hidden_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
     if heads % kv_heads:
-        fields.refuse(f"{heads} heads over {kv_heads} key-value heads", "a whole number of groups")
+        problem = f"{heads} heads over {kv_heads} key-value heads"
+        fields.refuse(f"{problem} (num_attention_heads, num_key_value_heads)", "a whole number of groups")
+    if heads > hidden:
+        fields.refuse(f"num_attention_heads={heads}, hidden_size={hidden}", "no more heads than numbers")
     fields.only("hidden_act", parts.pop("act", "silu"))
     common: dict[str, Any] = {
         "vocab_size": fields.need("vocab_size"),
@@ -35,7 +38,9 @@ def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
     width = config.latent.rope_dim if config.latent else config.head_dim
     turned = int(width * config.rope.partial)
     if turned % 2 or not 0 <= turned <= width:
-        fields.refuse(f"heads of which {turned} of {width} numbers turn", "an even number that turns, no more than all")
+        of = "qk_rope_head_dim" if config.latent else "head_dim"
+        share = f"{of}={width}, partial_rotary_factor={config.rope.partial:g}"
+        fields.refuse(f"{share}: {turned} of {width} numbers turn", "an even number that turns, no more than all")
     return config
 
 
@@ -66,7 +71,7 @@ def window_everywhere(fields: Fields, *, switch: str = "") -> dict[str, Any]:
 
 def window_by_layer(fields: Fields) -> dict[str, Any]:
     """A sliding window in the layers that `layer_types` names, or else in those from `max_window_layers` on."""
-    on, first = fields.flag("use_sliding_window"), fields.get("max_window_layers", 28)
+    on, first = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28)
     window = fields.get("sliding_window")
     on = on and window is not None
     late = [
@@ -75,7 +80,8 @@ def window_by_layer(fields: Fields) -> dict[str, Any]:
     ]
     kinds = fields.several("layer_types") or late
     if "sliding_attention" in kinds and not on:
-        fields.refuse("layer_types with 'sliding_attention' and no sliding window", "use_sliding_window=true")
+        problem = f"layer_types with 'sliding_attention', use_sliding_window={on}, sliding_window={window}"
+        fields.refuse(problem, "use_sliding_window=true and a window")
     return windows_of(fields, kinds)
 
 
@@ -84,7 +90,8 @@ def windows_of(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
     layers = fields.need("num_hidden_layers")
     other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if other or len(kinds) != layers:
-        fields.refuse(f"layer_types={kinds!r}", f"full_attention or sliding_attention for each of {layers} layers")
+        problem = f"num_hidden_layers={layers}, layer_types={kinds!r}"
+        fields.refuse(problem, "full_attention or sliding_attention for each layer")
     windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     return {"window": fields.need("sliding_window"), "window_layers": windowed} if windowed else {}
 

@@ -6,8 +6,7 @@ when it is set to anything: a model with a feature that we do not know is not se
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +26,15 @@ pretraining_tp ep_size initial_context_length
 """
 #: Beginnings of such names.
 _NEUTRAL_PREFIXES = ("_", "unsloth")
+#: Characters that a message shows of what is wrong: a value may be of any length.
+_SHOWN = 500
+#: The most that a whole number may be, and of what is counted one by one; the most that any other number may be. What
+#: is more is a mistake, or meant to exhaust memory.
+MOST, _MOST_LAYERS, _MOST_EXPERTS, _MOST_NUMBER = 1 << 24, 1 << 12, 1 << 16, 1e12
+_MOST_OF = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), _MOST_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _MOST_EXPERTS),
+}
 
 
 class Fields:
@@ -37,7 +45,7 @@ class Fields:
         self._read: set[str] = set()
 
     def refuse(self, problem: str, supported: str) -> NoReturn:
-        raise UnsupportedModel(self._name, self._path, problem, supported)
+        raise UnsupportedModel(self._name, self._path, problem[:_SHOWN], supported[:_SHOWN])
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field's value; `default` where it is missing or null."""
@@ -51,16 +59,16 @@ class Fields:
 
     def whole(self, key: str, default: int | None) -> int:
         """A positive whole number."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            self.refuse(f"config.json has {key}={value!r}", "a positive integer there")
-        return value
+        return self._from(1, key, default)
 
     def count(self, key: str, default: int) -> int:
         """A whole number, 0 or more."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            self.refuse(f"config.json has {key}={value!r}", "0 or a positive integer there")
+        return self._from(0, key, default)
+
+    def _from(self, least: int, key: str, default: int | None) -> int:
+        value, most = self.get(key, default), _MOST_OF.get(key, MOST)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            self.refuse(f"config.json has {key}={value!r}", f"a whole number from {least} to {most:,} there")
         return value
 
     def several(self, key: str, default: Sequence[Any] = ()) -> Sequence[Any]:
@@ -69,12 +77,23 @@ class Fields:
             self.refuse(f"config.json has {key}={value!r}", "a list there")
         return value
 
-    def numbers(self, key: str) -> Mapping[str, Any]:
-        """What an object holds; nothing where it is missing. Objects in it, for kinds of layers, are refused."""
+    def object(self, key: str) -> Mapping[str, Any]:
+        """What an object holds; nothing where it is missing."""
         value = self.get(key, {})
-        if not isinstance(value, Mapping) or any(isinstance(own, Mapping) for own in value.values()):
-            self.refuse(f"config.json has {key}={value!r}", "one set of numbers there, for all layers")
+        if not isinstance(value, Mapping):
+            self.refuse(f"config.json has {key}={value!r}", "an object there")
         return value
+
+    def within(self, *keys: str) -> Fields:
+        """The fields of these objects together; the last one counts. Objects in them are refused."""
+        for key in keys:
+            if any(isinstance(own, Mapping) for own in self.object(key).values()):
+                self.refuse(f"config.json has {key}={self.get(key)!r}", "one set of numbers there, for all layers")
+        together = {name: value for key in keys for name, value in self.object(key).items() if value is not None}
+        return Fields(self._name, self._path, together)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return self._raw.items()
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
@@ -84,11 +103,11 @@ class Fields:
             self.refuse(f"config.json has {key}={value!r}", "true or false there")
         return value
 
-    def number(self, key: str, default: float | None) -> float:
-        """A number above 0, which must be there where there is no default."""
+    def number(self, key: str, default: float | None, *, above: float = 0.0) -> float:
+        """A number above that, which must be there where there is no default."""
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            self.refuse(f"config.json has {key}={value!r}", "a number above 0 there")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= _MOST_NUMBER:
+            self.refuse(f"config.json has {key}={value!r}", f"a number above {above:g} there")
         return float(value)
 
     def only(self, key: str, supported: Any) -> None:

@@ -24,7 +24,8 @@ def delta_and_gates(fields: Fields, *, grouped: bool) -> dict[str, Any]:
     kinds = fields.several("layer_types", usual)
     other = sorted({str(kind) for kind in kinds} - {"full_attention", "linear_attention"})
     if other or len(kinds) != layers:
-        fields.refuse(f"layer_types={kinds!r}", f"full_attention or linear_attention for each of {layers} layers")
+        problem = f"num_hidden_layers={layers}, layer_types={kinds!r}"
+        fields.refuse(problem, "full_attention or linear_attention for each layer")
     delta = DeltaConfig(
         tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
         fields.whole("linear_num_key_heads", 16),
@@ -132,7 +133,8 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
     _no_limit(fields)
     eps = fields.number("layer_norm_epsilon", 1e-5)
     for name in ("norm_eps", "rms_norm_eps"):
-        fields.only(name, eps)
+        if fields.number(name, eps) != eps:
+            fields.refuse(f"layer_norm_epsilon={eps}, {name}={fields.get(name)}", "the same number in both")
     parts: dict[str, Any] = {}
     if _EXPERTS in layers:
         parts = _nemotron_experts(fields)
@@ -163,9 +165,13 @@ def _pattern(fields: Fields) -> str:
     blocks = fields.get("layers_block_type") or fields.get("layer_types")
     fields.get("layer_types")
     if letters is None:
-        if not isinstance(blocks, list) or set(blocks) - set(_BLOCKS):
-            fields.refuse(f"layers_block_type={blocks!r}", f"{', '.join(_BLOCKS)} for each layer")
+        if not isinstance(blocks, list) or any(not isinstance(b, str) or b not in _BLOCKS for b in blocks):
+            fields.refuse(
+                f"no hybrid_override_pattern, layers_block_type={blocks!r}", f"{', '.join(_BLOCKS)} for each layer"
+            )
         letters = "".join(_BLOCKS[block] for block in blocks)
+    if not isinstance(letters, str):
+        fields.refuse(f"hybrid_override_pattern={letters!r}", "M, *, - or E for each layer")
     unknown = sorted(set(letters) - {_MAMBA, _ATTENTION, _MLP, _EXPERTS})
     if unknown:
         fields.refuse(f"hybrid_override_pattern with {unknown[0]!r}", "M, *, - or E for each layer")
@@ -176,14 +182,16 @@ def _pattern(fields: Fields) -> str:
             )
     if not set(letters) & {_MLP, _EXPERTS}:
         fields.refuse(f"hybrid_override_pattern={letters!r}", "some layers of - or E")
-    fields.only("num_hidden_layers", len(letters))
-    return str(letters)
+    if fields.whole("num_hidden_layers", len(letters)) != len(letters):
+        problem = f"num_hidden_layers={fields.get('num_hidden_layers')}, hybrid_override_pattern={letters!r}"
+        fields.refuse(problem, f"{len(letters)} layers")
+    return letters
 
 
 def _no_limit(fields: Fields) -> None:
     """`time_step_limit` must be from 0 up; infinity is written in two ways."""
     limit = fields.get("time_step_limit", [0.0, math.inf])
-    if list(limit) not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+    if limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         fields.refuse(f"time_step_limit={limit!r}", "steps without a limit, [0.0, Infinity]")
 
 

@@ -18,18 +18,26 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
 
 def glm4_moe_lite(fields: Fields) -> DecoderConfig:
     layers, dense = fields.need("num_hidden_layers"), fields.count("first_k_dense_replace", 1)
-    kinds = fields.several("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
-    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        fields.refuse(f"mlp_layer_types={kinds!r}", f"dense or sparse for each of {layers} layers")
+    kinds = fields.several("mlp_layer_types") or ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
+    if len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        problem = f"num_hidden_layers={layers}, first_k_dense_replace={dense}, mlp_layer_types={kinds!r}"
+        fields.refuse(problem, "dense or sparse for each layer")
     config = _latent("Glm4MoeLiteForCausalLM", fields, eps=1e-5)
     return replace(config, dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"))
 
 
 def _latent(architecture: str, fields: Fields, *, eps: float = 1e-6) -> DecoderConfig:
     plain, turning = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim")
-    fields.only("num_key_value_heads", fields.need("num_attention_heads"))
-    fields.only("qk_head_dim", plain + turning)
-    fields.only("head_dim", turning)
+    heads, together = fields.need("num_attention_heads"), plain + turning
+    if fields.whole("num_key_value_heads", heads) != heads:
+        problem = f"num_key_value_heads={fields.get('num_key_value_heads')}, num_attention_heads={heads}"
+        fields.refuse(problem, "as many of both")
+    if (fields.get("qk_head_dim", together), fields.get("head_dim", turning)) != (together, turning):
+        problem = f"qk_head_dim={fields.get('qk_head_dim')!r}, head_dim={fields.get('head_dim')!r}"
+        fields.refuse(
+            f"{problem}, qk_nope_head_dim={plain}, qk_rope_head_dim={turning}",
+            f"qk_head_dim={together}, head_dim={turning}",
+        )
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.unset("attention_bias", "projections without bias in this family")
@@ -39,8 +47,8 @@ def _latent(architecture: str, fields: Fields, *, eps: float = 1e-6) -> DecoderC
         plain_dim=plain,
         rope_dim=turning,
         value_dim=fields.need("v_head_dim"),
-        scale=(plain + turning) ** -0.5 * score_scale(fields),
+        scale=together**-0.5 * score_scale(fields),
         interleaved=fields.flag("rope_interleave", True),
     )
     config = decoder(architecture, fields, eps=eps, qk_norm="", latent=latent, **sigmoid_groups(fields))
-    return replace(config, head_dim=plain + turning)
+    return replace(config, head_dim=together)

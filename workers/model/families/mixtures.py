@@ -12,13 +12,13 @@ from workers.model.families.rope import read_rope
 
 def experts(fields: Fields, *names: str, width: str) -> dict[str, Any]:
     """The number of experts under any of `names`, how many a token has, and their width."""
-    found = next((value for value in map(fields.get, names) if value), None)
-    for name in names:
-        fields.get(name)
-    per_token, size = fields.get("num_experts_per_tok"), fields.get(width)
-    if not all(type(number) is int and number > 0 for number in (found, per_token, size)) or per_token > found:
-        problem = f"{names[0]}={found!r}, num_experts_per_tok={per_token!r}, {width}={size!r}"
-        fields.refuse(problem, "three positive integers, no more experts per token than experts")
+    name = next((name for name in names if fields.get(name) is not None), names[0])
+    found, per_token, size = fields.need(name), fields.need("num_experts_per_tok"), fields.need(width)
+    for other in names:
+        fields.only(other, found)
+    if per_token > found:
+        problem = f"{name}={found}, num_experts_per_tok={per_token}"
+        fields.refuse(problem, "no more experts per token than experts")
     return {"num_experts": found, "experts_per_token": per_token, "moe_intermediate_size": size}
 
 
@@ -74,9 +74,11 @@ def sigmoid_groups(
     groups, best = fields.need("n_group"), fields.need("topk_group")
     each = chosen["num_experts"] // groups
     if chosen["num_experts"] % groups or best > groups or (groups > 1 and each < 2):
-        fields.refuse(f"n_group={groups}, topk_group={best}", "groups of equal size, two experts or more in each")
+        problem = f"n_group={groups}, topk_group={best}, {routed}={chosen['num_experts']}"
+        fields.refuse(problem, "groups of equal size, two experts or more in each")
     if best * each < chosen["experts_per_token"]:
-        fields.refuse(f"num_experts_per_tok={chosen['experts_per_token']}", f"at most the {best * each} of topk_group")
+        problem = f"num_experts_per_tok={chosen['experts_per_token']}, n_group={groups}, topk_group={best}"
+        fields.refuse(problem, f"at most the {best * each} experts of so many groups")
     dense = fields.count("first_k_dense_replace", 0)
     return {
         **chosen,
@@ -103,9 +105,11 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
 def bailing_moe_v2(fields: Fields) -> DecoderConfig:
     """Its code ignores some fields that its config has; such a one must say what the code does."""
     head_dim = fields.need("head_dim")
-    turned = fields.get("rotary_dim")
-    rope = read_rope(fields, partial=turned / head_dim if turned else 1.0)
-    fields.only("rotary_dim", int(head_dim * rope.partial))
+    turned = fields.whole("rotary_dim", head_dim)
+    rope = read_rope(fields, partial=turned / head_dim)
+    if fields.get("rotary_dim", int(head_dim * rope.partial)) != int(head_dim * rope.partial):
+        problem = f"rotary_dim={turned}, head_dim={head_dim}, partial_rotary_factor={rope.partial:g}"
+        fields.refuse(problem, f"rotary_dim={int(head_dim * rope.partial)}")
     for name in ("use_qk_norm", "use_rmsnorm", "moe_router_enable_expert_bias", "norm_topk_prob"):
         fields.only(name, True)
     for name in ("use_bias", "use_qkv_bias", "norm_head", "norm_softmax", "use_sliding_window"):
@@ -114,7 +118,9 @@ def bailing_moe_v2(fields: Fields) -> DecoderConfig:
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("router_dtype", "fp32")
-    fields.only("moe_shared_expert_intermediate_size", fields.need("moe_intermediate_size"))
+    width, shared = fields.need("moe_intermediate_size"), "moe_shared_expert_intermediate_size"
+    if fields.whole(shared, width) != width:
+        fields.refuse(f"moe_intermediate_size={width}, {shared}={fields.get(shared)}", "the same number in both")
     for name in ("sliding_window", "max_window_layers", "mtp_loss_scaling_factor"):
         fields.get(name)
     for name in ("n_group", "topk_group"):
@@ -130,9 +136,15 @@ def bailing_moe_v2(fields: Fields) -> DecoderConfig:
 
 def gpt_oss(fields: Fields) -> DecoderConfig:
     biases, layers = fields.flag("attention_bias", True), fields.need("num_hidden_layers")
-    if not fields.numbers("rope_scaling") and not fields.numbers("rope_parameters"):
-        fields.refuse("no rope_scaling", "rope_scaling or rope_parameters in the config.json of this family")
-    fields.only("experts_per_token", fields.get("num_experts_per_tok"))  # the same number under a second name
+    if not fields.object("rope_scaling") and not fields.object("rope_parameters"):
+        fields.refuse(
+            "no rope_scaling and no rope_parameters",
+            "rope_scaling or rope_parameters in the config.json of this family",
+        )
+    chosen = fields.need("num_experts_per_tok")
+    if fields.whole("experts_per_token", chosen) != chosen:
+        problem = f"num_experts_per_tok={chosen}, experts_per_token={fields.get('experts_per_token')}"
+        fields.refuse(problem, "the same number in both")
     alternate = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     return decoder(
         "GptOssForCausalLM",

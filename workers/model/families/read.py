@@ -18,11 +18,16 @@ def read_config(name: str, path: Path) -> DecoderConfig:
     if not raw:
         raise UnsupportedModel(name, path, "no config.json in the folder", "a local Hugging Face model folder")
     found = raw.get("architectures") or []
-    if len(found) != 1 or found[0] not in {*FAMILIES, *VISION}:
+    if not isinstance(found, list) or len(found) != 1 or found[0] not in [*FAMILIES, *VISION]:
         raise UnsupportedModel(name, path, f"architectures={found!r}", ", ".join([*FAMILIES, *VISION]))
-    fields = Fields(name, path, _text_part(raw) if found[0] in VISION else raw)
+    architecture, fields = str(found[0]), Fields(name, path, raw)
+    if architecture in VISION:
+        text = fields.object("text_config")
+        if not text:
+            fields.refuse(f"text_config={raw.get('text_config')!r}", "the text model's fields there")
+        fields = Fields(name, path, _text_part(raw, text))
     _check_quantised(fields)
-    config = FAMILIES[VISION.get(found[0], found[0])].read(fields)
+    config = FAMILIES[VISION.get(architecture, architecture)].read(fields)
     fields.finish()
     return config
 
@@ -35,10 +40,10 @@ ignore_index
 """
 
 
-def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _text_part(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of its text model; what stands outside counts for the whole."""
     whole = {key: value for key, value in raw.items() if key not in [*_SEEING.split(), "text_config"]}
-    return {**(raw.get("text_config") or {}), **whole}
+    return {**text, **whole}
 
 
 #: The quantised forms that stored.py reads, with what their description must say.
@@ -46,7 +51,7 @@ _READ: dict[str, dict[str, Any]] = {"fp8": {"fmt": "e4m3", "weight_block_size": 
 
 
 def _check_quantised(fields: Fields) -> None:
-    found = fields.get("quantization_config")
+    found = fields.object("quantization_config")
     if not found:
         return
     method = found.get("quant_method", "unknown")
@@ -54,7 +59,7 @@ def _check_quantised(fields: Fields) -> None:
     if method == "compressed-tensors":
         _check_packed(fields, found, supported)
         return
-    if method not in _READ:
+    if not isinstance(method, str) or method not in _READ:
         fields.refuse(f"quantization_config ({method})", supported)
     for key, value in _READ[method].items():
         if found.get(key, value if key == "fmt" else None) != value:
@@ -65,9 +70,12 @@ def _check_quantised(fields: Fields) -> None:
 _INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 
 
-def _check_packed(fields: Fields, found: dict[str, Any], supported: str) -> None:
-    groups = list((found.get("config_groups") or {}).values())
-    weights = (groups[0].get("weights") or {}) if groups else {}
+def _check_packed(fields: Fields, found: Mapping[str, Any], supported: str) -> None:
+    groups = found.get("config_groups") or {}
+    groups = list(groups.values()) if isinstance(groups, dict) else [groups]
+    weights = (groups[0].get("weights") or {}) if groups and isinstance(groups[0], dict) else {}
+    if not isinstance(weights, dict) or not all(isinstance(group, dict) for group in groups):
+        fields.refuse(f"quantization_config (compressed-tensors) with config_groups={groups!r}", supported)
     wrong = [f"{key}={weights.get(key)!r}" for key, value in _INT4.items() if weights.get(key) != value]
     wrong += [f"{key}={weights[key]!r}" for key in ("actorder", "dynamic", "block_structure") if weights.get(key)]
     wrong += [f"{key} set" for group in groups for key in ("input_activations", "output_activations") if group.get(key)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from workers.model.config import RopeConfig
 from workers.model.families.fields import Fields
@@ -31,64 +29,79 @@ _COMMON = {
     "mrope_interleaved",
 }
 
+#: Beyond any share of a head.
+_MOST_TURNED = 1e6
+
 
 def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None = None) -> RopeConfig:
     """`theta` and `partial`: what the family has where the config says nothing; `partial` None: the whole head turns in
     this family, and nothing else is supported."""
-    numbers = {**fields.numbers("rope_scaling"), **fields.numbers("rope_parameters")}
-    kind = numbers.get("rope_type") or numbers.get("type") or "default"
-    theta = float(numbers.get("rope_theta") or fields.number("rope_theta", theta))
-    fields.get("rope_theta")
-    share = numbers.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or partial or 1.0
+    numbers = fields.within("rope_scaling", "rope_parameters")
+    spelt = [dict(fields.object(key)) for key in ("rope_scaling", "rope_parameters")]
+    if all(spelt) and spelt[0] != spelt[1]:  # of which libraries take one
+        fields.refuse(f"rope_scaling={spelt[0]!r} beside rope_parameters={spelt[1]!r}", "one of the two")
+    kind = numbers.get("rope_type", numbers.get("type", "default"))
+    theta = numbers.number("rope_theta", fields.number("rope_theta", theta, above=1.0), above=1.0)
+    share = numbers.get("partial_rotary_factor", fields.get("partial_rotary_factor", partial or 1.0))
+    if type(share) not in (int, float) or not 0 < abs(share) < _MOST_TURNED:  # a share of this head: decoder()
+        fields.refuse(f"partial_rotary_factor={share!r}", "the share of a head that turns, above 0 and at most 1")
     if partial is None and share != 1.0:
         fields.refuse(f"partial_rotary_factor={share}", "a rotary embedding of the whole head in this family")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         fields.refuse(f"rope_type={kind!r}", "rope_type " + ", ".join(KINDS))
     must, may = (set(names.split()) for names in KINDS[kind])
     missing = sorted(name for name in must if numbers.get(name) is None)
     if missing:
         fields.refuse(f"{kind} rope without {', '.join(missing)}", f"all numbers of {kind} rope")
-    unknown = sorted(name for name, value in numbers.items() if value is not None and name not in must | may | _COMMON)
+    unknown = sorted((name, value) for name, value in numbers.items() if name not in must | may | _COMMON)
     if unknown and kind != "default":
-        fields.refuse(f"{kind} rope with {unknown[0]}={numbers[unknown[0]]!r}", f"{sorted(must | may)}")
+        fields.refuse(f"{kind} rope with {unknown[0][0]}={unknown[0][1]!r}", f"{sorted(must | may)}")
     return _rope(kind, theta, float(share), numbers, fields.need("max_position_embeddings"))
 
 
-def _rope(kind: str, theta: float, partial: float, numbers: Mapping[str, Any], context: int) -> RopeConfig:
+def _rope(kind: str, theta: float, partial: float, numbers: Fields, context: int) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta, partial=partial)
-    factor = float(numbers["factor"])
+    factor = numbers.number("factor", None)
     if kind == "linear":
         return RopeConfig(theta, kind, factor, partial=partial)
-    original = int(numbers.get("original_max_position_embeddings") or context)
+    original = numbers.whole("original_max_position_embeddings", context)
     if kind == "llama3":
-        low, high = float(numbers["low_freq_factor"]), float(numbers["high_freq_factor"])
+        low = numbers.number("low_freq_factor", None)
+        high = numbers.number("high_freq_factor", None)
+        if high <= low:
+            numbers.refuse(f"low_freq_factor={low:g}, high_freq_factor={high:g}", "the second above the first")
         return RopeConfig(theta, kind, factor, low, high, original, partial=partial)
     return RopeConfig(
         theta,
         kind,
         factor,
         original_context_length=original,
-        beta_fast=float(numbers.get("beta_fast") or 32),
-        beta_slow=float(numbers.get("beta_slow") or 1),
-        truncate=bool(numbers.get("truncate", True)),
+        beta_fast=numbers.number("beta_fast", 32),
+        beta_slow=numbers.number("beta_slow", 1),
+        truncate=numbers.flag("truncate", True),
         attention_factor=_attention_factor(factor, numbers),
         partial=partial,
     )
 
 
-def _attention_factor(factor: float, numbers: Mapping[str, Any]) -> float:
+def _attention_factor(factor: float, numbers: Fields) -> float:
     """YaRN's temperature (arXiv 2309.00071, section 3.4), which cos and sin carry."""
     if numbers.get("attention_factor") is not None:
-        return float(numbers["attention_factor"])
-    mscale, over = numbers.get("mscale"), numbers.get("mscale_all_dim")
+        return numbers.number("attention_factor", None)
+    mscale, over = _of_scores(numbers, "mscale"), _of_scores(numbers, "mscale_all_dim")
     return _mscale(factor, mscale) / _mscale(factor, over) if mscale and over else _mscale(factor, 1.0)
 
 
 def score_scale(fields: Fields) -> float:
     """What YaRN makes scores larger by in latent attention, beside what cos and sin carry (DeepSeek-V2's code)."""
-    numbers = {**fields.numbers("rope_scaling"), **fields.numbers("rope_parameters")}
-    return _mscale(float(numbers.get("factor") or 1.0), float(numbers.get("mscale_all_dim") or 0.0)) ** 2
+    numbers = fields.within("rope_scaling", "rope_parameters")
+    return _mscale(numbers.number("factor", 1.0), _of_scores(numbers, "mscale_all_dim")) ** 2
+
+
+def _of_scores(numbers: Fields, name: str) -> float:
+    """0 stands for none."""
+    return numbers.number(name, None) if numbers.get(name, 0) != 0 else 0.0
 
 
 def _mscale(factor: float, mscale: float) -> float:
