@@ -20,9 +20,9 @@ from tests.order import ByFile, place
 from tests.search import load_profile
 from tests.servers import OwnStore, PostgresServer, postgres_server, redis_server
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: one of several processes that share the cores. Threads that spin would take them away.
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+# Before torch is imported: threads that spin would take the cores from the other processes that share them. A test of
+# several threads says how many.
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
 #: Processes that tests start import what the tests import: this checkout's packages, whatever is installed.
 CHECKOUT = Path(__file__).parents[1]

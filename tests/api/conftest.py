@@ -60,6 +60,18 @@ class World:
         self.key = database.write_now(lambda session: create_key(session, "acme"))
         self.other_key = database.write_now(lambda session: create_key(session, "rival"))
 
+    @property
+    def journal(self) -> Journal:
+        """That of one process."""
+        assert isinstance(self.service.journal, Journal)
+        return self.service.journal
+
+    @property
+    def state(self) -> Any:
+        """Of the application."""
+        assert isinstance(self.http.app, FastAPI)
+        return self.http.app.state
+
     def call(self, method: str, path: str, *, key: str | None = None, **options: Any) -> Any:
         headers = {"x-api-key": key or self.key, **options.pop("headers", {})}
         return self.http.request(method, f"/api/v1/{path}", headers=headers, **options)
@@ -99,8 +111,8 @@ class World:
         done = Done(request_id, payload, facts)
 
         async def settle() -> None:
-            self.service.journal.finish(done)
-            await self.service.journal.flush()
+            self.journal.finish(done)
+            await self.journal.flush()
 
         self.http.portal.call(settle)  # type: ignore[union-attr]
 

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import create_engine, func, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 
 from api.cli import weftd
 from api.server.serve import open_database
@@ -45,7 +46,7 @@ def fill(database: Database, data_dir: Path) -> None:
     with FolderBlobs(data_dir / "blobs").new_folder("weights/one") as folder:
         (folder / "adapter.bin").write_bytes(b"weights")
 
-    def write(session: object) -> None:
+    def write(session: Session) -> None:
         org = organisations.organisation_named(session, "acme")
         organisations.set_status(session, org, "past_due")
         session.add(session_row(org.id, NOW))

@@ -17,17 +17,23 @@ from safetensors.numpy import load, save_file
 from scheduler.journal.rows import plan_of
 from scheduler.order.plans import Save
 from store import tables
+from store.blobs.folder import FolderBlobs
 from tests.api.conftest import MODEL, World
 
 AGE_KEY = str(pyrage.x25519.Identity.generate().to_public())
 SSH_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
 
 
+def folders(world: World) -> FolderBlobs:
+    assert isinstance(world.service.blobs, FolderBlobs)
+    return world.service.blobs
+
+
 def folder_of(world: World, path: str) -> Path:
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     with world.database.read() as session:
         row = session.query(tables.Checkpoint).filter_by(run_id=run_id, kind=kind, name=name).one()
-    return world.service.blobs.folder(row.ref)
+    return folders(world).folder(row.ref)
 
 
 def route(path: str) -> str:
@@ -68,7 +74,7 @@ class TestExternalWeights:
             assert world.http.get(changed).status_code == 403
         world.call("DELETE", route(path))
         assert world.http.get(url).status_code == 404
-        assert not world.service.blobs.exists("weights") or not list(world.service.blobs.path("weights").iterdir())
+        assert not folders(world).exists("weights") or not list(folders(world).path("weights").iterdir())
 
     def test_only_exports_have_links_and_only_for_their_owner(self, world: World) -> None:
         run = world.run()

@@ -26,8 +26,8 @@ def poll(world: World, sampler_id: str, cursor: int = 0, client: int = 0, **more
 
 def fail(world: World, request_id: str, why: str) -> None:
     async def settle() -> None:
-        world.service.journal.finish(Done(request_id, failure=Failure(why, "user")))
-        await world.service.journal.flush()
+        world.journal.finish(Done(request_id, failure=Failure(why, "user")))
+        await world.journal.flush()
 
     world.http.portal.call(settle)  # type: ignore[union-attr]
 
@@ -114,7 +114,7 @@ def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
     world.finish(first, b"1", sample=1)
     cursor = poll(world, sampler_id)["cursor"]
     world.finish(second, b"2", sample=1)
-    world.service.journal.completions = LocalFeeds()
+    world.journal.completions = LocalFeeds()
     told = [completion["request_id"] for completion in poll(world, sampler_id, cursor)["completions"]]
     assert second in told
 

@@ -78,12 +78,12 @@ def test_operations_name_a_loss_of_their_own_session(world: World) -> None:
         (run, {"loss_id": 3.0}, "its loss_id alone"),
         (run, config | {"beta": 1.0}, "its loss_id alone"),
     ):
-        number = 2 if target == other else world.service.journal.training.runs[run].next_seq
+        number = 2 if target == other else world.journal.training.runs[run].next_seq
         number = 1 if target == other else number
         reply = world.train(batch(target, number, data, loss_fn="custom", loss_fn_config=dict(wrong)))
         assert words in world.error(reply["request_id"])
     two = [datum([1, 2], target_tokens=[[1, 2], [3, 4]], weights=[[1.0, 1.0], [1.0, 1.0]])]
-    number = world.service.journal.training.runs[run].next_seq
+    number = world.journal.training.runs[run].next_seq
     reply = world.train(batch(run, number, two, loss_fn="custom", loss_fn_config=config))
     assert "declared rank 1" in world.error(reply["request_id"])
 

@@ -17,7 +17,8 @@ from api.server.serve import CannotServe, serve
 from scheduler.jobs.catalogue import JOBS
 from store.settings import PaymentsSettings, Settings
 from tests.fakestripe import FakeStripe, fake_stripe
-from tests.fakestripe.server import WEBHOOK_SECRET, Front
+from tests.fakestripe.app import Front
+from tests.fakestripe.server import WEBHOOK_SECRET
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_polls_that_find_something_are_not(world: World) -> None:
     run = world.run()
     request_id = world.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {"learning_rate": 1e-3}})
     world.finish(request_id["request_id"])
-    world.service.journal.answers.clear()  # type: ignore[attr-defined]
+    world.journal.answers.clear()  # type: ignore[attr-defined]
     statuses = {world.outcome(request_id["request_id"]).status_code for _ in range(20)}
     assert statuses <= {200, 408}
 

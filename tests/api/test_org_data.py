@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from api.cli import weftd
 from billing.metering.charges import Charge, settle
@@ -43,7 +44,7 @@ def work(database: Database, blobs: Blobs, name: str, weights: str, *emails: str
     blobs.put(f"runs/{name}:train:0/state-1", b"state")
     (blobs.root.parent / "telemetry" / "2026-11-22").mkdir(parents=True, exist_ok=True)
 
-    def write(session: object) -> str:
+    def write(session: Session) -> str:
         org = organisations.organisation_named(session, name)
         for email in emails:
             organisations.add_member(session, org.id, email, "owner")
@@ -124,7 +125,7 @@ def test_a_deletion_leaves_the_books_the_trail_and_the_neighbours(
 ) -> None:
     acme, globex = two
 
-    def copied(session: object) -> None:  # as a copy of a published checkpoint does
+    def copied(session: Session) -> None:  # as a copy of a published checkpoint does
         row = session.get(Checkpoint, "globex")
         row.ref = "weights/acme"
 
@@ -165,7 +166,7 @@ def test_a_deletion_leaves_the_books_the_trail_and_the_neighbours(
 
 
 def test_what_goes_on_is_not_deleted(two: tuple[str, str], database: Database, tmp_path: Path) -> None:
-    def revive(session: object) -> None:
+    def revive(session: Session) -> None:
         session.get(tables.Session, "acme").state = "active"
 
     database.write_now(revive)

@@ -19,7 +19,7 @@ MADE = re.compile(r"[0-9a-f]{32}")
 
 
 def traffic(world: World) -> Traffic:
-    found: Traffic = world.http.app.state.traffic
+    found: Traffic = world.state.traffic
     return found
 
 

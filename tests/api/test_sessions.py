@@ -169,7 +169,7 @@ class TestReaping:
         parked = world.train(batch(run, 2))["request_id"]
         age(world.database, session, 5)
         assert self.reap(world, hours=5) == [session]
-        world.http.portal.call(world.service.journal.flush)  # type: ignore[union-attr,call-arg]
+        world.http.portal.call(world.journal.flush)  # type: ignore[union-attr,call-arg]
         assert "session ended before operation 1" in world.error(parked)
 
     def test_an_expired_session_stays_expired(self, world: World) -> None:

@@ -12,7 +12,7 @@ from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResu
 
 from api.operations import streaming
 from api.operations.streaming import TOLD_AT_ONCE, drawn, rest_of
-from scheduler.journal.samples.streams import TokenStream
+from scheduler.journal.samples.streams import TokenStream, cut
 from scheduler.links.messages import DrawnTokens
 
 MANY = 3 * TOLD_AT_ONCE + 7
@@ -47,7 +47,7 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
     result = SampleResult([finished(0), finished(1)])
     stream = TokenStream()
     if drawn_before:
-        stream.hear([streaming.cut(whole(0), 0, drawn_before)])
+        stream.hear([cut(whole(0), 0, drawn_before)])
 
     async def sampled(*_: object) -> SampleResult:
         await asyncio.sleep(0)

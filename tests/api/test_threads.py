@@ -23,7 +23,7 @@ from api.state.service import WORKS_AT_ONCE
 from store import curves, tables
 from store.database.caller import Caller, become
 from tests.api.conftest import World
-from tests.api.test_quotas import org_id_of
+from tests.tenancy.conftest import org_id_of
 
 #: More than there are threads.
 MANY = 60

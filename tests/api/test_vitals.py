@@ -75,7 +75,7 @@ def test_every_line_is_one_of_the_format(world: World, tmp_path: Path) -> None:
         gate.enter("10.0.0.1")
     gate.leave("10.0.0.1")
     gate.refused[503] += 1
-    text = render(Meters(), {}, NOTHING, vitals(world.http.app.state.traffic, gate, {}, tmp_path))
+    text = render(Meters(), {}, NOTHING, vitals(world.state.traffic, gate, {}, tmp_path))
     families = list(text_string_to_metric_families(text))
     names = [family.name for family in families]
     assert len(names) == len(set(names))

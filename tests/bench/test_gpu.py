@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from bench import gpu
+from bench.parts.gpu_measure import distinct_adapters, seconds_of
+from workers.model.adapters.adapter import Adapter, AdapterShape
 
 
 def test_parameters_of_the_published_shape() -> None:
@@ -34,9 +36,9 @@ def test_tokens_are_shared_evenly() -> None:
 
 
 def test_adapters_that_fit() -> None:
-    assert gpu.distinct_adapters(64, 10, 1000, reserve_bytes=200) == 40
-    assert gpu.distinct_adapters(8, 10, 1000, reserve_bytes=200) == 8
-    assert gpu.distinct_adapters(8, 10, 100, reserve_bytes=200) == 1
+    assert distinct_adapters(64, 10, 1000, reserve_bytes=200) == 40
+    assert distinct_adapters(8, 10, 1000, reserve_bytes=200) == 8
+    assert distinct_adapters(8, 10, 100, reserve_bytes=200) == 1
 
 
 def test_report() -> None:
@@ -50,9 +52,9 @@ def test_report() -> None:
 def test_a_step_of_the_tiny_shape() -> None:
     cpu = torch.device("cpu")
     decoder = gpu.random_decoder(gpu.SHAPES["tiny"], cpu, torch.float32)
-    shape = gpu.AdapterShape(decoder.config, 4)
-    adapters = [gpu.Adapter.init(shape, seed) for seed in range(2)]
-    grads = [gpu.Adapter.zeros(shape) for _ in adapters]
+    shape = AdapterShape(decoder.config, 4)
+    adapters = [Adapter.init(shape, seed) for seed in range(2)]
+    grads = [Adapter.zeros(shape) for _ in adapters]
     gpu.Pass.of(decoder, gpu.lengths_of(30, 3, 8), adapters, grads).step()
     assert all(grad.flat.any() for grad in grads)
     gpu.base_step(decoder, gpu.lengths_of(30, 1, 8))()
@@ -63,7 +65,7 @@ def test_a_step_of_the_tiny_shape() -> None:
 def test_rounds_are_interleaved_and_the_first_is_not_counted() -> None:
     calls: list[str] = []
     works = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
-    assert set(gpu.seconds_of(works, 2, lambda: None)) == {"a", "b"}
+    assert set(seconds_of(works, 2, lambda: None)) == {"a", "b"}
     assert calls == ["a", "b"] * 3
 
 

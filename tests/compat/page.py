@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.compat import loaders
-from tests.compat.tour import RESULTS, ROOT
+from tests.compat.environments import ROOT
+from tests.compat.tour import RESULTS
 from tests.cookbook.recipes import RECIPES
 from tests.rl_packages.environment import ENVIRONMENTS
 

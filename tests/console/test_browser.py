@@ -16,9 +16,9 @@ from weft.money import usd
 
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
-from tests.console.conftest import UNDRAWN, WATCH, Console, Open, take_cards
+from tests.console.conftest import CHROMIUM, UNDRAWN, WATCH, Console, Open, take_cards
 from tests.console.provider import provider_process
-from tests.console.screenshots import CHROMIUM, everywhere, sign_in
+from tests.console.screenshots import everywhere, sign_in
 from tests.console.sso import person, take_provider
 from tests.fakestripe import fake_stripe
 

@@ -21,7 +21,8 @@ from starlette.requests import Request
 from tests.api.conftest import World, card, settings, world
 from tests.e2e.conftest import Weftd
 from tests.e2e.raw import RawClient
-from tests.fakestripe.server import WEBHOOK_SECRET, Front
+from tests.fakestripe.app import Front
+from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
 
 __all__ = ["card", "settings", "world"]

@@ -16,7 +16,8 @@ import tinker
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 from tests.e2e.data import ADAM, supervised
 from tests.fakestripe import FakeStripe, fake_stripe
-from tests.fakestripe.server import WEBHOOK_SECRET, Front
+from tests.fakestripe.app import Front
+from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
 
 pytestmark = pytest.mark.server

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.truth.search import Bench
 from tests.truth.world import Ground
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
-def ground(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Ground:
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("ground"))
 
 

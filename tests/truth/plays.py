@@ -34,6 +34,7 @@ from tests.truth.programs import Operation, Planned, SaveSampler, steps_of
 from tests.truth.schedules import PATIENT, Schedule
 from tests.truth.world import Ground, World
 from workers.trainer import computing
+from workers.trainer.microbatch import run_microbatch
 
 
 @dataclass
@@ -218,7 +219,6 @@ def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
     """Computing more than `most_tokens` at once (0: anything goes) runs out of memory, when part of a gradient is there
     already: half of the parts are computed, and nothing is right any more."""
     counts: Counter[str] = Counter()
-    real = computing.run_microbatch
 
     def run(decoder: Any, parts: Any, *, trains: bool) -> None:
         if most_tokens and len(parts) > 1 and sum(part.tokens for part in parts) > most_tokens:
@@ -227,7 +227,7 @@ def little_memory(most_tokens: int) -> Iterator[Counter[str]]:
                 if part.progress.grad is not None:
                     part.progress.grad.flat.add_(1.0)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        real(decoder, parts, trains=trains)
+        run_microbatch(decoder, parts, trains=trains)
 
     with mock.patch.object(computing, "run_microbatch", run):
         yield counts

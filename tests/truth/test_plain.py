@@ -204,11 +204,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weftd]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for the cores that the service computes on
-    yield load_base(BASE_FOLDER)
-    torch.set_num_threads(threads)
+def model() -> Any:
+    return load_base(BASE_FOLDER)
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ class Server:
         blobs.clear_unfinished()
         room = Room(world.folder, clock=world.loop.time)
         self.journal = Journal(self.database, blobs, world.ground.prices, room=room)
-        self.desks = {
+        self.desks: dict[Role, TrainerDesk | SampleDesk] = {
             "trainer": TrainerDesk(self.journal.training, schedule.pass_tokens),
             "generator": SampleDesk(self.journal),
         }

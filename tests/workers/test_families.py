@@ -3,7 +3,7 @@ model of each. tests/workers/model/test_decoder.py holds their logits, test_lora
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,6 @@ class Tiny:
     @property
     def vocab(self) -> int:
         return self.decoder.config.vocab_size
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=EACH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import signal
 import socket
 import struct
@@ -239,7 +240,7 @@ time.sleep(60)
     ],
 )
 def test_memory_is_counted_whatever_a_process_says_of_itself(before: str, child: str) -> None:
-    if local.platform.machine() == "aarch64":
+    if platform.machine() == "aarch64":
         child = child.replace("syscall(60)", "syscall(93)")
     done = python(CROWD.format(before=before, child=child), time_s=3)
     assert done.limit == "memory", done
@@ -513,7 +514,7 @@ def test_the_filter_answers_each_call(machine: str, mmap: int, sockets: tuple[in
 
 
 def test_a_machine_without_a_filter_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.platform, "machine", lambda: "vax")
+    monkeypatch.setattr(platform, "machine", lambda: "vax")
     with pytest.raises(CannotIsolateError, match="vax"):
         asyncio.run(rl.sandboxes.Local().create())
 

@@ -42,14 +42,6 @@ def url() -> Iterator[str]:
         yield own
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     return load_decoder(Path(workers.model.tiny.__file__).parent / "weights", torch.float32, torch.device("cpu"))

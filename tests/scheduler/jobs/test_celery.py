@@ -23,7 +23,8 @@ from store.database.db import Database
 from store.tables import JobRun
 from tests.billing.payments.kit import Payments
 from tests.fakestripe import FakeStripe, fake_stripe
-from tests.fakestripe.server import WEBHOOK_SECRET, Front
+from tests.fakestripe.app import Front
+from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.scheduler.jobs.proxy import Proxy, proxy
 from tests.servers import OwnRedis
 

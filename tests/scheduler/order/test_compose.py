@@ -47,7 +47,7 @@ def light(org: str, run: str, cost: int, **more: Any) -> tuple[str, Piece, int]:
 
 
 def taken(queue: FairTree[Any], **more: Any) -> list[tuple[str, int]]:
-    return [(piece.run, piece.tokens) for piece in compose(queue, ["m"], BUDGET, **more)]
+    return [(unit.send.run_id, unit.tokens) for unit in compose(queue, ["m"], BUDGET, **more)]
 
 
 def test_the_room_beyond_the_budget() -> None:
@@ -106,8 +106,8 @@ def test_no_rider_passes_the_work_before_it() -> None:
 @pytest.mark.parametrize("kind", [heavy, light])
 def test_a_suspect_travels_alone(kind: Any) -> None:
     first = queue_of(kind("x", "a", 10, suspect=True), heavy("y", "b", 10))
-    assert [piece.run for piece in compose(first, ["m"], BUDGET)] == ["a"]
-    assert [piece.run for piece in compose(first, ["m"], BUDGET)] == ["b"]
+    assert [unit.send.run_id for unit in compose(first, ["m"], BUDGET)] == ["a"]
+    assert [unit.send.run_id for unit in compose(first, ["m"], BUDGET)] == ["b"]
     later = queue_of(heavy("x", "a", 10), kind("x", "a", 10, suspect=True), heavy("x", "a", 10))
     assert [piece.suspect for piece in compose(later, ["m"], BUDGET)] == [False]
     assert [piece.suspect for piece in compose(later, ["m"], BUDGET)] == [True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -21,14 +21,6 @@ VOCAB = 97
 
 #: Makes an engine; keyword arguments are those of TorchEngine (slots, context, ...).
 EngineFactory = Callable[..., Engine]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

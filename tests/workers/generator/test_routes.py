@@ -15,7 +15,6 @@ from weft.wire.binary.sample_codec import SequenceResult
 from tests.workers.generator.conftest import EOS, EngineFactory, run
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model import decoder as decoder_module
 from workers.model.adapters.adapter import load_adapter
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
@@ -35,7 +34,7 @@ def other_routers() -> Iterator[None]:
         return scores.gather(dim, chosen), chosen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_module.torch, "topk", topk)
+        patch.setattr(torch, "topk", topk)
         patch.setattr("workers.model.parts.router.packed", lambda _: None)  # the kernel chooses by itself
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from workers.generator import forward
 from workers.generator.cache import prefix_cache
+from workers.generator.cache.kv_cache import copy_pages
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.requests.progress import SequenceProgress
 from workers.generator.requests.seating import Seating
@@ -137,7 +139,7 @@ def test_a_step_that_raises_costs_only_the_culprit(
     work = getattr(forward, stage)
 
     def breaks(decoder: Decoder, cache: object, batch: object) -> object:
-        rows = batch.rows if isinstance(batch, forward.DecodePlan) else batch
+        rows: Any = batch.rows if isinstance(batch, forward.DecodePlan) else batch
         owners = [getattr(row, "owner", row) for row in rows]
         if any(len(owner.request.prompt) == 13 for owner in owners):
             raise RuntimeError("out of luck")
@@ -187,7 +189,7 @@ def test_a_sequence_that_has_ended_goes_no_further_though_its_routes_are_lost(
 def test_what_of_a_prompt_could_not_be_kept_is_computed_again(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures, copy_pages = list[str](), prefix_cache.copy_pages
+    failures = list[str]()
 
     request = ask("r", 70, SamplingParams(max_tokens=9, seed=1))
     expected = run(make(decoder), request)["r"]

@@ -202,7 +202,8 @@ def test_owned_experts_are_those_of_one_process(dtype: torch.dtype, alone: None)
 def alone() -> Iterator[None]:
     """The only process of a group."""
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

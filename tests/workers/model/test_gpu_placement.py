@@ -99,7 +99,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
         return names, np.array(has, dtype=np.int64), np.array(has, dtype=np.bool_)
 
     monkeypatch.setattr(segments, "_addresses", addresses)
-    monkeypatch.setattr(segments.torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
+    monkeypatch.setattr(torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from workers.model import isolation
 from workers.model.config import GateConfig
 from workers.model.isolation import Isolation, choose, once, probe
+from workers.model.native.build import library
 from workers.model.parts.gated_delta import GatedDelta
 
 CPU = torch.device("cpu")
@@ -263,7 +264,7 @@ def test_a_finding_holds_for_weights_of_its_shapes_and_types(monkeypatch: pytest
     probe(decoder(plain), tmp_path)
     monkeypatch.setattr(isolation, "library", lambda source: None if source.name == "recur.c" else source)
     probe(decoder(plain), tmp_path)
-    assert len(trials) == 4 + (isolation.library(Path("any")) is not None)
+    assert len(trials) == 4 + (library(Path("any")) is not None)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from scheduler.links.messages import OpKind, Pass
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, output, rl_data, sliced
 from workers.trainer import computing
+from workers.trainer.microbatch import run_microbatch
 
 
 def spoilt(field: str, value: float):
@@ -115,7 +116,7 @@ def test_exception_in_a_shared_microbatch_fails_the_guilty_one(worlds, monkeypat
     bench.ok(bench.create("g"))
     slices = sliced(whole[0], 1, 2)
     bench.ok(slices[0])
-    monkeypatch.setattr(computing, "run_microbatch", _raise_in_backward(computing.run_microbatch))
+    monkeypatch.setattr(computing, "run_microbatch", _raise_in_backward)
     guilty = bench.fb("g", ce_data([5], seed=4))
     done = bench.go(slices[1], guilty, slices[2])
     assert done[guilty.op_id].failure.message == "RuntimeError: boom"
@@ -125,17 +126,13 @@ def test_exception_in_a_shared_microbatch_fails_the_guilty_one(worlds, monkeypat
     assert bench.run("g").grad is None
 
 
-def _raise_in_backward(real):
+def _raise_in_backward(decoder, parts, *, trains):
     """As a failure half way through the backward: arenas spoilt, no results added."""
-
-    def run(decoder, parts, *, trains):
-        if any(part.progress.op.run_id == "g" for part in parts):
-            for part in parts:
-                part.progress.grad.flat.add_(1.0)
-            raise RuntimeError("boom")
-        real(decoder, parts, trains=trains)
-
-    return run
+    if any(part.progress.op.run_id == "g" for part in parts):
+        for part in parts:
+            part.progress.grad.flat.add_(1.0)
+        raise RuntimeError("boom")
+    run_microbatch(decoder, parts, trains=trains)
 
 
 def test_unknown_run_and_model_are_the_services_errors(bench: Bench) -> None:
@@ -167,23 +164,20 @@ def test_bad_adam_params_leave_the_run_as_it_was(worlds) -> None:
         assert torch.equal(x, y)
 
 
-def test_done_comes_as_soon_as_its_microbatch_is_over(make_bench) -> None:
+def test_done_comes_as_soon_as_its_microbatch_is_over(make_bench, monkeypatch) -> None:
     bench = make_bench(microbatch_tokens=10)
     bench.ok(bench.create("a"), bench.create("b"))
     quick, long = bench.fb("a", ce_data([10], 0)), bench.fb("b", ce_data([10] * 3, 0))
     order: list[str] = []
     seen: list[int] = []
-    real = computing.run_microbatch
 
     def count(*args, **kwargs):
         seen.append(len(order))
-        real(*args, **kwargs)
+        run_microbatch(*args, **kwargs)
 
-    computing.run_microbatch, saved = count, computing.run_microbatch
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(computing, "run_microbatch", count)
         bench.trainer.execute(Pass(1, MODEL, [quick, long]), lambda m: order.append(type(m).__name__))
-    finally:
-        computing.run_microbatch = saved
     assert seen == [0, 1, 1, 1]
     assert order == ["Done", "Done", "PassOver"]
 

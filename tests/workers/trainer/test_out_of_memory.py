@@ -12,6 +12,7 @@ from scheduler.links.messages import SetAside
 from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, rl_data, sliced
 from workers.model.memory import is_out_of_memory
 from workers.trainer import computing
+from workers.trainer.microbatch import run_microbatch
 from workers.trainer.runs import arena as runs_arena
 
 ERRORS = (
@@ -27,7 +28,6 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most_tokens: int, error: Exception = ERRORS[0]) -> None:
         self.computed: list[int] = []
         self.refused = 0
-        real = computing.run_microbatch
 
         def run(decoder: Any, parts: Any, *, trains: bool) -> None:
             tokens = sum(part.tokens for part in parts)
@@ -38,7 +38,7 @@ class Allocator:
                         part.progress.grad.flat.add_(1.0)
                 raise error
             self.computed.append(tokens)
-            real(decoder, parts, trains=trains)
+            run_microbatch(decoder, parts, trains=trains)
 
         monkeypatch.setattr(computing, "run_microbatch", run)
 

@@ -16,7 +16,6 @@ from weft.wire.binary.codec import ArrayDatum
 from weft.wire.checks.losses import ROUTES
 
 from tests.workers.trainer.kit import Bench, ce_data, output
-from workers.model import decoder as decoder_module
 from workers.model.decoder import Decoder, PackedAttend
 
 LENGTHS = [9, 4]
@@ -49,7 +48,7 @@ def other_routers(seed: int) -> Iterator[None]:
         return scores.gather(dim, chosen), chosen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_module.torch, "topk", topk)
+        patch.setattr(torch, "topk", topk)
         yield
 
 

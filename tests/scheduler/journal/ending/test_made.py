@@ -13,7 +13,8 @@ from sqlalchemy import update
 from billing.prices import KINDS, load_prices
 from scheduler.journal.accepting.acceptance import Taking, insert_all
 from scheduler.journal.ending import settlement
-from scheduler.journal.ending.settlement import JSON, PROTOBUF, Ending, Settlement, result_of
+from scheduler.journal.ending.outcomes import JSON
+from scheduler.journal.ending.settlement import PROTOBUF, Ending, Settlement, result_of
 from scheduler.links.messages import Done, Failure, OpKind, RunSpec
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, Load, NewSampler, Plan, Save, Source

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
-from workers.generator import torch_engine
+from workers.generator import forward, torch_engine
 from workers.generator.attention.decode_attend import DecodeAttend
 from workers.generator.cache import prefix_cache
-from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
+from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, copy_pages
 from workers.generator.cache.prefix_cache import PrefixCache
 from workers.generator.forward import DecodePlan
 from workers.generator.gpu import ahead as ahead_module
@@ -32,7 +32,8 @@ from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps
 from workers.generator.requests.progress import RequestProgress, SequenceProgress
 from workers.generator.requests.seating import Seating
-from workers.generator.tokens.sampling import Draw
+from workers.generator.tokens.prompt_scores import land
+from workers.generator.tokens.sampling import Draw, chosen, sample
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter
 from workers.model.lora_rows import LoraRows
@@ -228,7 +229,7 @@ def failing(faults: Faults) -> Iterator[None]:
             patch.setattr(prefix_cache, "copy_pages", copy)
             saved(self, *args)
 
-    saved, copied, taken = PrefixCache.save, prefix_cache.copy_pages, KVCache.take_out
+    saved, copied, taken = PrefixCache.save, copy_pages, KVCache.take_out
     accepted, received, _put = SequenceProgress.accept, Seating.routes, step_module._put
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "READ_WAIT_S", 0)
@@ -239,14 +240,14 @@ def failing(faults: Faults) -> Iterator[None]:
         patch.setattr(HostStep, "load", _failing(faults, "sending adapters", HostStep.load))
         patch.setattr(HostStep, "compute", _failing(faults, "launching", HostStep.compute))
         patch.setattr(DecodeSteps, "__call__", _failing(faults, "after a launch", DecodeSteps.__call__, after=True))
-        patch.setattr(ahead_module, "chosen", _failing(faults, "choosing", ahead_module.chosen))
+        patch.setattr(ahead_module, "chosen", _failing(faults, "choosing", chosen))
         patch.setattr(Flight, "draws", _failing(faults, "receiving", Flight.draws))
-        patch.setattr(torch_engine, "sample", _failing(faults, "drawing", torch_engine.sample))
-        patch.setattr(torch_engine, "land", _failing(faults, "receiving scores", torch_engine.land))
+        patch.setattr(torch_engine, "sample", _failing(faults, "drawing", sample))
+        patch.setattr(torch_engine, "land", _failing(faults, "receiving scores", land))
         patch.setattr(KVCache, "copy", _failing(faults, "copying a page", KVCache.copy, times=10))
         patch.setattr(KVCache, "take_out", take_out)
         patch.setattr(PrefixCache, "save", save)
         patch.setattr(SequenceProgress, "accept", accept)
         patch.setattr(Seating, "routes", routes)
-        patch.setattr(torch_engine.forward, "prefill", _failing(faults, "prefill", torch_engine.forward.prefill))
+        patch.setattr(forward, "prefill", _failing(faults, "prefill", forward.prefill))
         yield

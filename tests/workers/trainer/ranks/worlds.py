@@ -41,10 +41,12 @@ from workers.model.owned.load import is_of_experts, load_owned
 from workers.model.owned.owner import Owner
 from workers.model.owned.travel import Travel
 from workers.trainer import computing
+from workers.trainer.microbatch import run_microbatch
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Base, Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.ranks.process import map_together, mesh_of
+from workers.trainer.ranks.spread import spread
 from workers.trainer.trainer import Trainer
 
 #: The rank of each run. "few" leave ranks without any.
@@ -182,7 +184,6 @@ def recomputed(rank: int) -> Iterator[None]:
 @contextmanager
 def short_of_memory(rank: int) -> Iterator[None]:
     """Memory runs out in the middle of a forward on one rank, and of a backward on the other, above 40 tokens."""
-    real = computing.run_microbatch
 
     def run(decoder: Any, parts: Any, *, trains: bool) -> None:
         def fail(*_: Any) -> None:
@@ -192,12 +193,12 @@ def short_of_memory(rank: int) -> Iterator[None]:
             out.register_hook(fail)
 
         if sum(part.tokens for part in parts) <= 40 or len(parts) == 1:
-            real(decoder, parts, trains=trains)
+            run_microbatch(decoder, parts, trains=trains)
             return
         layer = decoder.layers[rank % len(decoder.layers)]
         handle = layer.register_forward_hook(late if trains and rank % 2 else fail)
         try:
-            real(decoder, parts, trains=trains)
+            run_microbatch(decoder, parts, trains=trains)
         finally:
             handle.remove()
 
@@ -281,7 +282,7 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
         with ExitStack() as stack:
             if fault is not None:
                 stack.enter_context(fault(group.rank))
-            stack.enter_context(patch.object(guests, "spread", counted(guests.spread, moved)))
+            stack.enter_context(patch.object(guests, "spread", counted(spread, moved)))
             found = play(group, base, wanted, folder / name, bounds, steps)
         if group.leads:
             found |= {
