@@ -345,7 +345,8 @@ def test_an_evaluation_takes_a_run_or_any_sampler(service: weft.ServiceClient) -
     run = fresh(service)
     path = run.save_weights_for_sampler("evaluated").result().path
     greedy = rl.Evaluation(ONE_TURN, tasks=sums(4), sampling=SamplingParams(temperature=0.0))
-    same = [run, service.create_sampling_client(model_path=path), service.create_sampling_client(base_model=BASE_MODEL)]
+    samplers = service.create_sampling_client(model_path=path), service.create_sampling_client(base_model=BASE_MODEL)
+    same: list[weft.TrainingClient | weft.SamplingClient] = [run, *samplers]
     found = [asyncio.run(rl.evaluate(weights, greedy)) for weights in same]
     assert found[0].keys() == {"eval/reward"}
     assert found == [found[0]] * 3

@@ -63,12 +63,12 @@ async def evaluate(
     is taken, or any sampler: `service.create_sampling_client(model_path=...)`. Tasks whose rollouts take sandboxes wait
     for `room` (by default all that the quota leaves). Raises what any other rollout would meet, too: a budget that is
     spent, a key that is refused."""
-    policy = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
+    of = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()
 
     async def one(number: int, task: Any) -> list[Any]:
-        chats = [Chat(policy, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
+        chats = [Chat(of, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
         try:
             async with room:
                 return list(await evaluation.env.group(task, chats))
