@@ -3,6 +3,8 @@ ask for a path that is not there, anywhere."""
 
 from __future__ import annotations
 
+from functools import cache
+
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
 
@@ -91,5 +93,6 @@ async def nowhere(path: str) -> HTMLResponse:
     raise NotFound(f"there is no page {quote('/' + path)} in the console")
 
 
+@cache
 def _files() -> frozenset[str]:
     return frozenset(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())

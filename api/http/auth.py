@@ -16,7 +16,9 @@ from sqlalchemy.orm import Session
 from api.errors import Forbidden, InvalidToken, Unauthenticated
 from api.state.remembered import Remembered
 from api.state.service import service_of
-from api.who.principal import Principal, principal_of
+from api.state.threads import check_line
+from api.who.principal import ENDED, Principal, principal_of
+from api.who.signing import LinkRefused
 from api.who.tokens import PREFIX as TOKEN_PREFIX
 from api.who.tokens import BadToken
 from store import logs, tables
@@ -59,12 +61,28 @@ async def key_holder(request: Request) -> Principal:
     return admit(request, await _by_key(request, secret, remembered=False))
 
 
+async def link_holder(request: Request) -> Principal:
+    """The holder of a signed link (`api.who.signing`) reads as the key that asked for it, as long as that is good. For
+    `Depends`."""
+    key_id = service_of(request).signer.verify(request.scope["path"], request.query_params)
+
+    def read(session: Session) -> Principal | None:
+        key = session.get(tables.ApiKey, key_id)
+        return principal_of(session, key) if key is not None and keys.is_good(key) else None
+
+    found = await _look_up(request, f"link of key {key_id}", read, remembered=True)
+    if found is None:
+        raise LinkRefused("the API key that asked for this link is expired or revoked: ask for a new link with another")
+    return admit(request, found)
+
+
 def admit(request: Request, who: Principal) -> Principal:
     """From here on the request works as `who`: for row-level security, and in the audit log. Raises Forbidden for an
-    organisation that is suspended or closed."""
-    if who.status in ("suspended", "closed"):
+    organisation that is suspended or closed, RateLimited for one that has too many requests waiting."""
+    if who.status in ENDED:
         what = "ask the operator of this server" if who.status == "closed" else "see its billing page or the operator"
         raise Forbidden(f"this organisation is {who.status}: {what}", code=f"organisation_{who.status}")
+    check_line(who.org_id)
     if who.key_id is not None:
         service_of(request).last_used.note(who.key_id)
     address = request.client.host if request.client is not None else None
@@ -127,3 +145,4 @@ async def _look_up(
 PrincipalDep = Annotated[Principal, Depends(principal)]
 PresentPrincipalDep = Annotated[Principal, Depends(present_principal)]
 KeyHolderDep = Annotated[Principal, Depends(key_holder)]
+LinkHolderDep = Annotated[Principal, Depends(link_holder)]

@@ -18,6 +18,7 @@ from api import errors
 from api.console import install as console
 from api.http.auth import KeyCache
 from api.http.direct import Direct
+from api.http.pace import Pace
 from api.http.requests import Requests
 from api.routes.computing import batches, completions, custom_loss, futures, sampling, training
 from api.routes.openai import chat, generate, listing, responses
@@ -34,6 +35,7 @@ from api.server.workers.worker_process import WorkerProcess
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
 from api.state.traffic import Traffic
+from api.who.principal import Principal
 from billing.money.alerts import read_gauges
 from billing.prices import PriceList
 from scheduler.jobs.catalogue import JOBS
@@ -139,13 +141,18 @@ def parts_of(
 
 
 class Front(FastAPI):
-    """Each request is noted, and the direct routes are called, before FastAPI looks at it."""
+    """Each request is noted, begins when it is its turn, and goes to the direct routes, before FastAPI looks at it."""
 
     def build_middleware_stack(self) -> ASGIApp:
         routers = (futures.router, training.router, batches.router, sampling.router)
         routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
         direct = [route for route in routes if route.endpoint in DIRECT]
-        return Requests(Direct(super().build_middleware_stack(), direct, self.exception_handlers), self.state.traffic)
+        called = Direct(super().build_middleware_stack(), direct, self.exception_handlers)
+        return Requests(Pace(called, self._org_of), self.state.traffic)
+
+    def _org_of(self, digest: str) -> str | None:
+        known: Principal | None = self.state.keys.get(digest)
+        return known.org_id if known is not None else None
 
 
 def front(lifespan: Lifespan | None = None) -> FastAPI:

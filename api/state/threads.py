@@ -1,20 +1,45 @@
 """The threads that requests work in are everybody's: of one organisation a few works are in them at a time, its further
 ones wait, and take no thread from others. Lives in the event loop.
 
-How long a work may take is bounded where it is asked for; here, how many are made at once. It is made although whoever
-asked for it has left.
+How long a work may take is bounded where it is asked for; here, how many are made at once, and how many requests of one
+organisation may wait: when it has so many, in whichever lines, `check_line` refuses further ones where they are let in,
+before anything is done for them. What has been let in is never refused: it may have been computed, and billed. A work
+that has begun is made although whoever asked for it has left.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
+from api.errors import RateLimited
+
 T = TypeVar("T")
+
+#: As many as one address may have connections, unless it is set higher: a client's own burst is not refused. A request
+#: that waits takes some 40 KB.
+MOST_WAITING = 2048
+#: Who finds the line full is told to come again when it has most likely moved on.
+COME_AGAIN_S = 5
+
+_waiting: Counter[str] = Counter()  # by organisation, in all lines of this process
+
+
+def check_line(org_id: str) -> None:
+    """Raises RateLimited for an organisation that has as many requests in line as it may."""
+    if (count := _waiting[org_id]) >= MOST_WAITING:
+        raise RateLimited(
+            f"{count} requests of this organisation wait in line to be worked on, the limit is {MOST_WAITING}: retry "
+            f"in {COME_AGAIN_S} s, and send fewer at the same moment",
+            reason="waiting_requests",
+            retry_after_s=COME_AGAIN_S,
+            scope="organisation",
+        )
 
 
 class Threads:
@@ -27,5 +52,21 @@ class Threads:
         if org_id is None:
             return await run_in_threadpool(work)
         turn = self._turns.setdefault(org_id, asyncio.Semaphore(self.at_once))
-        async with turn:
+        if turn.locked():
+            await _in_line(org_id, turn)
+        else:
+            await turn.acquire()
+        try:
             return await run_in_threadpool(work)
+        finally:
+            turn.release()
+
+
+async def _in_line(org_id: str, turn: asyncio.Semaphore) -> None:
+    _waiting[org_id] += 1
+    try:
+        await turn.acquire()
+    finally:
+        _waiting[org_id] -= 1
+        if not _waiting[org_id]:
+            del _waiting[org_id]

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from api.errors import Invalid, NotFound, quote
 from api.paths import CheckpointPath
-from api.who.principal import Principal, principal_of
+from api.who.principal import ENDED, Principal, principal_of
 from store import tables
 from store.database.caller import unrestricted
 from store.people.keys import find
@@ -116,7 +116,7 @@ def readable_checkpoint(
 def _lender(session: Session, access_token: str) -> Principal:
     """The principal of a key that was sent along to lend weights."""
     lender = principal_of(session, find(session, access_token))
-    if lender is None or not lender.scopes & _LENDING:
+    if lender is None or lender.status in ENDED or not lender.scopes & _LENDING:
         raise Invalid(
             "weights_access_token: not an API key of this server that may read weights (the key of whom they belong to)"
         )

@@ -14,6 +14,9 @@ from store import tables
 from store.people.keys import earlier
 from store.people.roles import BEYOND_A_PROJECT, SCOPES, effective
 
+#: Organisations of these statuses do nothing, by whatever credential.
+ENDED = ("suspended", "closed")
+
 
 @dataclass(frozen=True)
 class RateLimit:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -25,6 +26,10 @@ from bench.parts.serving import BASE_MODEL
 MIB = 1 << 20
 #: Optimizer steps in one attack.
 STEPS = 100
+#: Requests that one attack has open at a time.
+AT_ONCE = 4
+#: Points that one request may log.
+POINTS = 1000
 JSON = {"content-type": "application/json"}
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -50,9 +55,35 @@ class Target:
     def post_packed(self, path: str, body: bytes, headers: dict[str, str]) -> int:
         return self.post(path, packed(body), {**headers, "content-encoding": "zstd"})
 
+    def get_at_once(self, path: str, times: int = AT_ONCE) -> list[int]:
+        """The statuses of so many GETs, all of which are sent before an answer is read."""
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\nConnection: close\r\n\r\n".encode()
+        statuses = []
+        with ExitStack() as stack:
+            connections = [stack.enter_context(socket.create_connection(self.address, 60)) for _ in range(times)]
+            for connection in connections:
+                connection.sendall(head)
+            for connection in connections:
+                statuses.append(int(connection.recv(12, socket.MSG_WAITALL).split()[1]))
+                while connection.recv(MIB):
+                    continue
+        return statuses
+
 
 #: Does it once; the statuses of what was answered.
 Attack = Callable[[Target], list[int]]
+_making = Lock()
+
+
+def one_at_a_time(make: Callable[[Target], str]) -> Callable[[Target], str]:
+    """What an attack needs is made once, whoever of those that attack at once is first."""
+    made = cache(make)
+
+    def of(target: Target) -> str:
+        with _making:
+            return made(target)
+
+    return of
 
 
 @cache
@@ -158,6 +189,40 @@ def tokenized(target: Target) -> list[int]:
     return [target.post("/tokenize", body, JSON) for _ in range(4)]
 
 
+@one_at_a_time
+def _drawn(target: Target) -> str:
+    """A run with a long curve."""
+    run = target.run_id if target.run_id != "none" else new_run(target.url, target.key, BASE_MODEL)
+    for start in range(0, 10 * POINTS, POINTS):
+        points = [{"name": "loss", "step": step, "value": step * 0.1} for step in range(start, start + POINTS)]
+        target.post(f"weft/runs/{run}/metrics", json.dumps({"points": points}).encode(), JSON)
+    return run
+
+
+def many_curves(target: Target) -> list[int]:
+    """A long curve, many times at once."""
+    return target.get_at_once(f"/api/v1/weft/runs/{_drawn(target)}/metrics?name=loss")
+
+
+@one_at_a_time
+def _talked(target: Target) -> str:
+    """A session with large turns: of one prompt many choices, each of which is told with it."""
+    body = {"model": BASE_MODEL, "prompt": list(range(20, 520)) * 2, "max_tokens": 1, "n": 256}
+    for _ in range(4):
+        target.post("/v1/completions", json.dumps(body).encode(), {**JSON, "x-session-id": "talk"})
+    return "talk"
+
+
+def many_turns(target: Target) -> list[int]:
+    """Megabytes of turns, many times at once."""
+    return target.get_at_once(f"/api/v1/weft/turns/{_talked(target)}")
+
+
+def many_lists(target: Target) -> list[int]:
+    """Nothing large; as many at the same moment as a client has connections."""
+    return target.get_at_once("/api/v1/training_runs", 150)
+
+
 def webhook(target: Target) -> list[int]:
     """Anybody's: nothing is signed."""
     return [target.post_packed("stripe/webhook", b"[" * (60 * MIB), JSON)]
@@ -257,6 +322,8 @@ ATTACKS: dict[str, Attack] = {
         many_stops,
         many_tokens,
         tokenized,
+        many_curves,
+        many_turns,
         webhook,
         unknown_polls,
         half_sent_headers,
@@ -265,7 +332,7 @@ ATTACKS: dict[str, Attack] = {
     )
 }
 #: What is accepted, and is to be weighed: these take the machines' time, not the front's. The last leaves most behind.
-WORK: dict[str, Attack] = {attack.__name__: attack for attack in (slow_losses, many_steps)}
+WORK: dict[str, Attack] = {attack.__name__: attack for attack in (many_lists, slow_losses, many_steps)}
 
 
 def new_run(url: str, key: str, base_model: str, rank: int = 8, optimizer: str = "adamw") -> str:

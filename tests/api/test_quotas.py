@@ -13,6 +13,7 @@ import pytest
 import zstandard
 from sqlalchemy import select
 
+from api.routes.openai import turns
 from api.routes.openai.turns import PAGE_BYTES
 from api.state.coming_turns import ComingTurn
 from billing.metering.quotas import QUOTAS
@@ -190,7 +191,7 @@ def test_a_span_that_was_left_open_ends_with_its_samplers(world: World) -> None:
     assert open_spans(world) == {}
 
 
-def test_turns_of_sessions_that_clients_name(world: World) -> None:
+def test_turns_of_sessions_that_clients_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are kept, and those under way at the most that they can be; what is refused is not sampled."""
     org_id = org_id_of(world)
 
@@ -221,6 +222,9 @@ def test_turns_of_sessions_that_clients_name(world: World) -> None:
     assert "3500 bytes of turns" in ask().json()["error"]["message"]
     assert len(world.service.turns_coming) == 1, "what was refused is not coming"
     assert ask(temperature=-1).status_code == ask(model="nobody's").status_code - 4 == 400
+    monkeypatch.setattr(turns, "MOST_READ", 3)
+    reply = ask(n=2)
+    assert (reply.status_code, "would have 4 tokens of prompts" in reply.json()["error"]["message"]) == (400, True)
     # An answer that lists them has so many bytes, and says where the next begins.
     keep(2, PAGE_BYTES)
     keep(3, PAGE_BYTES)

@@ -16,11 +16,11 @@ signer = Signer(b"x" * 32)
 
 
 def query(path: str = PATH, expires: datetime = NOW + timedelta(hours=1)) -> dict[str, str]:
-    return dict(parse_qsl(signer.sign(path, expires)))
+    return dict(parse_qsl(signer.sign(path, expires, 7)))
 
 
 def test_a_link_holds_until_it_expires() -> None:
-    signer.verify(PATH, query(), NOW)
+    assert signer.verify(PATH, query(), NOW) == 7
     signer.verify(PATH, query(), NOW + timedelta(seconds=3599))
     for later in (timedelta(hours=1), timedelta(days=1)):
         with pytest.raises(LinkRefused, match="expired") as refused:
@@ -30,7 +30,15 @@ def test_a_link_holds_until_it_expires() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"expires": "9999999999"}, {"expires": ""}, {"expires": "x"}, {"signature": ""}, {"signature": "é" * 64}],
+    [
+        {"expires": "9999999999"},
+        {"expires": ""},
+        {"expires": "x"},
+        {"key": "8"},
+        {"key": ""},
+        {"signature": ""},
+        {"signature": "é" * 64},
+    ],
 )
 def test_a_changed_link_is_refused(changes: dict[str, str]) -> None:
     with pytest.raises(LinkRefused, match="not one that the server has signed"):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import orjson
 import pytest
 import zstandard
 from sqlalchemy.orm import Session
-from weft.wire.turns import TurnsResponse
+from weft.wire.turns import Turn, TurnsResponse
 
 from api.routes.openai import turns
-from api.routes.runs import metrics
+from api.routes.openai.models import Target
+from api.routes.openai.text import AT_ONCE, in_turn
+from api.routes.runs import metrics, trace
 from api.routes.stored import checkpoints
+from api.state import threads
 from api.state.service import WORKS_AT_ONCE
+from api.who.principal import Principal
 from store import curves, tables
 from store.database.caller import Caller, become
 from tests.api.conftest import World
@@ -68,6 +73,31 @@ def test_who_reads_much_at_once_leaves_threads_to_others(world: World) -> None:
         held.go.set()
         assert await asyncio.gather(*reads) == [True] * MANY
 
+    world.http.portal.call(story)  # type: ignore[union-attr]
+
+
+def test_a_line_has_an_end_and_what_was_let_in_is_done(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, service, org_id = Held(), world.service, org_id_of(world)
+    monkeypatch.setattr(threads, "MOST_WAITING", 3)
+
+    async def story() -> None:
+        become(Caller(org_id, "key 1"))
+        reads = [asyncio.ensure_future(service.read(held.work)) for _ in range(WORKS_AT_ONCE + 3)]
+        texts = [asyncio.ensure_future(in_turn(org_id, held.work)) for _ in range(AT_ONCE)]
+        assert await held.begun(WORKS_AT_ONCE + AT_ONCE)
+        refused = await asyncio.to_thread(world.call, "GET", "training_runs")
+        assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
+        assert refused.headers["retry-after"] == str(threads.COME_AGAIN_S)
+        assert "3 requests of this organisation wait in line" in refused.json()["detail"]
+        other = await asyncio.to_thread(world.call, "GET", "training_runs", key=world.other_key)
+        assert other.status_code == 200
+        reads.append(asyncio.ensure_future(service.read(held.work)))  # of a request that was let in before
+        held.go.set()
+        assert await asyncio.gather(*reads, *texts) == [True] * (WORKS_AT_ONCE + 4 + AT_ONCE)
+        assert (await asyncio.to_thread(world.call, "GET", "training_runs")).status_code == 200
+
+    world.get("training_runs")  # the key is known from here on
+    world.get("training_runs", key=world.other_key)
     world.http.portal.call(story)  # type: ignore[union-attr]
 
 
@@ -130,6 +160,29 @@ def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
     assert world.http.portal.call(_thread) not in writers  # type: ignore[union-attr]
 
 
+def test_turns_are_made_and_packed_outside_the_event_loop(world: World) -> None:
+    """A thousand choices of one long prompt are millions of numbers: they held everybody up for seconds."""
+    makers, org_id = set[int](), org_id_of(world)
+
+    def made() -> Iterator[Turn]:
+        for choice in range(2):
+            makers.add(threading.get_ident())
+            yield Turn(
+                request_id="r1", choice=choice, model="m", at=0.5, prompt=[1], tokens=[2], logprobs=[-1.0],
+                versions=[(1, 1)], stop_reason="stop",
+            )  # fmt: skip
+
+    who = Principal(org_id, 1)
+    target = cast(Target, SimpleNamespace(submitter=SimpleNamespace(project_id=None)))
+
+    async def story() -> None:
+        await turns.record(world.service, who, "mine", target, "r1", made())
+
+    world.http.portal.call(story)  # type: ignore[union-attr]
+    assert world.http.portal.call(_thread) not in makers  # type: ignore[union-attr]
+    assert [turn["choice"] for turn in world.get("weft/turns/mine")["turns"]] == [0, 1]
+
+
 async def _thread() -> int:
     return threading.get_ident()
 
@@ -140,11 +193,26 @@ def test_who_packs_many_archives_at_once_leaves_threads_to_others(
     path, held = world.checkpoint(world.run(), 1), Held()
     url = path.replace("tinker://", "training_runs/").replace("/weights/", "/checkpoints/weights/") + "/archive"
     monkeypatch.setattr(checkpoints, "make_archive", held.work)
+    statuses = _leaves_threads_to_others(
+        world, held, lambda: world.call("GET", url, follow_redirects=False).status_code
+    )
+    assert statuses == [302] * (WORKS_AT_ONCE + 2)
+
+
+def test_who_fetches_many_traces_at_once_leaves_threads_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are drawn anew for whoever has the link, and as often."""
+    held, url = Held(), world.get(f"sessions/{world.session()}/trace_export")["url"]
+    monkeypatch.setattr(trace, "trace", lambda *_: (b"piece" for _ in range(1) if held.work()))
+    statuses = _leaves_threads_to_others(world, held, lambda: world.http.get(url).status_code)
+    assert statuses == [200] * (WORKS_AT_ONCE + 2)
+
+
+def _leaves_threads_to_others(world: World, held: Held, ask: Callable[[], int]) -> list[int]:
+    """What is answered to somebody who asks for more works at once than they are given threads."""
     statuses: list[int] = []
-    asking = [
-        threading.Thread(target=lambda: statuses.append(world.call("GET", url, follow_redirects=False).status_code))
-        for _ in range(WORKS_AT_ONCE + 2)
-    ]
+    asking = [threading.Thread(target=lambda: statuses.append(ask())) for _ in range(WORKS_AT_ONCE + 2)]
     for thread in asking:
         thread.start()
     assert world.http.portal.call(held.begun, WORKS_AT_ONCE)  # type: ignore[union-attr]
@@ -152,7 +220,7 @@ def test_who_packs_many_archives_at_once_leaves_threads_to_others(
     held.go.set()
     for thread in asking:
         thread.join(30)
-    assert statuses == [302] * len(asking)
+    return statuses
 
 
 def test_of_a_client_that_has_left_no_curve_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +142,8 @@ class Asked:
     async def _record(self, result: SampleResult) -> None:
         try:
             if self.session is not None and result.sequences:
-                await record(self.service, self.who, self.session, self.target, self._turns(result))
+                turns = self._turns(result)
+                await record(self.service, self.who, self.session, self.target, self.request_id, turns)
         finally:
             self._free()
 
@@ -150,8 +151,8 @@ class Asked:
         if self.turn is not None:
             self.service.turns_coming.discard(self.turn)
 
-    def _turns(self, result: SampleResult) -> list[Turn]:
-        return [
+    def _turns(self, result: SampleResult) -> Iterator[Turn]:
+        return (
             Turn(
                 request_id=self.request_id,
                 choice=choice,
@@ -168,7 +169,7 @@ class Asked:
                 sequence_id=sequence_id(self.request_id, choice),
             )
             for choice, sequence in enumerate(result.sequences)
-        ]
+        )
 
 
 async def disconnected(request: Request) -> None:
@@ -245,7 +246,17 @@ async def _accepted(
         new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
     except Invalid as error:
         raise _in_their_words(error) from None
-    return await accept(service, target.submitter, new, repeat=lane is not None)
+    try:
+        return await accept(service, target.submitter, new, repeat=lane is not None)
+    except Invalid:
+        if lane is None:
+            raise
+        raise Refused(
+            "Idempotency-Key: another request was sent with this key; send that one to have its answer, or this one "
+            "with a key of its own",
+            IDEMPOTENCY,
+            "idempotency_key_reused",
+        ) from None
 
 
 def _in_their_words(error: Invalid) -> Refused:

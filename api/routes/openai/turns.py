@@ -5,9 +5,8 @@ organisation at most so many bytes of them (quota `turn_bytes`)."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from itertools import accumulate
 
 import msgspec
@@ -34,6 +33,8 @@ MAX_NAME = 128
 PAGE_BYTES = 4 << 20
 #: One such answer of an organisation is written at a time.
 _threads = Threads(1)
+#: Tokens of prompts that one request's turns may have together: each choice's turn has all of its prompt.
+MOST_READ = 1 << 22
 #: The most that a turn takes, packed, for each prompt token, each sampled token with its logprob, and besides.
 PER_READ, PER_DRAWN, PER_TURN = 5, 14, 1024
 
@@ -44,6 +45,11 @@ async def make_room(service: Service, who: Principal, name: str, read: int, draw
     quota allows."""
     if not 1 <= len(name) <= MAX_NAME or not (name.isascii() and name.isprintable()):
         raise Invalid(f"x-session-id: must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}")
+    if choices * read > MOST_READ:
+        raise Invalid(
+            f"x-session-id: the turns of this request would have {choices * read:,} tokens of prompts (n x prompt), "
+            f"the limit is {MOST_READ:,}: ask for fewer choices in each request, or without a session"
+        )
     count = await service.read(lambda session: session.scalar(select(func.count()).where(*turns_of(who, name))))
     if (count or 0) >= MAX_TURNS:
         raise Invalid(f"x-session-id: this session has {count} turns, the limit is {MAX_TURNS}; begin another one")
@@ -68,27 +74,32 @@ def turns_of(who: Principal, name: str) -> tuple[ColumnElement[bool], ...]:
     return own if who.project_id is None else (*own, row.project_id == who.project_id)
 
 
-async def record(service: Service, who: Principal, name: str, target: Target, turns: Sequence[Turn]) -> None:
-    """Keep the turns of one request: a repeat is known by it."""
-    now, request_id = datetime.now(UTC), turns[0].request_id
+async def record(
+    service: Service, who: Principal, name: str, target: Target, request_id: str, turns: Iterable[Turn]
+) -> None:
+    """Keep the turns of one request: a repeat is known by it. They are made and packed in a thread, one after another:
+    all of a request are millions of numbers."""
     ref = f"turns/{request_id[:2]}/{request_id}"
-    packed = msgspec.msgpack.encode([turn.model_dump() for turn in turns])
-    written = zstandard.compress(packed)
+
+    def keep() -> int:
+        packed = msgspec.msgpack.encode([msgspec.Raw(msgspec.msgpack.encode(turn.model_dump())) for turn in turns])
+        service.blobs.put(ref, zstandard.compress(packed))  # of a repeat, the same
+        return len(packed)
+
     row = tables.SessionTurn(
         request_id=request_id,
         org_id=who.org_id,
         project_id=target.submitter.project_id,
         name=name,
         ref=ref,
-        size_bytes=len(packed),
-        created_at=now,
+        size_bytes=await service.threads.run(who.org_id, keep),
+        created_at=datetime.now(UTC),
     )
 
     def write(session: Session) -> None:
         if session.scalar(select(tables.SessionTurn.id).filter_by(request_id=request_id)) is None:
             session.add(row)
 
-    await service.threads.run(who.org_id, partial(service.blobs.put, ref, written))  # of a repeat, the same
     try:
         await service.database.write(write)
     except IntegrityError:  # another replica has just recorded it
@@ -103,18 +114,20 @@ def page_of(rows: Sequence[tables.SessionTurn]) -> Sequence[tables.SessionTurn]:
 
 async def told(service: Service, who: Principal, rows: Sequence[tables.SessionTurn]) -> bytes:
     """The turns of these requests as the inside of a list of JSON, written in a thread: they are millions of numbers,
-    of which as many as one request has are objects at a time."""
+    of which those of one turn are objects at a time."""
 
     def write() -> bytes:
-        return b",".join(filter(None, (_written(service, row.ref) for row in rows)))
+        return b",".join(turn for row in rows for turn in _written(service, row.ref))
 
     return await _threads.run(who.org_id, write)
 
 
-def _written(service: Service, ref: str) -> bytes:
-    """Turns of one request; nothing once they are no longer kept."""
+def _written(service: Service, ref: str) -> Iterable[bytes]:
+    """Each turn of one request; nothing once they are no longer kept. One by one, because each step keeps the
+    interpreter, and with it everybody's event loop, for as long as it takes."""
     try:
-        packed = service.blobs.get(ref)
+        packed = zstandard.decompress(service.blobs.get(ref))
     except FileNotFoundError:
-        return b""
-    return orjson.dumps(msgspec.msgpack.decode(zstandard.decompress(packed)))[1:-1]
+        return
+    for turn in msgspec.msgpack.decode(packed, type=list[msgspec.Raw]):
+        yield orjson.dumps(msgspec.msgpack.decode(turn))

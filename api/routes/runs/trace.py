@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 from fastapi import APIRouter, Request
@@ -9,10 +10,11 @@ from fastapi.responses import StreamingResponse
 from weft.wire.sessions import TraceExportResponse
 
 from api.http.access import LOOKING, declare
-from api.http.auth import PrincipalDep
+from api.http.auth import LinkHolderDep, PrincipalDep
 from api.http.traces import trace
-from api.state.service import ServiceDep
+from api.state.service import Service, ServiceDep
 from api.who.lookup import session_by_id
+from api.who.principal import Principal
 
 router = APIRouter(prefix="/api/v1/sessions")
 
@@ -27,17 +29,22 @@ async def trace_export(
     row = await service.read(lambda session: session_by_id(session, who, session_id))
     path = f"{router.prefix}/{row.id}/trace.pftrace"
     expires = who.reach.ends_by(datetime.now(UTC) + LINK_LIFE)
-    return TraceExportResponse(status="ready", url=service.signer.link(request, path, expires))
+    return TraceExportResponse(status="ready", url=service.signer.link(request, path, expires, who))
 
 
 @router.get("/{session_id}/trace.pftrace", **declare(scope="public", limit="call"))
-async def fetch_trace(session_id: str, request: Request, service: ServiceDep) -> StreamingResponse:
+async def fetch_trace(session_id: str, service: ServiceDep, who: LinkHolderDep) -> StreamingResponse:
     """The trace, for anyone who has the signed link."""
-    service.signer.verify(request.scope["path"], request.query_params)
+    await service.read(lambda session: session_by_id(session, who, session_id))
     headers = {
         "content-disposition": f'attachment; filename="{session_id}.pftrace"',
         "x-content-type-options": "nosniff",
     }
-    return StreamingResponse(
-        trace(service.database, session_id), headers=headers, media_type="application/octet-stream"
-    )
+    return StreamingResponse(_pieces(service, who, session_id), headers=headers, media_type="application/octet-stream")
+
+
+async def _pieces(service: Service, who: Principal, session_id: str) -> AsyncIterator[bytes]:
+    """Drawn in the organisation's share of threads."""
+    drawing = trace(service.database, session_id)
+    while (piece := await service.threads.run(who.org_id, lambda: next(drawing, None))) is not None:
+        yield piece

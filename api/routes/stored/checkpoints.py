@@ -181,7 +181,7 @@ async def external_weights_urls(
     def links() -> dict[str, str]:
         service.blobs.check_folder(row.ref)
         names = service.blobs.files(row.ref)
-        return {name: service.signer.link(request, file_path(row.id, name), expires) for name in names}
+        return {name: service.signer.link(request, file_path(row.id, name), expires, who) for name in names}
 
     with _whole(path):
         return ExternalWeightsUrlsResponse(urls=await service.threads.run(who.org_id, links), expires=expires)
@@ -209,7 +209,7 @@ async def archive(
     with _whole(path):
         await service.threads.run(who.org_id, lambda: make_archive(service.blobs, row.ref))
     expires = who.reach.ends_by(datetime.now(UTC) + LINKS_LAST).replace(microsecond=0)
-    link = service.signer.link(request, archive_path(row.id), expires)
+    link = service.signer.link(request, archive_path(row.id), expires, who)
     return RedirectResponse(link, 302, {"expires": format_datetime(expires, usegmt=True)})
 
 

@@ -1,4 +1,5 @@
-"""Files behind signed links (`api.who.signing`). No key is asked for: the link is the permission, and it ends."""
+"""Files behind signed links (`api.who.signing`). No key is asked for: the link is the permission, and it ends,
+at the latest with the key that asked for it."""
 
 from __future__ import annotations
 
@@ -8,16 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import FileResponse, RedirectResponse, Response
-from sqlalchemy.orm import Session
+from sqlalchemy import select
 from starlette.types import Receive, Scope, Send
 
 from api.errors import NotFound, quote
 from api.http.access import declare
 from api.http.archives import archive_ref
+from api.http.auth import LinkHolderDep
 from api.state.service import Service, ServiceDep
-from api.who.lookup import expired, plain_id
+from api.who.lookup import expired, visible
+from api.who.principal import Principal
 from store import tables
 
 router = APIRouter(prefix="/api/v1/downloads")
@@ -40,25 +43,21 @@ def archive_path(checkpoint_id: str) -> str:
 
 
 @router.get("/{checkpoint_id}/files/{name:path}", **declare(scope="public", limit="call"))
-async def file(checkpoint_id: str, name: str, request: Request, service: ServiceDep) -> Response:
-    row = await _checkpoint(request, service, checkpoint_id)
+async def file(checkpoint_id: str, name: str, service: ServiceDep, who: LinkHolderDep) -> Response:
+    row = await _checkpoint(service, who, checkpoint_id)
     return await service.threads.run(row.org_id, partial(_serve, service, row.ref, name))
 
 
 @router.get("/{checkpoint_id}/checkpoint.tar", **declare(scope="public", limit="call"))
-async def archive(checkpoint_id: str, request: Request, service: ServiceDep) -> Response:
-    row = await _checkpoint(request, service, checkpoint_id)
+async def archive(checkpoint_id: str, service: ServiceDep, who: LinkHolderDep) -> Response:
+    row = await _checkpoint(service, who, checkpoint_id)
     return await service.threads.run(row.org_id, partial(_serve, service, archive_ref(row.ref), _ARCHIVE))
 
 
-async def _checkpoint(request: Request, service: Service, checkpoint_id: str) -> tables.Checkpoint:
-    """What the link names, if it is one of ours; the signature is looked at before anything else."""
-    service.signer.verify(request.scope["path"], request.query_params)
-
-    def read(session: Session) -> tables.Checkpoint | None:
-        return session.get(tables.Checkpoint, checkpoint_id) if plain_id(checkpoint_id) else None
-
-    row = await service.read(read)
+async def _checkpoint(service: Service, who: Principal, checkpoint_id: str) -> tables.Checkpoint:
+    """What the link names, if it is still there for whom it was made."""
+    named = select(tables.Checkpoint).where(tables.Checkpoint.id == checkpoint_id, visible(who, tables.Checkpoint))
+    row = await service.read(lambda session: session.scalars(named).one_or_none())
     if row is None or expired(row):
         raise NotFound("the checkpoint of this link was deleted or has expired")
     return row
