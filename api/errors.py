@@ -8,7 +8,7 @@ answer has a body: {"detail", "code", "request_id"}: the operation's that is mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -301,13 +301,13 @@ def anywhere(error: ApiError) -> Response:
     return JSONResponse(body, error.status, error.headers)
 
 
-def not_here(request: Request) -> Response:
+def not_here(request: Request) -> NotHere:
     """No such path: what may have been meant."""
     path = request.scope["path"]
     short = len(path) <= LONGEST_PATH
     near = get_close_matches(path, [*_paths(request.app.routes, request.method)], 1, cutoff=0.7) if short else []
     advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
-    return anywhere(NotHere(f"this server has no {request.method} {path}; {advice}"))
+    return NotHere(f"this server has no {request.method} {path}; {advice}")
 
 
 def _paths(routes: Iterable[Any], method: str, prefix: str = "") -> Iterator[str]:
@@ -319,8 +319,8 @@ def _paths(routes: Iterable[Any], method: str, prefix: str = "") -> Iterator[str
             yield prefix + route.path
 
 
-def install(app: FastAPI) -> None:
-    """Give every way to fail its JSON form."""
+def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> None:
+    """Give every way to fail its JSON form. `astray` may have a page for a path that is not there instead."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -351,7 +351,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return not_here(request)
+            refused = not_here(request)
+            return astray(request, refused.detail) or anywhere(refused)
         if error.status_code == 405:
             return anywhere(NoMethod(f"{request.scope['path']} does not take {request.method}", headers=error.headers))
         return JSONResponse(body_of(str(error.detail), "http_error"), error.status_code, error.headers)

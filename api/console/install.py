@@ -1,10 +1,11 @@
-"""The console, added to the application: its pages under /console, its files, its headers."""
+"""The console, added to the application: its pages under /console, its files, its headers; and a page for browsers that
+ask for a path that is not there, anywhere."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
 
 from api.console.pages import (
@@ -28,8 +29,8 @@ from api.console.pages import (
     sso,
     usage,
 )
-from api.console.render import STATIC, ConsoleRoute
-from api.console.security import PREFIX, SecurityHeaders
+from api.console.render import STATIC, ConsoleRoute, failed_page, looks
+from api.console.security import HEADERS, PREFIX, SecurityHeaders
 from api.errors import NotFound, quote
 from api.http.access import declare
 
@@ -63,6 +64,15 @@ def install(app: FastAPI) -> None:
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(router)
     app.add_middleware(SecurityHeaders)
+
+
+def astray(request: Request, detail: str) -> Response | None:
+    """For a person whose browser asks for a path that is not there, anywhere: a page with a way home."""
+    if not looks(request):
+        return None
+    reply = failed_page(request, 404, detail)
+    reply.headers.update(HEADERS | {"cache-control": "no-store"})
+    return reply
 
 
 @router.get("", **declare(scope="public", limit="poll"))

@@ -120,10 +120,17 @@ class ConsoleRoute(APIRoute):
         return answer
 
 
-def _failed(request: Request, status: int, detail: str) -> Response:
-    if "hx-request" in request.headers or "text/html" not in request.headers.get("accept", ""):
-        return PlainTextResponse(detail, status)
+def looks(request: Request) -> bool:
+    """Whether a person's browser asks, for a page to show and not for a part of one."""
+    return "hx-request" not in request.headers and "text/html" in request.headers.get("accept", "")
+
+
+def failed_page(request: Request, status: int, detail: str) -> Response:
     return page(request, "error.html", None, status, error_status=status, detail=detail)
+
+
+def _failed(request: Request, status: int, detail: str) -> Response:
+    return failed_page(request, status, detail) if looks(request) else PlainTextResponse(detail, status)
 
 
 @cache

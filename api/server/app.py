@@ -169,7 +169,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.keys = KeyCache()
     app.state.traffic = Traffic()
-    errors.install(app)
+    errors.install(app, console.astray)
     for routes in (  # looked through in this order: first what is asked for most
         futures,
         training,

@@ -13,6 +13,7 @@ import httpx
 
 from weft.errors import APIResponseValidationError, GoneError, WeftError
 from weft.future import APIFuture, Pending, background, cancelling_twin, state_of
+from weft.rest_client import RestClient
 from weft.runs.drawing import Drawing, SampleFuture
 from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
 from weft.runs.session import JoinedSession, Session
@@ -170,6 +171,10 @@ class SamplingClient(Pending["SamplingClient"]):
         return APIFuture.start(self._logprobs(request))
 
     compute_logprobs_async = cancelling_twin(compute_logprobs)
+
+    def create_rest_client(self) -> RestClient:
+        """A client for records and checkpoints, on this client's connection."""
+        return RestClient(transport=self._session.transport)
 
     def get_base_model(self) -> str:
         """The name of the base model."""

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console import formats
+from api.console.security import CSP
 from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
 from store.tables import Session as Owner
 from tests.console.conftest import SAME_SITE, Console
@@ -255,6 +256,18 @@ def test_a_page_that_is_not_there_is_a_page(console: Console) -> None:
         assert "there is no page" in reply.text
         assert "<b>" not in reply.text
     assert console.http.post("/console/nothing", headers=SAME_SITE).status_code in (403, 404, 405)
+
+
+def test_a_browser_that_goes_astray_outside_the_console_gets_a_page_and_a_program_json(console: Console) -> None:
+    browsers = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+    for path in ("/consol", "/nothing/<b>", "/v1/chat/completion"):
+        reply = console.http.get(path, headers=browsers)
+        assert reply.status_code == 404
+        assert reply.headers["content-type"].startswith("text/html")
+        assert reply.headers["content-security-policy"] == CSP
+        assert 'href="/console/"' in reply.text
+        assert f"this server has no GET {html.escape(path)}" in reply.text
+        assert console.http.get(path).json()["code"] == "not_supported"
 
 
 def test_quotas_are_shown(console: Console) -> None:

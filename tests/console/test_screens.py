@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.base import AXE_SCRIPT
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from store.people.organisations import organisation_named
 from tests.console.conftest import CHROMIUM, UNDRAWN, Console, Open
@@ -197,3 +197,29 @@ def test_notes_are_written(console: Console, open_page: Open) -> None:
     page.get_by_role("button", name="Keep notes").click()
     expect(page.locator("#toast")).to_have_text("Notes kept")
     expect(page.get_by_label("Notes")).to_have_value("<b>worse</b> than before\nwhy?")
+
+
+@pytest.mark.parametrize("path", ["/runs/{0}", "/compare?run={0}&run={1}"])
+def test_what_is_not_loaded_is_asked_for_again_soon_and_said(console: Console, open_page: Open, path: str) -> None:
+    page = open_page("/keys", refusals=True)
+    failures = [503, 500, None]
+
+    def fail(route: Route) -> None:
+        if not failures:
+            route.continue_()
+        elif status := failures.pop(0):
+            route.fulfill(status=status)
+        else:
+            route.abort()
+
+    page.route(re.compile("/live$|/compare/curves"), fail)
+    page.clock.install(time=0)
+    page.clock.pause_at(1)
+    page.goto(f"{console.url}/console" + path.format(console.made.runs[0], console.made.runs[3]))
+    for pause_ms, said in ((1000, "answered 503"), (2000, "answered 500"), (4000, "cannot be reached")):
+        expect(page.locator("#behind")).to_contain_text(said)
+        page.clock.run_for(pause_ms)
+    page.clock.resume()
+    expect(page.locator("[data-curve=reward] canvas")).to_be_visible()
+    expect(page.locator("#behind")).to_be_hidden()
+    assert failures == []

@@ -341,6 +341,17 @@ def test_an_evaluation_goes_on_beside_training_and_behind_it(weftd: Weftd, servi
     assert asked == {"interactive": 4 * 2 * 4, "batch": 2 * 8}
 
 
+def test_an_evaluation_takes_a_run_or_any_sampler(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    path = run.save_weights_for_sampler("evaluated").result().path
+    greedy = rl.Evaluation(ONE_TURN, tasks=sums(4), sampling=SamplingParams(temperature=0.0))
+    samplers = service.create_sampling_client(model_path=path), service.create_sampling_client(base_model=BASE_MODEL)
+    same: list[weft.TrainingClient | weft.SamplingClient] = [run, *samplers]
+    found = [asyncio.run(rl.evaluate(weights, greedy)) for weights in same]
+    assert found[0].keys() == {"eval/reward"}
+    assert found == [found[0]] * 3
+
+
 @pytest.mark.parametrize(("start", "end"), [(1, 3), (32, 16)])
 def test_groups_in_flight_follow_what_the_server_takes(
     service: weft.ServiceClient, start: int, end: int, monkeypatch: pytest.MonkeyPatch

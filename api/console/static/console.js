@@ -104,6 +104,27 @@
     drawCompared();
   }
 
+  /* ---- data that pages ask for. What fails is asked for again after a second, then after twice as long each time */
+  const after = async (pause) => { // while nobody sees the page, it asks nothing
+    await new Promise((go) => setTimeout(go, pause));
+    if (document.visibilityState === "hidden") await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
+  };
+  async function asked(url) {
+    const behind = $("#behind");
+    for (let pause = 1000; ; pause = Math.min(2 * pause, 30000)) {
+      let why = "The server cannot be reached.";
+      try {
+        const answer = await fetch(url, { headers: { accept: "application/json" } });
+        if (answer.ok) { const text = await answer.text(); behind.hidden = true; return text; }
+        if (answer.status === 401) { location.reload(); return new Promise(() => {}); }
+        why = "The server answered " + answer.status + ".";
+      } catch { /* `why` says it */ }
+      behind.textContent = why + " What you see is not up to date; the page goes on asking.";
+      behind.hidden = false;
+      await after(pause);
+    }
+  }
+
   /* ---- a run */
   const run = $("[data-run]");
   let live = null, axis = "steps";
@@ -137,27 +158,20 @@
     box.setAttribute("aria-busy", "false");
   }
   async function refresh() {
-    let pause = 3000;
-    try {
-      const answer = await fetch(run.dataset.run, { headers: { accept: "application/json" } });
-      if (answer.status === 401) { location.reload(); return; }
-      if (!answer.ok) throw new Error(String(answer.status));
-      const text = await answer.text();
-      if (text !== refresh.last) {
-        refresh.last = text;
-        live = JSON.parse(text);
-        const cost = $("#cost data");
-        cost.value = live.cost_usd; cost.title = "$" + live.cost_usd; cost.textContent = live.cost_text;
-        $("#tokens").textContent = live.tokens.toLocaleString("en");
-        $("#optim-steps").textContent = live.optim_steps.toLocaleString("en");
-        const state = $("#state .state");
-        state.textContent = live.state; state.className = "state " + live.state;
-        drawCurves();
-      }
-      if (live.state === "closed") pause = 15000;
-    } catch { pause = 10000; }
-    if (document.visibilityState === "hidden") await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
-    setTimeout(refresh, pause);
+    const text = await asked(run.dataset.run);
+    if (text !== refresh.last) {
+      refresh.last = text;
+      live = JSON.parse(text);
+      const cost = $("#cost data");
+      cost.value = live.cost_usd; cost.title = "$" + live.cost_usd; cost.textContent = live.cost_text;
+      $("#tokens").textContent = live.tokens.toLocaleString("en");
+      $("#optim-steps").textContent = live.optim_steps.toLocaleString("en");
+      const state = $("#state .state");
+      state.textContent = live.state; state.className = "state " + live.state;
+      drawCurves();
+    }
+    await after(live.state === "closed" ? 15000 : 3000);
+    refresh();
   }
   /* ---- runs over each other */
   const comparing = $("[data-compare]");
@@ -174,9 +188,7 @@
   }
   const titles = $$("[data-series]").map((el) => el.textContent.trim());
   async function compare() {
-    const answer = await fetch(comparing.dataset.compare, { headers: { accept: "application/json" } });
-    if (!answer.ok) { tell("The curves could not be loaded (" + answer.status + ").", true); return; }
-    compared = (await answer.json()).runs;
+    compared = JSON.parse(await asked(comparing.dataset.compare)).runs;
     drawCompared();
   }
   if (comparing && $("#curves")) compare();

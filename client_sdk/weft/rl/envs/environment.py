@@ -90,7 +90,8 @@ def function(
     expected: Size | None = None,
     advantage: Advantage | None = None,
 ) -> Function:
-    """An environment of one's own code. `tools` are the JSON schemas that the chat template shows the model."""
+    """An environment of one's own code. `tools` are the JSON schemas that the chat template shows the model.
+    `timeout_s` is of one rollout, by the clock: what samples wait at the server, and it for a sandbox, counts."""
     return Function(solve, tasks, tools, timeout_s, sandboxes, expected, advantage)
 
 

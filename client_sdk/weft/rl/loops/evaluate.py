@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.rl.chat.chat import Chat, Policy
+from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward
 from weft.rl.loops.failures import FATAL, Failures
 from weft.rl.sandboxes.sandbox import require
+from weft.sampling_client import SamplingClient
+from weft.training_client import TrainingClient
 from weft.wire.sampling import SamplingParams
 
 
@@ -40,17 +43,32 @@ async def places(evaluation: Evaluation, kept: int = 0) -> Places:
     return asyncio.Semaphore(((await sandboxes.quota()).left - kept) // evaluation.size)
 
 
+async def policy_of(weights: TrainingClient | SamplingClient) -> Policy:
+    """Samples of a run's weights as they are now, or of a sampler, with the base model's own chat template."""
+    if not isinstance(weights, SamplingClient):
+        weights = await weights.save_weights_and_get_sampling_client_async()
+    model, limits = await weights.get_base_model_async(), await weights.create_rest_client().get_limits()
+    renderer = TemplateRenderer(await asyncio.to_thread(weights.get_tokenizer))
+    return Policy(weights, renderer, limits.models[model].context_length)
+
+
 async def evaluate(
-    policy: Policy, evaluation: Evaluation, seed: int = 0, *, room: Places | None = None
+    policy: Policy | TrainingClient | SamplingClient,
+    evaluation: Evaluation,
+    seed: int = 0,
+    *,
+    room: Places | None = None,
 ) -> dict[str, float]:
-    """Means over the rollouts; those that fail earn nothing and are counted. Tasks whose rollouts take sandboxes wait
+    """Means over the rollouts; those that fail earn nothing and are counted. `policy` may be a run, of which a snapshot
+    is taken, or any sampler: `service.create_sampling_client(model_path=...)`. Tasks whose rollouts take sandboxes wait
     for `room` (by default all that the quota leaves). Raises what any other rollout would meet, too: a budget that is
     spent, a key that is refused."""
+    of = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()
 
     async def one(number: int, task: Any) -> list[Any]:
-        chats = [Chat(policy, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
+        chats = [Chat(of, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
         try:
             async with room:
                 return list(await evaluation.env.group(task, chats))
