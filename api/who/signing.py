@@ -1,9 +1,9 @@
 """Links that need no key: a path, an instant when it ends, the key that asked for it, and a signature over the three.
 
 Whoever has the link may read what it names until it expires, at the latest when the credential ends that asked for it
-(`Reach.ends_by`, and `api.http.auth.link_holder` for a key
-that is revoked and an organisation that is suspended); nobody can make or change one without the server's
-secret. The route that serves such a path asks `Signer.verify` before it does anything else.
+(`Reach.ends_by`; `api.http.auth.link_holder` for a key that is revoked and an organisation that is suspended); nobody
+can make or change one without the server's secret. The route that serves such a path asks `Signer.verify` before
+anything else.
 """
 
 from __future__ import annotations
