@@ -54,13 +54,13 @@ def serve(settings: Settings) -> int:
     on two cores they would only keep both from being there."""
     trace_as("weft-api")
     prices = load_prices(settings.prices)
-    if unnamed := prices.unnamed(settings.models, datetime.now(UTC)):
-        log.warning("%s", unnamed)
     if settings.payments.enabled:
         check_payments(settings.payments)
     check_oidc(settings.oidc)
     check_store(settings)
     cards = read_cards(settings.models)
+    if unnamed := prices.unnamed(settings.models, datetime.now(UTC)):
+        log.warning("%s", unnamed)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
     with alone, listening(settings.host, settings.port) as sock:
         tables: list[str] = []
