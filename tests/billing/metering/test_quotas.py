@@ -16,7 +16,7 @@ from store.database.db import Database
 from store.settings import Limits
 
 NOW = datetime.now(UTC)
-MINUTE = timedelta(minutes=1)
+HOUR = timedelta(hours=1)
 #: What `fill` has "a" keep.
 KEPT = {"stored_bytes": 50 + 7, "runs": 2, "sessions": 2, "custom_losses": 3, "turn_bytes": 30, "result_bytes": 90}
 
@@ -46,7 +46,7 @@ def fill(session: Session) -> None:
 
 def _sessions(session: Session, org: str, numbers: Iterator[int]) -> list[str]:
     """Two that are active, one whose losses are still kept, and one whose are not."""
-    ends = (None, None, NOW - LOSSES_LAST + MINUTE, NOW - LOSSES_LAST - MINUTE)
+    ends = (None, None, NOW - LOSSES_LAST + HOUR, NOW - LOSSES_LAST - HOUR)
     rows = [
         tables.Session(
             id=f"s{next(numbers)}", org_id=org, state="ended" if ended_at else "active", sdk_version="1", tags=[],
