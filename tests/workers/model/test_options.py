@@ -77,6 +77,7 @@ OPTIONS: dict[str, Options] = {
         "n_groups": [1, 3], "ssm_state_size": [16], "mamba_head_dim": [8, 24], "conv_kernel": [2, 3],
         "use_conv_bias": [True], "use_bias": [False], "moe_latent_size": [None, 24],
         "hybrid_override_pattern": ["M*EM-", "*M-M-", "EE*MM"], "layer_norm_epsilon": [1e-3],
+        "tie_word_embeddings": [False],  # its library ties nothing, whatever a config says; here that is refused
     },
 }  # fmt: skip
 #: How config.json spells what it says: as transformers 5 writes it, and as earlier versions did.
@@ -87,6 +88,7 @@ def agrees(family: str, folder: Path, spelling: str = "new", **options: Any) -> 
     """Whether this is computed, as transformers does; False where either of the two refuses it."""
     try:
         model = reference(family, **options)
+        model(torch.tensor([[1, 2, 3]]), use_cache=False)
     except Exception:  # whatever its own library says of it
         return False
     model.save_pretrained(folder)
