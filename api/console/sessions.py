@@ -7,7 +7,6 @@ it, and goes as far (`api.who.reach`): a key, or by a link the member; what give
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -22,6 +21,7 @@ from store.people.identities import Account
 from store.people.keys import find, is_good, secret_ends
 from store.people.oidc_settings import OidcSettings
 from store.people.roles import ALLOWED
+from store.people.secret import digest
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, User
 
 #: A session ends when it is not used for so long, and in any case so long after it began.
@@ -54,10 +54,6 @@ class SignedIn:
 
 class SsoNeeded(Exception):
     """The organisation's members sign in by the OpenID provider alone."""
-
-
-def digest(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def sso_required(org: Organisation, oidc: OidcSettings) -> bool:

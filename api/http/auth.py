@@ -5,13 +5,13 @@ for people who have signed in.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
+from starlette.datastructures import Headers
 
 from api.errors import Forbidden, InvalidToken, Unauthenticated
 from api.state.remembered import Remembered
@@ -24,22 +24,29 @@ from api.who.tokens import BadToken
 from store import logs, tables
 from store.database.caller import Caller, become
 from store.people import keys
+from store.people.secret import digest
 
 #: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
 KeyCache = Remembered[Principal]
 
 
+def carried_key(headers: Headers) -> str:
+    """The key that a request with these headers carries; "" without one."""
+    key = headers.get("x-api-key", "")
+    if not key:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token if scheme.lower() == "bearer" else ""
+    return key.strip()
+
+
 def presented_key(request: Request) -> str:
     """The key that the request carries. Raises Unauthenticated without one."""
-    key = request.headers.get("x-api-key", "")
+    key = carried_key(request.headers)
     if not key:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        key = token if scheme.lower() == "bearer" else ""
-    if not key.strip():
         raise Unauthenticated(
             "no API key: send it in the X-API-Key header, or as Authorization: Bearer <key> (set TINKER_API_KEY)"
         )
-    return key.strip()
+    return key
 
 
 async def principal(request: Request) -> Principal:
@@ -97,13 +104,11 @@ async def _authenticate(request: Request, remembered: bool = True) -> Principal:
 
 
 async def _by_key(request: Request, secret: str, remembered: bool) -> Principal:
-    digest = hashlib.sha256(secret.encode()).hexdigest()
-
     def read(session: Session) -> Principal | None:
         key = keys.find(session, secret)
         return principal_of(session, key, keys.secret_ends(key, secret)) if key is not None else None
 
-    found = await _look_up(request, digest, read, remembered)
+    found = await _look_up(request, digest(secret), read, remembered)
     if found is None:
         raise Unauthenticated(
             "this API key is unknown or revoked, or has expired: ask an admin of your organisation for another, or the "

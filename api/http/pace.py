@@ -9,11 +9,14 @@ that inventing keys gains nothing. What has begun is not paced: it goes on as it
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Callable
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.http.auth import carried_key
+from store.people.secret import digest
 
 #: Requests that begin in one turn of the event loop; each takes a millisecond or two until it waits for something.
 EACH_TURN = 8
@@ -66,9 +69,5 @@ class Pace:
 
 
 def _from(scope: Scope, known: KnownOrg) -> str:
-    for name, value in scope["headers"]:
-        if name in (b"x-api-key", b"authorization"):
-            key = value.rpartition(b" ")[2] if name == b"authorization" else value
-            if org_id := known(hashlib.sha256(key.strip()).hexdigest()):
-                return org_id
-    return str((scope.get("client") or ("",))[0])
+    org_id = known(digest(carried_key(Headers(scope=scope))))
+    return org_id or str((scope.get("client") or ("",))[0])

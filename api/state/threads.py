@@ -52,10 +52,7 @@ class Threads:
         if org_id is None:
             return await run_in_threadpool(work)
         turn = self._turns.setdefault(org_id, asyncio.Semaphore(self.at_once))
-        if turn.locked():
-            await _in_line(org_id, turn)
-        else:
-            await turn.acquire()
+        await _in_line(org_id, turn)
         try:
             return await run_in_threadpool(work)
         finally:

@@ -6,7 +6,6 @@ member, in that request's transaction. Whether its maker may still give that rol
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import uuid
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from sqlalchemy.orm import Session
 from store.database import audit
 from store.database.caller import caller
 from store.people.organisations import PeopleError, check_email, check_role
+from store.people.secret import digest
 from store.tables import Invitation, Organisation
 
 #: Links of one organisation that are open at a time.
@@ -47,7 +47,7 @@ def make(
     row = Invitation(
         id=uuid.uuid4().hex,
         org_id=org_id,
-        token_sha256=_digest(secret),
+        token_sha256=digest(secret),
         role=role,
         email=email,
         made_by=caller().actor,
@@ -99,15 +99,11 @@ def _open(org_id: str, now: datetime) -> tuple[ColumnElement[bool], ...]:
 
 
 def _good(secret: str, now: datetime) -> tuple[ColumnElement[bool], ...]:
-    return (Invitation.token_sha256 == _digest(secret), *_usable(now))
+    return (Invitation.token_sha256 == digest(secret), *_usable(now))
 
 
 def _usable(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return (Invitation.used_at.is_(None), Invitation.revoked_at.is_(None), Invitation.expires_at > now)
-
-
-def _digest(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def _note(session: Session, row: Invitation, event: str, key_id: int | None, **more: str) -> None:

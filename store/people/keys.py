@@ -7,7 +7,6 @@ same when a key gets another secret.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import string
@@ -20,6 +19,7 @@ from sqlalchemy.orm import Session
 from store.database import audit
 from store.database.caller import caller
 from store.people.roles import ADMIN
+from store.people.secret import digest
 from store.tables import ApiKey, Organisation
 
 _ALPHABET = string.ascii_letters + string.digits
@@ -28,10 +28,6 @@ _PREFIX_LENGTH = len("tml-") + 8
 
 def _random(length: int) -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))
-
-
-def _digest(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def new_key(
@@ -56,7 +52,7 @@ def new_key(
         scopes=sorted(scopes),
         prefix=secret[:_PREFIX_LENGTH],
         last4=secret[-4:],
-        secret_sha256=_digest(secret),
+        secret_sha256=digest(secret),
         given_to=_receiver(),
         created_at=now,
         expires_at=expires_at,
@@ -73,7 +69,7 @@ def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = N
     now = datetime.now(UTC)
     secret = f"{row.prefix}_{_random(43)}"
     row.previous_sha256, row.previous_expires_at = row.secret_sha256, now + overlap
-    row.secret_sha256, row.last4, row.given_to = _digest(secret), secret[-4:], _receiver()
+    row.secret_sha256, row.last4, row.given_to = digest(secret), secret[-4:], _receiver()
     detail = {"key_id": row.id, "overlap_s": int(overlap.total_seconds())}
     audit.record(session, org_id=row.org_id, key_id=by, event="key_rotated", target=row.prefix, detail=detail, at=now)
     session.flush()
@@ -82,20 +78,20 @@ def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = N
 
 def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey | None:
     """The key with that secret, if it is good: not revoked, not expired, not rotated away."""
-    digest, now = _digest(secret), now or datetime.now(UTC)
-    query = select(ApiKey).where(or_(ApiKey.secret_sha256 == digest, ApiKey.previous_sha256 == digest))
+    sha256, now = digest(secret), now or datetime.now(UTC)
+    query = select(ApiKey).where(or_(ApiKey.secret_sha256 == sha256, ApiKey.previous_sha256 == sha256))
     row = session.scalars(query).one_or_none()
     if row is None or not is_good(row, now):
         return None
-    if hmac.compare_digest(row.secret_sha256, digest):
+    if hmac.compare_digest(row.secret_sha256, sha256):
         return row
     overlaps = row.previous_expires_at is not None and now < row.previous_expires_at
-    return row if overlaps and hmac.compare_digest(row.previous_sha256 or "", digest) else None
+    return row if overlaps and hmac.compare_digest(row.previous_sha256 or "", sha256) else None
 
 
 def secret_ends(row: ApiKey, secret: str) -> datetime | None:
     """When a secret of `row` ends: with the key, or when it has been rotated away, with the overlap."""
-    if hmac.compare_digest(row.secret_sha256, _digest(secret)):
+    if hmac.compare_digest(row.secret_sha256, digest(secret)):
         return row.expires_at
     return earlier(row.expires_at, row.previous_expires_at)
 
@@ -125,7 +121,7 @@ def revoke(session: Session, key: str, by: int | None = None) -> int:
     revoked = 0
     for row in rows:
         whole = len(key) > _PREFIX_LENGTH
-        if whole and _digest(key) not in (row.secret_sha256, row.previous_sha256):
+        if whole and digest(key) not in (row.secret_sha256, row.previous_sha256):
             continue
         revoke_row(session, row, by)
         revoked += 1

@@ -43,6 +43,11 @@ def secret_of(given: str) -> bytes:
     return hashlib.sha256(b"server_secret " + given.encode()).digest()
 
 
+def digest(secret: str) -> str:
+    """What is kept of a secret of 256 random bits, and what it is found by: its SHA-256, in hexadecimal."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
 def derive(secret: bytes, purpose: str) -> bytes:
     """The 32-byte key for one purpose (HMAC-SHA256 of its name)."""
     return hmac.digest(secret, purpose.encode(), hashlib.sha256)

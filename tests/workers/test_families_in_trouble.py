@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ from workers.model.decoder import Decoder
 #: One of each kind of what a layer keeps: keys and values, latents, a recurrence's states; and mixtures, with sinks.
 KINDS = ["llama", "deepseek", "qwen3.5-moe", "gpt-oss", "nemotron-h"]
 FAR = [math.nan, math.inf, 1e30]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=EACH)

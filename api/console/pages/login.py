@@ -25,6 +25,7 @@ from api.http.access import declare
 from api.oidc.refusals import ProviderError
 from api.state.service import Service, ServiceDep
 from store.people.keys import find
+from store.people.secret import digest
 from store.tables import LoginLink
 
 router = APIRouter(route_class=ConsoleRoute)
@@ -75,7 +76,7 @@ async def login_by_link(request: Request, service: ServiceDep, token: str) -> Re
     service.attempts.check(request)
     now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
     try:
-        if await service.read(lambda session: session.get(LoginLink, sessions.digest(token))):
+        if await service.read(lambda session: session.get(LoginLink, digest(token))):
             sid = await service.database.write(lambda session: sessions.sign_in_with_link(session, token, now, oidc))
     except sessions.SsoNeeded:
         return _page(request, service, PREFIX + "/", 403, SSO_NEEDED)

@@ -14,6 +14,7 @@ from store.database import audit
 from store.database.caller import OPERATOR, Caller, acting_as
 from store.database.db import Database
 from store.people import keys
+from store.people.secret import digest
 from store.tables import ApiKey
 from tests.keys import create_key
 
@@ -79,7 +80,7 @@ def test_a_secret_that_is_not_the_keys_revokes_nothing_and_the_next_of_that_pref
     def alike(session: Any) -> None:
         one, two = session.get_one(ApiKey, 1), session.get_one(ApiKey, 2)
         two.prefix = one.prefix
-        two.secret_sha256 = keys._digest(one.prefix + second[12:])
+        two.secret_sha256 = digest(one.prefix + second[12:])
 
     database.write_now(alike)
     assert database.write_now(lambda session: keys.revoke(session, first[:12] + second[12:])) == 1
@@ -168,8 +169,8 @@ def test_when_a_secret_ends(
     overlap: datetime | None, end: datetime | None, of_old: datetime | None, of_new: datetime | None
 ) -> None:
     row = ApiKey(
-        secret_sha256=keys._digest("new"),
-        previous_sha256=keys._digest("old"),
+        secret_sha256=digest("new"),
+        previous_sha256=digest("old"),
         previous_expires_at=overlap,
         expires_at=end,
     )

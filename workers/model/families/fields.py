@@ -116,6 +116,11 @@ class Fields:
         if value != supported:
             self.refuse(f"{key}={value!r}", f"{supported!r}")
 
+    def same(self, one: str, value: float, other: str, found: float) -> None:
+        """Refuse numbers of two fields that mean the same and differ."""
+        if found != value:
+            self.refuse(f"{one}={value}, {other}={found}", "the same number in both")
+
     def unset(self, key: str, instead: str) -> None:
         """Refuse this field if it is set to anything; `instead` says what is supported."""
         value = self.get(key)

@@ -133,8 +133,7 @@ def nemotron_h(fields: Fields) -> DecoderConfig:
     _no_limit(fields)
     eps = fields.number("layer_norm_epsilon", 1e-5)
     for name in ("norm_eps", "rms_norm_eps"):
-        if fields.number(name, eps) != eps:
-            fields.refuse(f"layer_norm_epsilon={eps}, {name}={fields.get(name)}", "the same number in both")
+        fields.same("layer_norm_epsilon", eps, name, fields.number(name, eps))
     parts: dict[str, Any] = {}
     if _EXPERTS in layers:
         parts = _nemotron_experts(fields)

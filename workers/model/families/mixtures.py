@@ -119,8 +119,7 @@ def bailing_moe_v2(fields: Fields) -> DecoderConfig:
     fields.only("topk_method", "noaux_tc")
     fields.only("router_dtype", "fp32")
     width, shared = fields.need("moe_intermediate_size"), "moe_shared_expert_intermediate_size"
-    if fields.whole(shared, width) != width:
-        fields.refuse(f"moe_intermediate_size={width}, {shared}={fields.get(shared)}", "the same number in both")
+    fields.same("moe_intermediate_size", width, shared, fields.whole(shared, width))
     for name in ("sliding_window", "max_window_layers", "mtp_loss_scaling_factor"):
         fields.get(name)
     for name in ("n_group", "topk_group"):
@@ -142,9 +141,8 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
             "rope_scaling or rope_parameters in the config.json of this family",
         )
     chosen = fields.need("num_experts_per_tok")
-    if fields.whole("experts_per_token", chosen) != chosen:
-        problem = f"num_experts_per_tok={chosen}, experts_per_token={fields.get('experts_per_token')}"
-        fields.refuse(problem, "the same number in both")
+    other = fields.whole("experts_per_token", chosen)
+    fields.same("num_experts_per_tok", chosen, "experts_per_token", other)
     alternate = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     return decoder(
         "GptOssForCausalLM",
