@@ -56,7 +56,7 @@ class Access:
         return self.scopes == ("public",)
 
     def allows(self, scopes: frozenset[str]) -> bool:
-        return self.scopes == ("any",) or any(scope in scopes for scope in self.scopes)
+        return self.scopes == ("any",) or not scopes.isdisjoint(self.scopes)
 
 
 class Guard:

@@ -11,9 +11,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
-from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from api.errors import Forbidden, InvalidToken, Unauthenticated
+from api.http.headers import header
 from api.state.remembered import Remembered
 from api.state.service import service_of
 from api.state.threads import check_line
@@ -30,18 +31,18 @@ from store.people.secret import digest
 KeyCache = Remembered[Principal]
 
 
-def carried_key(headers: Headers) -> str:
-    """The key that a request with these headers carries; "" without one."""
-    key = headers.get("x-api-key", "")
+def carried_key(scope: Scope) -> str:
+    """The key that a request carries; "" without one."""
+    key = header(scope, b"x-api-key") or ""
     if not key:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
+        scheme, _, token = (header(scope, b"authorization") or "").partition(" ")
         key = token if scheme.lower() == "bearer" else ""
     return key.strip()
 
 
 def presented_key(request: Request) -> str:
     """The key that the request carries. Raises Unauthenticated without one."""
-    key = carried_key(request.headers)
+    key = carried_key(request.scope)
     if not key:
         raise Unauthenticated(
             "no API key: send it in the X-API-Key header, or as Authorization: Bearer <key> (set TINKER_API_KEY)"

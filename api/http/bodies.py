@@ -7,6 +7,7 @@ they take is the class that they declare (`api.http.body_sizes`).
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TypeVar
 
 import zstandard
@@ -18,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain, field_of
 from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
+from api.http.headers import header
 from api.http.structure import MAX_VALUES, check_json, check_protobuf
 from api.state.service import service_of
 
@@ -46,6 +48,11 @@ def size_of(request: Request) -> BodySize:
     """What the route has declared, within the server's limit."""
     declared: SizeClass = request.scope.get(SCOPE_KEY, "small")
     most = service_of(request).settings.limits.max_body_bytes
+    return _within(declared, most)
+
+
+@cache
+def _within(declared: SizeClass, most: int) -> BodySize:
     size = SIZES[declared]
     return BodySize(min(most, size.max_bytes or most), size.packed)
 
@@ -69,7 +76,7 @@ async def read_body(request: Request) -> bytes:
     """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to."""
     size = size_of(request)
     limit = size.max_bytes or 0
-    encoding = request.headers.get("content-encoding", "identity").lower()
+    encoding = (header(request.scope, b"content-encoding") or "identity").lower()
     if encoding not in ("identity", "zstd") or (encoding == "zstd" and not size.packed):
         taken = "zstd or no content-encoding" if size.packed else "no content-encoding"
         raise Unreadable(f"content-encoding {encoding!r} is not supported here: send {taken}")
@@ -147,7 +154,7 @@ def unpack_zstd(data: bytes, limit: int) -> bytes:
 async def _receive(request: Request, limit: int) -> bytes:
     """Collect the body. One that is too large is read on for another `limit` bytes and thrown away: a client that is
     cut off while it sends would see a broken connection and retry instead of reading why."""
-    declared = request.headers.get("content-length", "0")
+    declared = header(request.scope, b"content-length") or "0"
     too_large = not declared.isdecimal() or int(declared) > limit
     parts: list[bytes] = []
     size, more = 0, True

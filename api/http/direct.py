@@ -19,13 +19,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import LastResort
 from api.http.access import DataGuard, Guard
-from api.http.auth import principal
+from api.http.auth import PrincipalDep, principal
+from api.http.headers import Ready
+from api.state.service import ServiceDep, service_of
 from api.who.principal import Principal
 
 #: How an application answers an exception, by its type.
 Handlers = Mapping[Any, Callable[..., Any]]
-#: Finds something that a route asks for.
-_Find = Callable[[Request, Principal], Awaitable[Any]]
+#: Says, and finds, something that a route asks for.
+_Know = Callable[[Request, Principal], Any]
+_Find = Callable[[Request], Awaitable[Any]]
 
 
 class Direct:
@@ -49,7 +52,7 @@ class _Call:
         if route.methods != {"POST"} or "{" in route.path or not isinstance(guard, Guard):
             raise TypeError(f"{route.path} cannot be called directly: it is no POST to a fixed path with a key")
         self._route, self._guard, self._handlers = route, guard, handlers
-        self._finds = _finds_of(route.endpoint)
+        self._known, self._finds = _finds_of(route.endpoint)
         self._room: Callable[[Request, Principal], AbstractAsyncContextManager[None]] | None = None
         if isinstance(guard, DataGuard):
             self._room = asynccontextmanager(guard.__call__)
@@ -74,31 +77,28 @@ class _Call:
         await response(scope, receive, send)
 
     async def _answer(self, request: Request, who: Principal) -> Response:
-        found = {name: await find(request, who) for name, find in self._finds.items()}
+        found = {name: know(request, who) for name, know in self._known.items()}
+        for name, find in self._finds.items():
+            found[name] = await find(request)
         answer = await self._route.endpoint(**found)
         if isinstance(answer, Response):
             return answer
         content = answer.model_dump_json(exclude_none=self._route.response_model_exclude_none)
-        return Response(content, media_type="application/json")
+        return Ready(content.encode(), "application/json")
 
 
-def _finds_of(endpoint: Callable[..., Any]) -> dict[str, _Find]:
-    """What a route asks for: the request, who it is from, and what its dependencies find in the request alone."""
-    hints = get_type_hints(endpoint, include_extras=True)
-    return {name: _find_of(hint) for name, hint in hints.items() if name != "return"}
-
-
-def _find_of(hint: Any) -> _Find:
-    if hint is Request:
-        return _itself
-    (depends,) = hint.__metadata__
-    dependency = depends.dependency
-    return _asker if dependency is principal else lambda request, _who: dependency(request)
-
-
-async def _itself(request: Request, _who: Principal) -> Request:
-    return request
-
-
-async def _asker(_request: Request, who: Principal) -> Principal:
-    return who
+def _finds_of(endpoint: Callable[..., Any]) -> tuple[dict[str, _Know], dict[str, _Find]]:
+    """What a route asks for: what is known when it is called (the request, who it is from, the service), and what its
+    dependencies find in the request alone."""
+    known, finds = dict[str, _Know](), dict[str, _Find]()
+    for name, hint in get_type_hints(endpoint, include_extras=True).items():
+        if hint is Request:
+            known[name] = lambda request, _who: request
+        elif hint == PrincipalDep:
+            known[name] = lambda _request, who: who
+        elif hint == ServiceDep:
+            known[name] = lambda request, _who: service_of(request)
+        elif name != "return":
+            (depends,) = hint.__metadata__
+            finds[name] = depends.dependency
+    return known, finds

@@ -12,7 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.auth import carried_key
@@ -69,5 +68,5 @@ class Pace:
 
 
 def _from(scope: Scope, known: KnownOrg) -> str:
-    org_id = known(digest(carried_key(Headers(scope=scope))))
+    org_id = known(digest(carried_key(scope)))
     return org_id or str((scope.get("client") or ("",))[0])

@@ -166,11 +166,13 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= MAX_HEADERS:
             raise ValueError("too many headers")  # uvicorn answers 400
-        if name.lower() == b"host" and (
-            not _HOST.fullmatch(value) or any(known == b"host" for known, _ in self.headers)
-        ):
+        name = name.lower()
+        if name == b"host" and (not _HOST.fullmatch(value) or any(known == b"host" for known, _ in self.headers)):
             raise ValueError("no host, or two")  # links are made from it
-        super().on_header(name, value)
+        if name == b"expect":
+            super().on_header(name, value)
+        else:
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:

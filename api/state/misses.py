@@ -27,6 +27,8 @@ class Misses:
 
     def check(self, who: Principal) -> None:
         """Raises RateLimited for whoever has missed too often."""
+        if self._buckets.empty:
+            return
         wait = self._buckets.wait_s(_miss(who))
         if wait > 0:
             raise RateLimited(

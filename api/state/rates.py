@@ -71,6 +71,11 @@ class Buckets:
         self._clock = clock
         self._full_at: dict[str, float] = {}
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been counted in any."""
+        return not self._full_at
+
     def wait_s(self, charge: Charge) -> float:
         """How long until there is room for `charge`; 0 or less: there is."""
         now = self._clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
@@ -136,7 +136,8 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    return cast(Service, request.app.state.service)
+    service: Service = request.scope["app"].state.service
+    return service
 
 
 async def _service(request: Request) -> Service:

@@ -17,7 +17,8 @@ from sqlalchemy.orm import Session
 
 from store import tables
 from store.database.bulk import Question, make_sure, require
-from store.database.db import Batch, Database
+from store.database.db import Database
+from store.database.works import Batch
 
 T = TypeVar("T")
 #: A leader that did not renew its lease for so long may be followed by another.

@@ -21,6 +21,13 @@ def test_a_key_comes_in_either_header() -> None:
     assert presented_key(request(authorization="Bearer tml-b")) == "tml-b"
 
 
+def test_of_two_headers_of_one_name_the_first_counts() -> None:
+    """As with everything else of Starlette's, so that no part of the server takes another key than the next."""
+    asked = request(x_api_key="tml-a")
+    asked.scope["headers"].append((b"x-api-key", b"tml-b"))
+    assert presented_key(asked) == asked.headers["x-api-key"] == "tml-a"
+
+
 @pytest.mark.parametrize("headers", [{}, {"x_api_key": " "}, {"authorization": "Basic tml-b"}])
 def test_no_key(headers: dict[str, str]) -> None:
     with pytest.raises(Unauthenticated, match="X-API-Key"):

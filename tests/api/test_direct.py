@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 from weft.wire.binary.codec import encode_train_request
 
 from api.errors import Invalid
 from api.http.direct import Direct
+from api.http.headers import Ready
 from api.routes.computing import batches, training
 from api.routes.server import weft
 from api.server.app import DIRECT
@@ -86,6 +88,15 @@ def test_answers_are_the_same(world: World) -> None:
     assert (direct, direct[0]) == (again, 404)
     refused, repeat = both(world, "optim_step", json=step | {"seq_id": 3, "adam_params": {"learning_rate": -1}})
     assert (refused[0], refused[1]["code"], repeat[0]) == (422, "malformed", 200)  # it has spent its number
+
+
+@pytest.mark.parametrize("status", [200, 408])
+@pytest.mark.parametrize("kind", ["application/json", "application/x-protobuf"])
+def test_a_ready_answer_is_starlettes(kind: str, status: int) -> None:
+    ready, other = Ready(b"{}", kind, status), Response(b"{}", status, media_type=kind)
+    assert (ready.raw_headers, ready.status_code, ready.body) == (other.raw_headers, other.status_code, other.body)
+    ready.headers["x-more"] = "1"
+    assert ready.raw_headers[-1] == (b"x-more", b"1")
 
 
 def test_what_is_refused_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

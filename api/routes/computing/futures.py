@@ -23,6 +23,7 @@ from api.http.access import WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.http.events import EventStream, event
+from api.http.headers import Ready
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
 from api.operations.streaming import drawn
 from api.state.service import Service, ServiceDep
@@ -69,11 +70,11 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     service.fetched.note(who.org_id, [body.request_id])
     if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
         return await service.threads.run(who.org_id, partial(_as_json, service, body.request_id, outcome.payload))
-    return Response(outcome.payload, media_type=outcome.content_type)
+    return Ready(outcome.payload, outcome.content_type)
 
 
 def _json(answer: BaseModel, status: int = 200) -> Response:
-    return Response(answer.model_dump_json(), status, media_type="application/json")
+    return Ready(answer.model_dump_json().encode(), "application/json", status)
 
 
 def _as_json(service: Service, request_id: str, payload: bytes) -> Response:

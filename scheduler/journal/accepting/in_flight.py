@@ -5,7 +5,7 @@ nothing that a run waits for can be kept out by what already waits behind it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -50,7 +50,7 @@ class LocalInFlight:
     """Of this process."""
 
     def __init__(self) -> None:
-        self._units: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self._units: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
 
     def count(self, scope: str, id: str) -> int:
         return len(self._units.get((scope, id), ()))
@@ -59,16 +59,18 @@ class LocalInFlight:
         return _unit(work) in self._units.get((scope, id), ())
 
     def add(self, work: Work) -> None:
+        unit = _unit(work)
         for owner in _owners(work):
-            self._units[owner][_unit(work)] += 1
+            units = self._units[owner]
+            units[unit] = units.get(unit, 0) + 1
 
     def remove(self, work: Work) -> None:
         unit = _unit(work)
         for owner in _owners(work):
             units = self._units[owner]
-            units[unit] -= 1
-            if units[unit] <= 0:
-                del units[unit]
+            left = units.pop(unit, 0) - 1
+            if left > 0:
+                units[unit] = left
             if not units:
                 del self._units[owner]
 
@@ -85,9 +87,10 @@ def _unit(work: Work) -> str:
     return f"{work.lane} {work.seq}" if work.kind == SAMPLE else work.lane
 
 
-def _owners(work: Work) -> Iterator[tuple[str, str]]:
-    yield "organisation", work.org_id
+def _owners(work: Work) -> list[tuple[str, str]]:
+    owners = [("organisation", work.org_id)]
     if work.project_id is not None:
-        yield "project", f"{work.org_id} {work.project_id}"
+        owners.append(("project", f"{work.org_id} {work.project_id}"))
     if work.key_id is not None:
-        yield "key", str(work.key_id)
+        owners.append(("key", str(work.key_id)))
+    return owners

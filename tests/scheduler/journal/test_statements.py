@@ -45,8 +45,7 @@ def written(database: Database) -> Iterator[list[str]]:
         if not statement.startswith(("BEGIN", "COMMIT")):
             found.append(statement)
 
-    with database._write_engine.connect() as connection:  # the only one of its pool
-        driver = connection.connection.driver_connection
+    driver = database.write_now(lambda session: session.connection().connection.driver_connection)
     assert isinstance(driver, sqlite3.Connection)
     driver.set_trace_callback(note)
     yield found

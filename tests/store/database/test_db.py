@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import event, func, select, text
+from sqlalchemy import event, func, insert, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
@@ -184,6 +184,41 @@ def test_one_that_raises_fails_alone(database: Database) -> None:
     assert isinstance(results[1], KeyError)
     assert isinstance(results[2], IntegrityError)
     assert results[3] == "b"
+    assert names(database) == {"a", "b"}
+
+
+def test_the_writer_keeps_its_connection_until_something_fails_on_it(database: Database) -> None:
+    """What has failed may have left it in a state that nobody knows; its pool sees to that."""
+    given_back: list[None] = []
+    event.listen(database._write_engine, "checkin", lambda *_: given_back.append(None))
+    database.write_now(add("a"))
+    database.write_now(add("b"))
+    assert given_back == []
+    with pytest.raises(IntegrityError):
+        database.write_now(add("a"))
+    assert len(given_back) == 1
+    database.write_now(add("c"))
+    assert len(given_back) == 1
+    assert names(database) == {"a", "b", "c"}
+
+
+def test_a_batch_may_ask_for_its_connection_or_work_in_its_session(database: Database) -> None:
+    def direct(session: Session, given: list[str]) -> list[str]:
+        for name in given:
+            values = {"id": name, "name": name, "created_at": NOW}
+            session.connection().execute(insert(Organisation).values(values))
+        return given
+
+    def mapped(session: Session, given: list[str]) -> list[str]:
+        return [add(name)(session) for name in given]
+
+    async def main() -> None:
+        for name, batch in (("a", direct), ("b", mapped)):  # each alone, in a transaction without savepoints
+            assert await database.write_batched(batch, name, lock="") == name
+            with pytest.raises(IntegrityError):
+                await database.write_batched(batch, name, lock="")
+
+    asyncio.run(main())
     assert names(database) == {"a", "b"}
 
 

@@ -14,7 +14,7 @@ from scheduler.journal.ending.settlement import Ending
 from scheduler.links.messages import Done, PullPass
 from scheduler.order.plans import Save
 from store import tables
-from store.database.db import Batch
+from store.database.works import Batch
 from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
 
 
