@@ -67,16 +67,17 @@ class FairTree(Generic[T]):
             if child is None:
                 child = node.children[key] = _Node()
             child.weight = share
-            if not child:
+            if not (child.items or child.ready):  # as `not child`, without the call
                 self._enter(node, key, max(node.virtual, child.finish))
             node = child
-        node.items.append((item, max(1, cost)))
-        node.queued += max(1, cost)
+        cost = max(1, cost)
+        node.items.append((item, cost))
+        node.queued += cost
 
     def next(self, prefix: Path = (), only: Only | None = None) -> Path | None:
         """Where the fairest item at or below `prefix` is."""
         node, path = self._find(prefix), list(prefix)
-        while node and node.ready:
+        while node is not None and node.ready:
             entry = _first(node, only)
             if entry is None:
                 return None
@@ -236,7 +237,7 @@ class FairTree(Generic[T]):
         child = node.children[key]
         item, cost = self._serve(child, path[1:], given - 1)
         child.finish = start + cost / child.weight
-        if child:
+        if child.items or child.ready:
             self._enter(node, key, child.finish)
         self._forget_idle(node)
         return item, cost
