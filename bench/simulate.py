@@ -42,7 +42,8 @@ from typing import Any
 import psutil
 import tinker
 
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.parts.serving import claim, machine, make_key, serve
+from bench.parts.toy import save_toy
 from bench.path import ADAM, batch
 from scheduler.order.homes import STAY_S
 from scheduler.simulator.calibration import calibrate_trainer
@@ -51,7 +52,7 @@ from scheduler.simulator.simulation import Simulation
 from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
-TENANTS, PASS_TOKENS, RANK, TOLERANCE = 16, 2048, 8, 0.1
+TENANTS, PASS_TOKENS, RANK, TOLERANCE = 16, 1024, 8, 0.1
 CONFIG = f"""
 [trainer]
 threads = 1
@@ -62,7 +63,7 @@ threads = 1
 """
 #: Seconds that a load runs before it counts, and while it counts, in a round; and on the virtual clock. Where it counts
 #: what lives where, it takes longer: placing remembers what other runs had outstanding (`scheduler.order.homes`).
-WARM_S, PLACED_S, COUNTED_S, PLAYED_S = 1.0, 2 * STAY_S, 4.0, 200.0
+WARM_S, PLACED_S, COUNTED_S, PLAYED_S = 1.5, 2 * STAY_S, 6.0, 200.0
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Service:
     """A server with its trainers, and its clients."""
 
     def __init__(self, url: str, data_dir: Path, cores: Sequence[int]) -> None:
-        """`cores`: one for each trainer."""
+        """`cores`: one for each trainer; or none, where they share."""
         self._cores = cores
         self._database = data_dir / "weft.db"
         self._server = psutil.Process(int((data_dir / "server.lock").read_text()))
@@ -196,7 +197,7 @@ class Service:
         """One of each tenant, for this load alone."""
         if load not in self._runs:
             clients = self._clients[: len(LOADS[load].batches)]
-            made = [client.create_lora_training_client(BASE_MODEL, rank=RANK) for client in clients]
+            made = [client.create_lora_training_client("toy", rank=RANK) for client in clients]
             self._runs[load] = [one.result() for one in made]
         return self._runs[load]
 
@@ -236,7 +237,7 @@ class Service:
 
     def _place(self) -> None:
         """Each trainer, with all of its threads, on its core."""
-        for core, trainer in zip(self._cores, self._trainers, strict=True):
+        for core, trainer in zip(self._cores, self._trainers, strict=False):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, [core])
 
@@ -336,7 +337,8 @@ def service(trainers: int, cores: Sequence[int]) -> Iterator[Service]:
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         config = Path(folder) / "weft.toml"
         config.write_text(CONFIG.format(trainers=trainers))
-        with serve("--config", str(config)) as (url, data_dir):
+        model = save_toy(Path(folder) / "toy")
+        with serve("--config", str(config), "--model", f"toy={model}") as (url, data_dir):
             yield Service(url, data_dir, cores)
 
 
@@ -373,9 +375,10 @@ def main() -> None:
     args = parser.parse_args()
     taken_with, cores = machine(), sorted(os.sched_getaffinity(0))
     most = max(args.trainers)
-    if len(cores) < most + 2:
-        parser.error(f"{most} trainers take {most + 2} cores, two for clients and servers; there are {len(cores)}")
-    os.sched_setaffinity(0, cores[most:])  # and what is started from here
+    if len(cores) < most + 1:
+        cores = []
+    else:
+        os.sched_setaffinity(0, cores[most:])  # and what is started from here
     with ExitStack() as stack:
         reals = {count: stack.enter_context(service(count, cores[:count])) for count in args.trainers}
         found = in_turns(reals, args.cases, args.rounds)
