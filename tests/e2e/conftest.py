@@ -87,10 +87,10 @@ class Weftd:
 
 def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> Result:
     """Tinker's command line, in this process: by itself it imports for seconds."""
-    from tinker.cli.__main__ import cli
+    from tinker.cli.__main__ import main_cli
 
     environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}
-    return CliRunner().invoke(cli, arguments, env=environment)
+    return CliRunner().invoke(main_cli, arguments, env=environment)
 
 
 @pytest.fixture(scope="session")
