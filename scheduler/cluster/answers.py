@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from scheduler.cluster.shared_journal import SharedJournal
-from scheduler.journal.rows import SMALL_BYTES
+from scheduler.journal.rows import SMALL_BYTES, unpack
 from scheduler.links.contract import Answered, Path, QueueUnreachable
 from scheduler.links.large_results import parcel_of, whole
 from scheduler.links.messages import Done
-from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.redis_queue import BATCH, RedisQueue
 from scheduler.order.operations import Operation
 from scheduler.order.timings import Stretch
 from store.blobs.contract import Blobs
@@ -22,19 +23,31 @@ log = logging.getLogger(__name__)
 
 #: Before another try, when answers cannot be taken.
 AGAIN_S = 1.0
+#: How often a replica that leads, and is not alone, looks whether the others take the answers.
+LOOK_S = 0.1
 
 
 class SampleAnswers:
-    """`replica` is who takes them. An answer is forgotten when it is settled; until then another may take it."""
+    """`replica` is who takes them, and `leads` whether it leads: then it has enough to do. An answer is forgotten when
+    it is settled; until then another may take it."""
 
-    def __init__(self, journal: SharedJournal, queue: RedisQueue, blobs: Blobs, replica: str) -> None:
+    def __init__(
+        self,
+        journal: SharedJournal,
+        queue: RedisQueue,
+        blobs: Blobs,
+        replica: str,
+        leads: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._journal, self._queue, self._blobs, self._replica = journal, queue, blobs, replica
+        self._leads = leads
+        self._untaken = "", 0
 
     async def settle(self) -> None:
         """For as long as the server runs."""
         while True:
             try:
-                answers = await self._journal.run(self._queue.answered, self._replica, 1.0)
+                answers = await self._take()
             except QueueUnreachable:
                 await asyncio.sleep(AGAIN_S)
                 continue
@@ -42,7 +55,19 @@ class SampleAnswers:
                 log.exception("answers cannot be taken; trying again")
                 await asyncio.sleep(AGAIN_S)
                 continue
-            await self._settle_all(answers)
+            if answers:
+                await self._settle_all(answers)
+
+    async def _take(self) -> list[Answered]:
+        run, wait_s = self._journal.run, 1.0
+        if self._leads() and self._journal.others:
+            await asyncio.sleep(LOOK_S)
+            before, self._untaken = self._untaken, await run(self._queue.untaken)
+            waiting = self._untaken[1]
+            if not waiting or (waiting <= BATCH and self._untaken[0] != before[0]):
+                return []
+            wait_s = 0.0
+        return await run(self._queue.answered, self._replica, wait_s)
 
     async def _settle_all(self, answers: list[Answered]) -> None:
         journal = self._journal
@@ -59,13 +84,22 @@ class SampleAnswers:
         await asyncio.gather(*(journal.run(self._delete, one.ref) for one in settled if one.ref))
 
     async def _queued(self, answers: list[Answered]) -> dict[str, Operation]:
-        """The operations that have not ended. What was accepted here is known, and settling it again does nothing; but
-        a result that is a blob is written before: for that the database is asked."""
+        """The operations that may not have ended. What was accepted here is known, what elsewhere comes with its
+        answer, and settling it again does nothing; but a result that is a blob is written before: for that the database
+        is asked."""
         journal = self._journal
-        small = (answer.id for answer in answers if len(answer.result) <= SMALL_BYTES)
-        known = {op.id: op for op in map(journal.opened, small) if op is not None}
+        small = (answer for answer in answers if len(answer.result) <= SMALL_BYTES)
+        known = {op.id: op for op in map(self._known, small) if op is not None}
         unknown = [answer.id for answer in answers if answer.id not in known]
         return known | (await journal.run(journal.queued_rows, unknown) if unknown else {})
+
+    def _known(self, answer: Answered) -> Operation | None:
+        if (op := self._journal.opened(answer.id)) is not None or not answer.op:
+            return op
+        try:
+            return unpack(answer.op)
+        except ValueError:  # another version has packed it
+            return None
 
     async def _settle(self, answer: Answered, op: Operation | None) -> _Settled | None:
         """None: it cannot be settled for now."""

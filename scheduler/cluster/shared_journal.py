@@ -107,6 +107,7 @@ class SharedJournal:
         self.samplers = Samplers(database, runs_move_elsewhere=True)
         self.draining = False
         self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
+        self.others = 0  # replicas that take answers, too
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
         self._database = database
@@ -181,7 +182,8 @@ class SharedJournal:
             except NoResultFound:  # it holds up nobody
                 log.warning("operation %s: there is no sampler %s", op.id, op.lane)
                 continue
-            items.append(item_of(op, sampler, self._costs.weight(op.org_id), _encode(message_of(op, sampler))))
+            message, packed = _encode(message_of(op, sampler)), pack(op, body=False)
+            items.append(item_of(op, sampler, self._costs.weight(op.org_id), message, packed))
         await self.reach(self._queue.push_all, items)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
@@ -287,6 +289,7 @@ class SharedJournal:
             others = await self.reach(self._board.exchange, self._name, self._backlog.own())
             if others is not None:
                 self._backlog.hear(others)
+                self.others = len(others)
             await asyncio.sleep(EXCHANGE_S)
 
     def _ended_of(self, op_ids: list[str]) -> list[tables.Operation]:

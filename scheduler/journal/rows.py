@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -93,19 +94,23 @@ class _Packed(msgspec.Struct, array_like=True):
     origin: str
 
 
+_fields = attrgetter(*_Packed.__struct_fields__)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Packed).decode
 
 
-def pack(op: Operation) -> bytes:
-    """An operation that is queued, and that no worker has had yet."""
-    return _encode(_Packed(*(getattr(op, name) for name in _Packed.__struct_fields__)))
+def pack(op: Operation, *, body: bool = True) -> bytes:
+    """An operation that is queued, and that no worker has had yet; without its body for who only settles it."""
+    packed = _Packed(*_fields(op))
+    if not body:
+        packed.body = b""
+    return _encode(packed)
 
 
 def unpack(packed: bytes) -> Operation:
     """What was packed. Raises ValueError for what another version has packed."""
     op = _decode(packed)
-    return Operation(**{name: getattr(op, name) for name in _Packed.__struct_fields__})
+    return Operation(**dict(zip(_Packed.__struct_fields__, _fields(op), strict=True)))
 
 
 def from_row(row: tables.Operation) -> Operation:

@@ -56,7 +56,8 @@ class QueueUnreachable(Exception):
 @dataclass(frozen=True)
 class Item:
     """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is. Whoever
-    has had an item of the same `adapter` has those weights in memory; "" needs none."""
+    has had an item of the same `adapter` has those weights in memory; "" needs none. `op` comes back with the answer:
+    what whoever settles it has to know (`scheduler.journal.rows.pack`)."""
 
     id: str
     path: Path
@@ -65,6 +66,7 @@ class Item:
     slots: int = 1
     weight: int = 1  # the share of its organisation
     adapter: str = ""
+    op: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,14 @@ class Lease:
 @dataclass(frozen=True)
 class Answered:
     """An item that a worker has finished, which had it since `leased_at` (seconds of the carrier's clock); `receipt` is
-    the carrier's own, `cost` what it was charged."""
+    the carrier's own, `cost` what it was charged, `op` the item's."""
 
     id: str
     result: bytes
     cost: int
     leased_at: float
     receipt: str
+    op: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
--- The fair queue of scheduler/links/contract.py in Redis, upon fair_tree.lua and roster.lua. Every call is one script,
--- so it is atomic. ARGV[1] is the call, the rest its arguments; times are milliseconds, "" for the present one of this
--- Redis. The constants are the contract's.
---   i:<id>    hash: path, weights, cost, slots, adapter, body, attempts; worker, epoch and at while it is leased; aside
---             while it is set aside; done once answered
+-- The fair queue of scheduler/links/contract.py in Redis, upon fair_tree.lua and roster.lua. Every call is one of
+-- the library's function, so it is atomic: the key is the prefix of all, the first argument says which call it is; times
+-- are milliseconds, "" for the present one of this Redis. The constants are the contract's.
+--   i:<id>    hash: path, weights, cost, slots, adapter, body, op, attempts; worker, epoch and at while it is
+--             leased; aside while it is set aside; done once answered
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
 --   t:<model> hash: until when such an item is left to one worker, and to which, by id
@@ -15,7 +15,7 @@ local function clock(now)
   return string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000))
 end
 
-local struck = {} -- once in a call is enough: a bell that was struck wakes one
+local struck -- once in a call is enough: a bell that was struck wakes one
 
 local function strike(bell)
   if struck[bell] then return end
@@ -83,22 +83,37 @@ local function release(worker)
   return back
 end
 
--- Grows for ever, also over a Redis that has lost everything.
+-- Grows for ever, also over a Redis that has lost everything. Written at the end of the call.
+local epoch
+
 local function next_epoch()
-  local epoch = redis.call("INCR", P .. "epochs")
-  if epoch > 1 then return epoch end
-  local time = redis.call("TIME")
-  redis.call("SET", P .. "epochs", string.format("%d", time[1] * 1000 + math.floor(time[2] / 1000)))
-  return redis.call("INCR", P .. "epochs")
+  epoch = epoch or number(redis.call("GET", P .. "epochs"))
+  if epoch == 0 then
+    local time = redis.call("TIME")
+    epoch = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  epoch = epoch + 1
+  return string.format("%d", epoch)
+end
+
+-- Receipts of answers that nobody is to have any more: taken away together, at the end of the call.
+local receipts
+
+local function write_the_rest()
+  if epoch then redis.call("SET", P .. "epochs", string.format("%d", epoch)) end
+  if #receipts > 0 then
+    redis.call("XACK", P .. "done", "settle", unpack(receipts))
+    redis.call("XDEL", P .. "done", unpack(receipts))
+  end
 end
 
 local calls = {}
 
-function calls.push(id, path, weights, cost, slots, adapter, body)
+function calls.push(id, path, weights, cost, slots, adapter, body, op)
   local item = key("i", id)
   if redis.call("EXISTS", item) == 1 then return 0 end
   redis.call("HSET", item, "path", path, "weights", weights, "cost", cost, "slots", slots, "adapter", adapter,
-    "body", body)
+    "body", body, "op", op)
   queue(id, path, weights)
   return 1
 end
@@ -153,9 +168,8 @@ function calls.ahead(id, most)
 end
 
 local function set_aside(id)
-  local item = key("i", id)
-  local model = split(redis.call("HGET", item, "path"))[1]
-  redis.call("HSET", item, "aside", "1")
+  local model = split(item_of(id).path)[1]
+  redis.call("HSET", key("i", id), "aside", "1")
   redis.call("RPUSH", key("a", model), id)
   redis.call("SADD", P .. "asides", model)
   return model
@@ -163,29 +177,26 @@ end
 
 local function leave_to(worker, id, now, others)
   redis.call("HSET", key("t", set_aside(id)), id, string.format("%d ", number(now) + LEFT_MS) .. worker)
-  local slots = math.max(1, number(redis.call("HGET", key("i", id), "slots")))
-  others.room[worker] = redis.call("HINCRBY", P .. "room", worker, -slots)
+  others.room[worker] = redis.call("HINCRBY", P .. "room", worker, -item_of(id).slots)
   strike(key("bell", worker))
 end
 
 local function take(worker, now, id)
-  local item, epoch = key("i", id), string.format("%d", next_epoch())
-  redis.call("HSET", item, "worker", worker, "epoch", epoch, "at", now)
+  local item, of_lease = item_of(id), next_epoch()
+  redis.call("HSET", key("i", id), "worker", worker, "epoch", of_lease, "at", now)
   redis.call("SADD", key("h", worker), id)
-  local facts = redis.call("HMGET", item, "path", "body", "slots", "adapter")
-  if facts[4] and facts[4] ~= "" then hold(worker, facts[4], epoch) end
-  return {id, facts[1], facts[2], epoch}, math.max(1, number(facts[3]))
+  if item.adapter and item.adapter ~= "" then hold(worker, item.adapter, of_lease) end
+  return {id, item.path, item.body, of_lease}, item.slots
 end
 
 -- What this worker was handed after its `newest` epoch, and has not heard of: the reply was lost. And its slots.
-local function unheard(worker, newest)
-  local held = redis.call("SORT", key("h", worker), "BY", "nosort", "GET", "#", "GET", P .. "i:*->epoch")
+local function unheard(held, newest)
   local leases, slots = {}, 0
-  for i = 1, #held, 2 do
-    if number(held[i + 1]) > number(newest) then
-      local facts = redis.call("HMGET", key("i", held[i]), "path", "body", "slots")
-      leases[#leases + 1] = {held[i], facts[1], facts[2], held[i + 1]}
-      slots = slots + math.max(1, number(facts[3]))
+  for _, one in ipairs(held) do
+    if number(one.epoch) > number(newest) then
+      local item = item_of(one.id)
+      leases[#leases + 1] = {one.id, item.path, item.body, one.epoch}
+      slots = slots + item.slots
     end
   end
   return leases, slots
@@ -227,14 +238,15 @@ local function watch(worker, till) redis.call("SET", P .. "watch", string.format
 -- to look again soon. `newest` is the epoch of the last lease that it has heard of.
 function calls.lease(worker, newest, now, ttl, slots, most, ...)
   local models, leases, left, others, more = {...}, {}, number(slots), nil, true
+  local held = in_hand(worker)
   now, most = clock(now), number(most)
   sign(worker, now, ttl, models)
   if most > 0 then
     local taken
-    leases, taken = unheard(worker, newest)
+    leases, taken = unheard(held, newest)
     left = math.max(0, left - taken)
   end
-  comes(worker, left)
+  comes(worker, left, held)
   local aside, left_to_others = set_aside_for(worker, models, now)
   while more and left > 0 and #leases < most do
     local id, fresh, other, size = table.remove(aside, 1), false, nil, nil
@@ -244,7 +256,7 @@ function calls.lease(worker, newest, now, ttl, slots, most, ...)
       id, fresh = next_in_order(models), true
     end
     more = id
-    if more and fresh then
+    if more and fresh and may_leave(id, worker) then
       others = others or others_than(worker)
       other = better_for(id, worker, left, others)
     end
@@ -278,13 +290,12 @@ end
 
 function calls.answer(id, epoch, result)
   local item = key("i", id)
-  local held = redis.call("HMGET", item, "worker", "epoch", "cost", "at")
+  local held = redis.call("HMGET", item, "worker", "epoch", "cost", "at", "op")
   if not held[1] or held[2] ~= epoch then return 0 end
   redis.call("SREM", key("h", held[1]), id)
-  redis.call("HDEL", item, "worker", "epoch", "body")
-  redis.call("DEL", key("d", id))
+  redis.call("HDEL", item, "worker", "epoch", "body", "op")
   redis.call("HSET", item, "done", "1")
-  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", held[3], "at", held[4])
+  redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", held[3], "at", held[4], "op", held[5] or "")
   return 1
 end
 
@@ -312,18 +323,15 @@ end
 
 function calls.forget(id, receipt)
   local item = key("i", id)
-  local facts = redis.call("HMGET", item, "path", "worker", "done")
+  local facts = redis.call("HMGET", item, "path", "worker", "done", "attempts")
   if facts[2] then
     redis.call("SREM", key("h", facts[2]), id)
   elseif facts[1] and not facts[3] then
     withdraw(id)
   end
   redis.call("DEL", item, key("d", id))
-  redis.call("SREM", P .. "given_up", id)
-  if receipt ~= "" then
-    redis.call("XACK", P .. "done", "settle", receipt)
-    redis.call("XDEL", P .. "done", receipt)
-  end
+  if facts[4] then redis.call("SREM", P .. "given_up", id) end
+  if receipt ~= "" then receipts[#receipts + 1] = receipt end
   return 1
 end
 
@@ -350,16 +358,21 @@ function calls.expire(now)
 end
 
 -- Several calls in one, each behind the number of its parts. Nobody reads what they return.
-function calls.all()
-  local at = 2
-  while at < #ARGV do
-    local last = at + tonumber(ARGV[at])
-    calls[ARGV[at + 1]](unpack(ARGV, at + 2, last))
+function calls.all(...)
+  local parts, at = {...}, 1
+  while at < #parts do
+    local last = at + tonumber(parts[at])
+    calls[parts[at + 1]](unpack(parts, at + 2, last))
     at = last + 1
   end
   return 1
 end
 
-local answer = ARGV[1] == "all" and calls.all() or calls[ARGV[1]](unpack(ARGV, 2))
-write_nodes()
-return answer
+redis.register_function(LIBRARY, function(keys, arguments)
+  begin_tree(keys[1])
+  struck, epoch, receipts = {}, nil, {}
+  local answer = calls[arguments[1]](unpack(arguments, 2))
+  write_nodes()
+  write_the_rest()
+  return answer
+end)

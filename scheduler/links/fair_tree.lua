@@ -1,12 +1,12 @@
--- The tree of scheduler/order/fair.py in Redis, tag for tag; fair_queue.lua, which follows in the same script, works on it.
--- KEYS[1] is the prefix of all keys. Nodes are named by their path, joined with 0x1f:
---   n:<path>  hash: v virtual time, f finish tag, e entry in the parent's r, w weight, s when to look for idle children
+-- The tree of scheduler/order/fair.py in Redis, tag for tag; fair_queue.lua, which follows in the same library, works on it.
+-- P is the prefix of all keys. Nodes are named by their path, joined with 0x1f:
+--   n:<path>  MessagePack: virtual time, finish tag, weight, when to look for idle children, entry in the parent's r
 --   r:<path>  sorted set: the ready children by start tag; "<arrival>\31<child>" breaks ties by arrival
 --   c:<path>  set: all children that are remembered
 --   q:<path>  list: ids of the items of a leaf
---   i:<id>    hash of an item; here its path, weights, cost
+--   i:<id>    hash of an item; here its path, cost, slots, adapter, body
 -- A child is ready, and has an entry, while there is anything below it.
-local P, SEP = KEYS[1], "\31"
+local P, SEP = nil, "\31"
 local IDLE_S = 3600 -- what a flow owes is forgotten when it had nothing to do for so long
 
 local function key(kind, name) return P .. kind .. ":" .. name end
@@ -22,18 +22,36 @@ local function split(path)
   return parts
 end
 
--- The hashes of the nodes that this call has come to: read once, and written once, at its end (`write_nodes`).
-local nodes, changed, arrivals = {}, {}, nil
+-- The nodes that this call has come to: read once, and written once, at its end (`write_nodes`).
+local nodes, changed, arrivals
+-- What is said of the items that it hands out: read once.
+local items
 
-local function load(name)
-  local node = nodes[name]
-  if not node then
-    local found = redis.call("HMGET", key("n", name), "v", "f", "e", "w", "s")
-    node = {v = number(found[1]), f = number(found[2]), e = found[3], w = number(found[4]), s = number(found[5])}
-    node.known, node.entered = found[4], found[3]
-    nodes[name] = node
-  end
+local function begin_tree(prefix)
+  P, nodes, changed, arrivals, items = prefix, {}, {}, nil, {}
+end
+
+local function note(name, found)
+  local node = {v = 0, f = 0, w = 0, s = 0, e = false, known = found}
+  if found then node.v, node.f, node.w, node.s, node.e = cmsgpack.unpack(found) end
+  node.entered = node.e
+  nodes[name] = node
   return node
+end
+
+local function load(name) return nodes[name] or note(name, redis.call("GET", key("n", name))) end
+
+-- The nodes on the way to a path, at once.
+local function load_way(parts)
+  local names, keys, node = {""}, {key("n", "")}, ""
+  for _, child in ipairs(parts) do
+    node = below(node, child)
+    names[#names + 1], keys[#keys + 1] = node, key("n", node)
+  end
+  if nodes[node] then return end
+  for place, found in ipairs(redis.call("MGET", unpack(keys))) do
+    if not nodes[names[place]] then note(names[place], found) end
+  end
 end
 
 local function change(name)
@@ -43,25 +61,41 @@ end
 
 local function weight(name) return math.max(1, load(name).w) end
 
--- A node with nothing to do is remembered for a while.
+-- A node with nothing to do is remembered for a while; who writes it without a time to live takes that away.
 local function write_nodes()
+  local kept = {}
   for name in pairs(changed) do
-    local node, hash = nodes[name], key("n", name)
-    redis.call("HSET", hash, "v", exact(node.v), "f", exact(node.f), "w", exact(node.w), "s", exact(node.s))
-    if node.e then
-      redis.call("HSET", hash, "e", node.e)
-    elseif node.entered then
-      redis.call("HDEL", hash, "e")
+    local node, place = nodes[name], key("n", name)
+    local packed = cmsgpack.pack(node.v, node.f, node.w, node.s, node.e)
+    if node.e or name == "" then
+      kept[#kept + 1], kept[#kept + 2] = place, packed
+    else
+      redis.call("SET", place, packed, "EX", IDLE_S)
     end
-    if node.e and not node.entered then
-      redis.call("PERSIST", hash)
-      redis.call("PERSIST", key("c", name))
-    elseif not node.e and name ~= "" then
-      redis.call("EXPIRE", hash, IDLE_S)
-      redis.call("EXPIRE", key("c", name), IDLE_S)
+    if not node.leaf and name ~= "" then
+      if not node.e then
+        redis.call("EXPIRE", key("c", name), IDLE_S)
+      elseif not node.entered then
+        redis.call("PERSIST", key("c", name))
+      end
+    end
+    if #kept > 1000 then
+      redis.call("MSET", unpack(kept))
+      kept = {}
     end
   end
-  if arrivals then redis.call("SET", P .. "arrivals", string.format("%d", arrivals)) end
+  if arrivals then kept[#kept + 1], kept[#kept + 2] = P .. "arrivals", string.format("%d", arrivals) end
+  if #kept > 0 then redis.call("MSET", unpack(kept)) end
+end
+
+local function item_of(id)
+  local item = items[id]
+  if not item then
+    local path, cost, slots, adapter, body = unpack(redis.call("HMGET", key("i", id), "path", "cost", "slots", "adapter", "body"))
+    item = {path = path, cost = number(cost), slots = math.max(1, number(slots)), adapter = adapter, body = body}
+    items[id] = item
+  end
+  return item
 end
 
 local function enter(node, child, start)
@@ -78,8 +112,9 @@ local function leave(node, child)
 end
 
 local function insert(id, path, weights)
-  local node, weight_of = "", split(weights)
-  for place, child in ipairs(split(path)) do
+  local node, weight_of, parts = "", split(weights), split(path)
+  load_way(parts)
+  for place, child in ipairs(parts) do
     local inner, share = below(node, child), number(weight_of[place])
     if not load(inner).known then
       redis.call("SADD", key("c", node), child)
@@ -89,6 +124,7 @@ local function insert(id, path, weights)
     if not load(inner).e then enter(node, child, math.max(load(node).v, load(inner).f)) end
     node = inner
   end
+  load(path).leaf = true
   redis.call("RPUSH", key("q", path), id)
 end
 
@@ -108,10 +144,11 @@ local function shift_start(node, child, shift)
 end
 
 local function correct(path, tokens)
-  local node = ""
-  for _, child in ipairs(split(path)) do
-    if redis.call("SISMEMBER", key("c", node), child) == 0 then return end
+  local node, parts = "", split(path)
+  load_way(parts)
+  for _, child in ipairs(parts) do
     local inner = below(node, child)
+    if not load(inner).known then return end
     local shift = tokens / weight(inner)
     change(inner).f = load(inner).f + shift
     if load(inner).e then
@@ -130,8 +167,8 @@ end
 -- Drop children that are empty and owe nothing: they would start at the virtual time anyway. Looked for when one has
 -- become empty, and again only when there are twice as many, so that it costs little for each item.
 local function forget_idle(node)
-  local many = math.max(2 * redis.call("ZCARD", key("r", node)) + 64, load(node).s)
-  if redis.call("SCARD", key("c", node)) <= many then return end
+  local many = redis.call("SCARD", key("c", node))
+  if many <= math.max(64, load(node).s) or many <= 2 * redis.call("ZCARD", key("r", node)) + 64 then return end
   for _, child in ipairs(redis.call("SMEMBERS", key("c", node))) do
     local inner = below(node, child)
     if not load(inner).e and load(inner).f <= load(node).v then
@@ -147,19 +184,30 @@ local function first(node)
   return member and child_of(member)
 end
 
+-- The child that is next, or `wanted`, leaves the ready ones. Returns it, its start tag, and that of the first.
+local function leave_first(node, wanted)
+  local ready = key("r", node)
+  if not wanted then
+    local head, start = unpack(redis.call("ZPOPMIN", ready))
+    return head and child_of(head), number(start), number(start)
+  end
+  local head, start = unpack(redis.call("ZRANGE", ready, 0, 0, "WITHSCORES"))
+  local member, own = load(below(node, wanted)).e, start
+  if member ~= head then own = redis.call("ZSCORE", ready, member) end
+  redis.call("ZREM", ready, member)
+  return wanted, number(own), number(start)
+end
+
 -- The item, its cost, and whether there is more below `node`.
 local function serve(node, prefix, depth)
-  local head, start = unpack(redis.call("ZRANGE", key("r", node), 0, 0, "WITHSCORES"))
-  local child = prefix[depth] or (head and child_of(head))
+  local child, start, least = leave_first(node, prefix[depth])
   if not child then
+    load(node).leaf = true
     local id = redis.call("LPOP", key("q", node))
-    return id, number(redis.call("HGET", key("i", id), "cost")), busy(node)
+    return id, item_of(id).cost, busy(node)
   end
   local inner = below(node, child)
-  local member = load(inner).e
-  change(node).v = math.max(load(node).v, number(start))
-  start = number(member == head and start or redis.call("ZSCORE", key("r", node), member))
-  redis.call("ZREM", key("r", node), member)
+  change(node).v = math.max(load(node).v, least)
   local id, cost, more = serve(inner, prefix, depth + 1)
   local finish = start + cost / weight(inner)
   change(inner).f = finish
@@ -181,6 +229,7 @@ end
 local function unqueue(path, id)
   redis.call("LREM", key("q", path), 1, id)
   local parts = split(path)
+  load(path).leaf = true
   for depth = #parts, 1, -1 do
     local node = table.concat(parts, SEP, 1, depth)
     if busy(node) then return end

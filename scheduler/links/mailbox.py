@@ -1,28 +1,24 @@
-"""One direction of a link over Redis: a list to which one process appends and which one reads, where each message
+"""One direction of a link over Redis: a stream to which one process appends and which one reads, where each message
 arrives once and in order, whichever reply of Redis is lost with its connection.
 
 Who has no reply does it again: an append that was done may be done twice, and what was taken would be gone. So
-messages have numbers. The reader takes away only what it is known to have had, and drops what comes again.
+messages have numbers. The reader takes away only what it is known to have had, and drops what comes again. To take
+away, to look and to wait is one trip.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from scheduler.links.redis_clients import LONGEST_BLOCK_S, Client
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, Client, entries_of
 
-#: Messages read at once.
-MOST_AT_ONCE = 256
+#: Appends that are read at once.
+MOST_AT_ONCE = 64
+#: A mailbox that nobody writes to any more is forgotten after this.
+LEFT_OVER_S = 3600
 
-#: Takes away the messages up to number ARGV[1], and returns up to ARGV[2] of the others.
-_READ = """
-local head = redis.call("LINDEX", KEYS[1], 0)
-while head and tonumber(string.match(head, "^%d+")) <= tonumber(ARGV[1]) do
-  redis.call("LPOP", KEYS[1])
-  head = redis.call("LINDEX", KEYS[1], 0)
-end
-return redis.call("LRANGE", KEYS[1], 0, ARGV[2] - 1)
-"""
+#: A message behind its number.
+Numbered = tuple[int, bytes]
 
 
 class Numbers:
@@ -31,9 +27,17 @@ class Numbers:
     def __init__(self) -> None:
         self._latest = 0
 
-    def put_on(self, message: bytes) -> bytes:
+    def put_on(self, message: bytes) -> Numbered:
         self._latest += 1
-        return b"%d %b" % (self._latest, message)
+        return self._latest, message
+
+
+def append(client: Client, key: str, messages: Sequence[Numbered]) -> None:
+    """One at least. Raises errors of redis-py."""
+    pipe = client.pipeline(transaction=False)
+    pipe.execute_command("XADD", key, "*", *(part for message in messages for part in message))  # type: ignore[no-untyped-call]
+    pipe.expire(key, LEFT_OVER_S)
+    pipe.execute()
 
 
 class Reader:
@@ -41,24 +45,19 @@ class Reader:
 
     def __init__(self, client: Client, key: str) -> None:
         self._client, self._key = client, key
-        self._script = client.register_script(_READ)
-        self._seen = 0
+        self._had, self._seen = b"0-0", 0  # the latest append and message that came here
 
     def next(self, timeout_s: float) -> list[bytes]:
         """All that is there, or comes first within `timeout_s`; it is given once. Raises errors of redis-py."""
-        return self._read() or (self._read() if timeout_s > 0 and self._wait(timeout_s) else [])
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Until there is a message, which stays where it is."""
-        key, longest_s = self._key, min(timeout_s, LONGEST_BLOCK_S)
-        return self._client.blmove(key, key, longest_s, "LEFT", "LEFT") is not None  # type: ignore[arg-type]
-
-    def _read(self) -> list[bytes]:
-        found: Any = self._script(keys=[self._key], args=[self._seen, MOST_AT_ONCE])
+        block_ms = int(min(timeout_s, LONGEST_BLOCK_S) * 1000) or None
+        pipe = self._client.pipeline(transaction=False)
+        at, _, number = self._had.partition(b"-")
+        pipe.xtrim(self._key, minid=f"{at.decode()}-{int(number) + 1}", approximate=False)
+        pipe.xread({self._key: self._had}, MOST_AT_ONCE, block_ms)
         fresh = list[bytes]()
-        for numbered in found:
-            number, _, message = numbered.partition(b" ")
-            if int(number) > self._seen:
-                self._seen = int(number)
-                fresh.append(message)
+        for self._had, messages in entries_of(pipe.execute()[1]):
+            for number, message in messages.items():
+                if int(number) > self._seen:
+                    self._seen = int(number)
+                    fresh.append(message)
         return fresh

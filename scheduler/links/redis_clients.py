@@ -59,6 +59,17 @@ def held(url: str) -> Client:
     )
 
 
+def entries_of(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """What was read from one stream: each entry's id and its fields."""
+    batches: Any = found.values() if isinstance(found, dict) else [entries for _, entries in found or []]
+    return [entry for batch in batches for entry in _flat(batch)]
+
+
+def _flat(batch: Any) -> list[Any]:
+    """Entries of one stream; RESP3 nests them once more."""
+    return batch[0] if batch and isinstance(batch[0], list) and batch[0] and isinstance(batch[0][0], tuple) else batch
+
+
 def pop_all(client: Client, key: str, most: int, timeout_s: float) -> list[bytes]:
     """Up to `most` of what a list has, from its head; or what comes first within `timeout_s`, and nothing if nothing
     does. For a `blocking` client."""

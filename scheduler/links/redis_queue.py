@@ -1,5 +1,5 @@
-"""The fair queue carried by Redis: each call is one Lua script (`fair_queue.lua`), so any number of processes may
-share it. Callable from any thread; blocks for a network round trip."""
+"""The fair queue carried by Redis: each call is one of a library of Lua (`fair_queue.lua`), so any number of processes
+may share it. Callable from any thread; blocks for a network round trip."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from scheduler.links.contract import (
     QueueUnreachable,
     weights_of,
 )
-from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, pooled
+from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, entries_of, pooled
+from scheduler.links.redis_library import Library
 
 _SEPARATOR = "\x1f"
-_SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one script
+_SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one library
 _CONSTANTS = f"""local LIVES, MAX_ASIDE, LEFT_MS = {LIVES}, {MAX_ASIDE}, {int(LEFT_S * 1000)}
 local HEAD_START, REMEMBERED = {HEAD_START}, {REMEMBERED}
 """
@@ -52,13 +53,14 @@ def reaching() -> Iterator[None]:
 
 
 class RedisQueue:
-    """`name` separates queues in one Redis. `clock` is of the server unless a test brings its own (seconds)."""
+    """`name` separates queues in one Redis; its number is of the form of what lies there, which no other form may read.
+    `clock` is of the server unless a test brings its own (seconds)."""
 
-    def __init__(self, url: str, name: str = "samples", clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, url: str, name: str = "samples2", clock: Callable[[], float] | None = None) -> None:
         self._prefix = f"{{weft:{name}}}:"
         self._redis = pooled(url)
         self._reader = blocking(url)
-        self._script = self._redis.register_script(_SOURCE)
+        self._script = Library(self._redis, _SOURCE)
         self._clock = clock
         self._longest_wait_s = LONGEST_BLOCK_S
         self._newest: dict[str, int] = {}  # epoch of a lease that came here, by worker: mostly there is one
@@ -128,8 +130,7 @@ class RedisQueue:
                 found = [entry for entry in late[1] if entry[1]]
                 if not found:
                     news: Any = self._reader.xreadgroup(_GROUP, consumer, {stream: ">"}, BATCH, wait_ms)
-                    entries = news.values() if isinstance(news, dict) else [entries for _, entries in news or []]
-                    found = [entry for batch in entries for entry in _flat(batch)]
+                    found = entries_of(news)
             except redis.ResponseError as error:  # never made, or gone with all else, maybe while we waited
                 if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise
@@ -142,9 +143,21 @@ class RedisQueue:
                 int(fields[b"cost"]),
                 int(fields[b"at"]) / 1000,
                 receipt.decode(),
+                fields.get(b"op", b""),
             )
             for receipt, fields in found
         ]
+
+    def untaken(self) -> tuple[str, int]:
+        """The latest answer that somebody has taken, and how many have come since: many, where Redis cannot tell."""
+        with reaching():
+            try:
+                groups: Any = self._redis.xinfo_groups(f"{self._prefix}done")
+            except redis.ResponseError:  # there was none yet
+                groups = []
+        for one in groups:
+            return one["last-delivered-id"].decode(), BATCH + 1 if one["lag"] is None else one["lag"]
+        return "", 0
 
     def forget(self, item_id: str, receipt: str = "") -> None:
         self._call("forget", item_id, receipt)
@@ -208,9 +221,4 @@ class RedisQueue:
 def _push(item: Item) -> tuple[Any, ...]:
     path, weights = _SEPARATOR.join(item.path), weights_of(item.path, item.weight)
     joined = _SEPARATOR.join(map(str, weights))
-    return "push", item.id, path, joined, max(1, item.cost), item.slots, item.adapter, item.body
-
-
-def _flat(batch: Any) -> list[Any]:
-    """Entries of one stream; RESP3 nests them once more."""
-    return batch[0] if batch and isinstance(batch[0], list) and batch[0] and isinstance(batch[0][0], tuple) else batch
+    return "push", item.id, path, joined, max(1, item.cost), item.slots, item.adapter, item.body, item.op

@@ -11,8 +11,9 @@ local function sign(worker, now, ttl, models)
 end
 
 local function hold(worker, adapter, epoch)
-  redis.call("ZADD", key("k", worker), epoch, adapter)
-  redis.call("ZREMRANGEBYRANK", key("k", worker), 0, -REMEMBERED - 1)
+  if redis.call("ZADD", key("k", worker), epoch, adapter) == 1 then
+    redis.call("ZREMRANGEBYRANK", key("k", worker), 0, -REMEMBERED - 1)
+  end
 end
 
 local function forget_worker(worker)
@@ -44,21 +45,33 @@ local function serves(worker, model) return redis.call("SISMEMBER", key("m", wor
 -- As scheduler.order.roster.fullness.
 local function fullness(free, slots) return 1 - free / slots end
 
--- A worker asks for work, with so many slots free.
-local function comes(worker, free)
-  local slots = free
-  for _, busy in ipairs(redis.call("SORT", key("h", worker), "BY", "nosort", "GET", P .. "i:*->slots")) do
-    slots = slots + math.max(1, number(busy))
+-- What a worker holds: of each item the id, the epoch of its lease and its slots.
+local function in_hand(worker)
+  local flat, found = redis.call("SORT", key("h", worker), "BY", "nosort", "GET", "#", "GET", P .. "i:*->epoch",
+    "GET", P .. "i:*->slots"), {}
+  for i = 1, #flat, 3 do
+    found[#found + 1] = {id = flat[i], epoch = flat[i + 1], slots = math.max(1, number(flat[i + 2]))}
   end
+  return found
+end
+
+-- A worker asks for work, with so many slots free beside what it has `held`.
+local function comes(worker, free, held)
+  local slots = free
+  for _, one in ipairs(held) do slots = slots + one.slots end
   redis.call("HSET", P .. "size", worker, slots)
 end
 
--- Which of the others holds the adapter of an item, where `worker` does not, and is not much fuller: the emptiest. Items
--- that an older server has queued say no adapter.
+-- Whether an item may suit another worker better: it needs an adapter that this one does not hold.
+local function may_leave(id, worker)
+  local adapter = item_of(id).adapter
+  return adapter and adapter ~= "" and not holds(worker, adapter)
+end
+
+-- Which of the others holds the adapter of an item that `may_leave`, and is not much fuller: the emptiest.
 local function better_for(id, worker, left, others)
-  local adapter, path = unpack(redis.call("HMGET", key("i", id), "adapter", "path"))
-  if #others.names == 0 or not adapter or adapter == "" or holds(worker, adapter) then return end
-  local model, best, least = split(path)[1], nil, fullness(left, others.size[worker]) + HEAD_START
+  local adapter = item_of(id).adapter
+  local model, best, least = split(item_of(id).path)[1], nil, fullness(left, others.size[worker]) + HEAD_START
   for _, other in ipairs(others.names) do
     local room = others.room[other]
     local full = fullness(room, others.size[other])

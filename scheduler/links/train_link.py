@@ -28,7 +28,7 @@ import redis
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
-from scheduler.links.mailbox import Numbers, Reader
+from scheduler.links.mailbox import LEFT_OVER_S, Numbered, Numbers, Reader, append
 from scheduler.links.messages import Done, PassOver, ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.links.redis_queue import reaching
@@ -45,8 +45,6 @@ LEADER = f"{_PREFIX}leader"
 LOOK_S = 0.25
 #: What a trainer has done it tells this often, in seconds: several at once, where it does much in little time.
 APART_S = 0.004
-#: Messages of a link that is over are forgotten after this.
-LEFT_OVER_S = 3600
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)
@@ -63,7 +61,7 @@ class TrainerLink:
         self._blobs = blobs
         self._redis, self._reader, self._held = pooled(url), blocking(url), held(url)
         self._over = threading.Event()
-        self._telling, self._untold, self._parcels = threading.Lock(), list[Any](), list[bytes]()
+        self._telling, self._untold, self._parcels = threading.Lock(), list[Any](), list[Numbered]()
         self._told_at, self._late = 0.0, threading.Event()
         self._link, self._numbers = worker_name("trainer"), Numbers()
         self._mail, self._unread = Reader(self._reader, _key("down", self._link)), deque[bytes]()
@@ -94,7 +92,7 @@ class TrainerLink:
         for message in self._untold[len(self._parcels) :]:
             self._parcels.append(self._numbers.put_on(pack(message, self._blobs)))
         with reaching():
-            self._redis.rpush(_key("up", self._link), *self._parcels)
+            append(self._redis, _key("up", self._link), self._parcels)
         self._untold, self._parcels, self._told_at = [], [], time.monotonic()
 
     def _tell_late(self) -> None:
@@ -160,31 +158,38 @@ class TrainerLink:
 
 
 class LeaderLink:
-    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`). Blocking calls go to threads of its own:
-    one waits for the trainer nearly always, and there may be any number of trainers."""
+    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`). Blocking calls are made in threads of its
+    own, for there may be any number of trainers: one waits for what the trainer sends, and one sends."""
 
     def __init__(self, url: str, link: str, blobs: Blobs) -> None:
         self.name = link
         self._blobs, self._threads = blobs, ThreadPoolExecutor(2, "trainer link")
         self._redis, self._reader = pooled(url), blocking(url)
         self._numbers, self._mail = Numbers(), Reader(self._reader, _key("up", link))
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self._pump = asyncio.create_task(self._send_all())
+        self._heard: asyncio.Queue[tuple[list[LargeResult], bool] | Exception] = asyncio.Queue()
+        self._outbox, self._sending, self._telling = list[Numbered](), False, threading.Lock()
+        self._closed = threading.Event()
         self._was_alive, self._look_at = False, 0.0  # when the trainer is looked at again
         self._sign: bytes | None = None  # the trainer's last one, and since when its connection is closed
         self._closed_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
-        self._outbox.put_nowait(self._numbers.put_on(_encode(message)))
+        with self._telling:
+            self._outbox.append(self._numbers.put_on(_encode(message)))
+            if not self._sending and not self._closed.is_set():
+                self._sending = True
+                self._threads.submit(self._send_all)
 
     async def messages(self) -> AsyncIterator[Any]:
         """What the trainer sends, until it is gone and everything is read."""
+        listening = threading.Thread(target=self._listen, args=(asyncio.get_running_loop(),), name="trainer link")
+        listening.daemon = True
+        listening.start()
         while True:
-            try:
-                parcels, was_alive = await self._run(self._next)
-            except QueueUnreachable:
-                await asyncio.sleep(BEAT_S)
-                continue
+            heard = await self._heard.get()
+            if isinstance(heard, Exception):
+                raise heard
+            parcels, was_alive = heard
             if not parcels and not was_alive:
                 return
             for parcel in parcels:
@@ -192,6 +197,24 @@ class LeaderLink:
                 yield message
                 if ref:
                     await self._run(self._delete, ref)
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Until the trainer is gone, or `close`. One wake of the event loop for all that is there."""
+        going_on = True
+        while going_on and not self._closed.is_set():
+            heard: tuple[list[LargeResult], bool] | Exception
+            try:
+                heard = parcels, was_alive = self._next()
+                going_on = bool(parcels or was_alive)
+                if was_alive and not parcels:
+                    continue
+            except QueueUnreachable:
+                self._closed.wait(BEAT_S)
+                continue
+            except Exception as error:
+                heard, going_on = error, False
+            with suppress(RuntimeError):  # the loop has closed meanwhile
+                loop.call_soon_threadsafe(self._heard.put_nowait, heard)
 
     async def _whole(self, parcel: LargeResult) -> tuple[Any, str]:
         if not parcel.payload_ref:
@@ -217,31 +240,26 @@ class LeaderLink:
             self._redis.delete(_key("alive", self.name))
 
     def close(self) -> None:
-        self._pump.cancel()
+        self._closed.set()
         with suppress(QueueUnreachable), reaching():
             self._redis.delete(*(_key(kind, self.name) for kind in ("up", "down", "alive")))
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._redis.close()
         self._reader.close()
 
-    async def _send_all(self) -> None:
+    def _send_all(self) -> None:
+        """All that waits, however often it takes."""
         while True:
-            messages = [await self._outbox.get()]
-            while not self._outbox.empty():
-                messages.append(self._outbox.get_nowait())
-            while True:
-                try:
-                    await self._run(self._send, messages)
+            with self._telling:
+                messages, self._outbox = self._outbox, []
+                self._sending = bool(messages) and not self._closed.is_set()
+                if not self._sending:
+                    return
+            while not self._closed.is_set():
+                with suppress(QueueUnreachable), reaching():
+                    append(self._redis, _key("down", self.name), messages)
                     break
-                except QueueUnreachable:
-                    await asyncio.sleep(BEAT_S)
-
-    def _send(self, messages: list[bytes]) -> None:
-        with reaching():
-            pipe = self._redis.pipeline(transaction=False)
-            pipe.rpush(_key("down", self.name), *messages)
-            pipe.expire(_key("down", self.name), LEFT_OVER_S)
-            pipe.execute()
+                self._closed.wait(BEAT_S)
 
     def _alive(self) -> bool:
         with reaching():

@@ -176,7 +176,8 @@ class LocalQueue:
             for item_id in self._waiting():
                 held = self._items[item_id]
                 held.taken_until = self._clock() + TAKEN_S
-                found.append(Answered(item_id, held.result or b"", held.item.cost, held.leased_at, item_id))
+                item = held.item
+                found.append(Answered(item_id, held.result or b"", item.cost, held.leased_at, item_id, item.op))
             return found
 
     def forget(self, item_id: str, receipt: str = "") -> None:

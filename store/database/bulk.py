@@ -49,6 +49,7 @@ Question = dict[str, Select[Any]]
 Params = tuple[Any, ...] | dict[str, Any]
 Check = Callable[[list[Any]], None]
 _SQLITE = sqlite.dialect(paramstyle="named", json_serializer=lambda value: orjson.dumps(value).decode())
+_POSTGRESQL = postgresql.dialect()  # type: ignore[no-untyped-call]
 _OUTBOX = "outbox"
 #: Rows that one statement of SQLite writes at most: it takes 32,766 values.
 AT_ONCE = 64
@@ -290,7 +291,7 @@ def _compiled(question: Select[Any], dialect: Dialect) -> tuple[str, dict[str, A
 @cache
 def _insert(table: type[Base], names: tuple[str, ...], add: tuple[str, ...]) -> str:
     name, columns = table.__tablename__, ", ".join(names)
-    return f"INSERT INTO {name} ({columns}) SELECT {columns} FROM {_rows(name)} AS new{_adding(table, add)}"  # noqa: S608
+    return f"INSERT INTO {name} ({columns}) SELECT {columns} FROM {_rows(table, names)}{_adding(table, add)}"  # noqa: S608
 
 
 @cache
@@ -300,11 +301,13 @@ def _update(table: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> 
     values = ", ".join(f"{column} = new.{column}" for column in names)
     same = " AND ".join(f"{name}.{column} = new.{column}" for column in key)
     among = f"{name}.{key[0]} = ANY (CAST(%s AS varchar[]))"
-    return f"UPDATE {name} SET {values} FROM {_rows(name)} AS new WHERE {same} AND {among}"  # noqa: S608
+    return f"UPDATE {name} SET {values} FROM {_rows(table, (*key, *names))} WHERE {same} AND {among}"  # noqa: S608
 
 
-def _rows(name: str) -> str:
-    return f"json_populate_recordset(CAST(NULL AS {name}), CAST(%s AS json))"
+def _rows(table: type[Base], names: tuple[str, ...]) -> str:
+    """With these columns alone: PostgreSQL looks for each in each row."""
+    types = ", ".join(f"{name} {table.__table__.c[name].type.compile(_POSTGRESQL)}" for name in names)
+    return f"json_to_recordset(CAST(%s AS json)) AS new ({types})"
 
 
 def _adding(table: type[Base], add: tuple[str, ...]) -> str:
@@ -385,14 +388,10 @@ def _in_one_row(question: Select[Any]) -> tuple[str, dict[str, Any], dict[str, A
     compiled = one.compile(dialect=_SQLITE)
     given = {name: value for name, value in compiled.params.items() if value is not None}
     asked = ((compiled.bind_names[bind], bind.type) for bind in compiled.binds.values())
-    forms = {name: _to_sqlite(type) or _same for name, type in asked if name not in given}
+    forms = {name: _to_sqlite(type) or (lambda value: value) for name, type in asked if name not in given}
     return str(compiled), given, forms, [_from_sqlite(column.type) for column in columns]
 
 
 def _from_sqlite(type: TypeEngine[Any]) -> Callable[[Any], Any] | None:
     found: TypeEngine[Any] = type.dialect_impl(_SQLITE)
     return found.result_processor(_SQLITE, None)
-
-
-def _same(value: Any) -> Any:
-    return value

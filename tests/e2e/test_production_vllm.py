@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (ROOT / ".vllm" / ".setup-done").is_file(), reason="there is no vLLM here (make vllm)"),
+    # A string, which is asked when the test's turn comes: `.ci/run` builds it beside the tests before.
+    pytest.mark.skipif("not (ROOT / '.vllm' / '.setup-done').is_file()", reason="there is no vLLM here (make vllm)"),
 ]
 #: Nothing here takes so long, on any machine.
 PATIENCE_S = 400
@@ -64,9 +65,9 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
 
     def held_by(process: Any) -> int:
         """How many samples this generator holds; a name ends with the process and a random word."""
-        names = queue.zrange("{weft:samples}:w", 0, -1)
+        names = queue.zrange("{weft:samples2}:w", 0, -1)
         return sum(
-            int(queue.scard(f"{{weft:samples}}:h:{name}")) for name in map(str, names) if f"-{process.pid}-" in name
+            int(queue.scard(f"{{weft:samples2}}:h:{name}")) for name in map(str, names) if f"-{process.pid}-" in name
         )
 
     with weft.ServiceClient(base_url=url, api_key=production.key()) as service:
@@ -79,7 +80,7 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
         follows_its_run(run)
 
         production.worker("generator")
-        until(lambda: queue.zcard("{weft:samples}:w") == 2)
+        until(lambda: queue.zcard("{weft:samples2}:w") == 2)
         long = SamplingParams(max_tokens=200, seed=1, stop=[])
         futures = [sampler.sample(START, 1, long) for _ in range(4) for sampler in (base, snapshot)]
         until(lambda: held_by(vllm))

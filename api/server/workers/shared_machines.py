@@ -56,7 +56,7 @@ class SharedMachines:
             waiting_of=self._waiting_of,
             limits=limits,
         )
-        self._answers = SampleAnswers(self.journal, self._queue, blobs, self._name)
+        self._answers = SampleAnswers(self.journal, self._queue, blobs, self._name, self._leads)
         shared = Shared(
             settings.redis_url,
             database,
@@ -113,11 +113,14 @@ class SharedMachines:
             "trainer": term.desk.report() if term is not None else {},
             "generator": {**self.journal.generators, "replicas": self.journal.each_generator},
             "workers": [],
-            "replica": {"name": self._name, "leads": term is not None, "redis": self.journal.reachable()},
+            "replica": {"name": self._name, "leads": self._leads(), "redis": self.journal.reachable()},
         }
 
     def processes(self) -> dict[str, int]:
         return {}
+
+    def _leads(self) -> bool:
+        return self._leadership.term is not None
 
     def _waiting_of(self, op_id: str) -> Waiting | None:
         term = self._leadership.term

@@ -36,9 +36,9 @@ def needed(op: Operation, sampler: SamplerFacts) -> str:
     return (sampler.run_id if sampler.inflight else sampler.adapter_ref) or op.org_id
 
 
-def item_of(op: Operation, sampler: SamplerFacts, weight: int, body: bytes = b"") -> Item:
-    """`op` in the queue, at what it is charged for now."""
-    return Item(op.id, op.path, op.charged, body, samples_of(op), weight, needed(op, sampler))
+def item_of(op: Operation, sampler: SamplerFacts, weight: int, body: bytes = b"", packed: bytes = b"") -> Item:
+    """`op` in the queue, at what it is charged for now; `packed` for who settles it."""
+    return Item(op.id, op.path, op.charged, body, samples_of(op), weight, needed(op, sampler), packed)
 
 
 def message_of(op: Operation, sampler: SamplerFacts, version: int = 0) -> SampleOp:

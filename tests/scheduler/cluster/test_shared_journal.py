@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,13 +29,14 @@ from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import Shared, Term
 from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import from_row
+from scheduler.journal.rows import pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
-from scheduler.links.contract import Answered, QueueUnreachable
+from scheduler.links.contract import Answered, Item, QueueUnreachable
 from scheduler.links.large_results import pack
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
-from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.redis_queue import BATCH, RedisQueue
 from scheduler.links.sample_link import SampleLink
 from scheduler.links.train_link import TrainerLink
 from scheduler.order.operations import (
@@ -353,11 +355,48 @@ def test_a_small_answer_to_what_was_accepted_here_is_not_looked_up_and_is_correc
         settled = [await one.answers._queued(answers), await two.answers._queued(answers)]
         assert [found[ids[0]] is known[0] for found in settled] == [True, False]
         assert looked == [ids[1], *ids]
+        looked.clear()
+        packed = [dataclasses.replace(answer, op=pack_op(op)) for answer, op in zip(answers, known, strict=True)]  # type: ignore[arg-type]
+        assert (await two.answers._queued(packed))[ids[0]].plan == known[0].plan  # type: ignore[union-attr]
+        assert (await two.answers._queued([dataclasses.replace(packed[0], op=b"?")]))[ids[0]].id == ids[0]
+        assert looked == [ids[1], ids[0]]
         ends = [await one.answers._settle(answers[0], found[ids[0]]) for found in settled]
         assert [(end.path, end.tokens) for end in ends if end is not None] == [(known[0].path, -11), ((), 0)]  # type: ignore[union-attr]
         assert (await two.result(ids[0])).payload == b"tokens"
 
     play(scenario)
+
+
+def test_a_leader_takes_answers_only_where_the_others_do_not_keep_up(url: str) -> None:
+    queue = RedisQueue(url, "left to others")
+
+    def answer(*names: str) -> None:
+        queue.push_all(Item(name, ("m", "org", "interactive", "lane"), 10) for name in names)
+        queue.answer_all((lease.id, lease.epoch, b"") for lease in queue.lease("w", ["m"], len(names), 60))
+
+    async def scenario() -> None:
+        journal: Any = SimpleNamespace(others=1, run=asyncio.to_thread)
+        leader = SampleAnswers(journal, queue, journal, "leader", lambda: True)
+
+        async def taken() -> list[str]:
+            return [one.id for one in await leader._take()]
+
+        assert queue.answered("other", 0.01) == []
+        answer("a")
+        await taken()
+        assert [one.id for one in queue.answered("other", 0.01)] == ["a"]
+        answer("b")
+        assert await taken() == []  # another has taken something since
+        assert await taken() == ["b"]  # and has not since
+        many = [str(number) for number in range(BATCH + 1)]
+        answer(*many)
+        assert await taken() == many[:BATCH]
+        assert await taken() == []
+        journal.others = 0
+        assert await taken() == many[BATCH:]
+
+    asyncio.run(scenario())
+    queue.close()
 
 
 def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
