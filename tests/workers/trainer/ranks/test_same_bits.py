@@ -58,7 +58,22 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
         for size in (*world["held"], *world["read"]):
             assert size <= (1.0 if layout == OWNED else 1.1) * share
         assert world["scenario"] != "paged" or world["pages"] > 0
-        assert (world["failures"] > 0) is world["scenario"].startswith("owner")
+        assert bool(world["failures"]) is world["scenario"].startswith("owner")
+
+
+@pytest.mark.parametrize("layout", [PART, MAPPED, OWNED])
+def test_as_one_process_however_short_of_memory_a_rank_is(tmp_path: Path, layout: str) -> None:
+    """For what it computes for others, for its own beside that, and for the states of its runs."""
+    scenarios = ["poor 0", "poor 1", *(f"full {rank} {every}" for rank in (0, 1) for every in (3, 4, 5))]
+    reference("moe").save_pretrained(tmp_path / "model")
+    found = together(2, [str(tmp_path / "model"), str(tmp_path), layout, "3", "usual", *scenarios])
+    assert [world["scenario"] for world in found] == scenarios
+    for world in found:
+        assert all(world["same"]), world
+        if world["scenario"].startswith("poor"):
+            assert set(world["failures"]) == {"no guest", "guest", "own"}
+        else:
+            assert world["aside"] > 3
 
 
 @pytest.mark.parametrize(
