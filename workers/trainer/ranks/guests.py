@@ -101,7 +101,7 @@ class Ranks:
             move = sent.move
             if move.home == self._group.rank:
                 sent.own = by_op[move.op_id][move.first : move.stop]
-                if move.op_id in refused or not self._send(sent, bring):
+                if not self._send(sent, bring, wanted=move.op_id not in refused):
                     refused.add(move.op_id)
             elif move.helper == self._group.rank:
                 self._receive(sent)
@@ -142,17 +142,19 @@ class Ranks:
             guest.run.arena = None
         return bool(here)
 
-    def _send(self, sent: _Sent, bring: Bring) -> bool:
-        """Whether the helper has taken all of it."""
+    def _send(self, sent: _Sent, bring: Bring, wanted: bool) -> bool:
+        """Whether the helper has taken all of it; it is told if there is nothing to take."""
         progress = sent.own[0].progress
         run, op, helper = progress.run, progress.op, sent.move.helper
-        try:
-            bring(run)
-        except OSError:
-            self._group.give(None, helper)
+        order: Order | None = None
+        with suppress(OSError):
+            if wanted:
+                bring(run)
+                ranges = [(part.start, part.stop, part.tokens) for part in sent.own]
+                order = Order(op, run.spec, run.kind, progress.batch, ranges)
+        self._group.give(order, helper)
+        if order is None:
             return False
-        ranges = [(part.start, part.stop, part.tokens) for part in sent.own]
-        self._group.give(Order(op, run.spec, run.kind, progress.batch, ranges), helper)
         sent.taken = self._group.take(helper)
         if sent.taken:
             dist.send(run.adapter.flat, dst=helper)

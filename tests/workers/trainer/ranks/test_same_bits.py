@@ -61,19 +61,26 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
         assert bool(world["failures"]) is world["scenario"].startswith("owner")
 
 
-@pytest.mark.parametrize("layout", [PART, MAPPED, OWNED])
-def test_as_one_process_however_short_of_memory_a_rank_is(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout", "scenarios"),
+    [
+        (2, PART, ["poor 0", "full 1 2"]),
+        (2, MAPPED, ["poor 0", "poor 1", "full 0 2", "full 1 2"]),
+        (2, OWNED, ["poor 0", "full 1 2"]),
+        (4, MAPPED, ["poor 0", "poor 2", "full 1 3"]),
+    ],
+)
+def test_as_one_process_however_short_of_memory_a_rank_is(
+    tmp_path: Path, ranks: int, layout: str, scenarios: list[str]
+) -> None:
     """For what it computes for others, for its own beside that, and for the states of its runs."""
-    scenarios = ["poor 0", "poor 1", *(f"full {rank} {every}" for rank in (0, 1) for every in (3, 4, 5))]
     reference("moe").save_pretrained(tmp_path / "model")
-    found = together(2, [str(tmp_path / "model"), str(tmp_path), layout, "3", "usual", *scenarios])
+    found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, "2", "usual", *scenarios])
     assert [world["scenario"] for world in found] == scenarios
     for world in found:
         assert all(world["same"]), world
-        if world["scenario"].startswith("poor"):
-            assert set(world["failures"]) == {"no guest", "guest", "own"}
-        else:
-            assert world["aside"] > 3
+        assert world["failures"]
+        assert (world["aside"] > 0) is world["scenario"].startswith("full")
 
 
 @pytest.mark.parametrize(
