@@ -49,7 +49,7 @@ from bench.parts.peers import (
     transformers_model,
 )
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.trainer import CONFIG, toy
+from bench.parts.toy import CONFIG, toy
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter

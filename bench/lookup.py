@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.trainer import CONFIG, toy
+from bench.parts.toy import CONFIG, toy
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.base.weights import load_decoder

@@ -1,6 +1,6 @@
 """What a second rank brings a trainer: tokens per second of two ranks over those of one, on bench/trainer.py's model.
 
-    python bench/ranks.py [--json] [--out FILE] [--ranks 2] [--rounds 7] [--tokens 4096]
+    python bench/ranks.py [--json] [--out FILE] [--ranks 2] [--rounds 15] [--tokens 4096]
     python bench/ranks.py --layouts [--tokens 512 --tokens 4096]
 
 Both trainers are worker processes as the server starts them, with one thread for each rank, and take the same passes in
@@ -33,14 +33,12 @@ import msgspec
 import numpy as np
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
-from bench.parts.peers import transformers_model
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.trainer import CONFIG, SEQUENCE, toy
+from bench.parts.toy import CONFIG, save_toy
+from bench.trainer import SEQUENCE
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
-from workers.model.base.weights import places
-from workers.model.config import DecoderConfig
 
 TENANTS, ADAPTER_RANK = 8, 8
 TARGET = 1.8
@@ -109,16 +107,6 @@ def body(tenant: int, tokens: int) -> bytes:
     return encode_train_request(TrainBatch(f"run{tenant}", 1, "cross_entropy", data=data))
 
 
-def save_toy(folder: Path, config: DecoderConfig = CONFIG) -> Path:
-    """The toy as a folder that a trainer loads."""
-    from safetensors.torch import save_file
-
-    transformers_model(config).save_pretrained(folder)  # for its config.json
-    tensors = {name: place.target.clone() for name, place in places(toy(config))}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 def compare(ranks: int, tokens: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as place:
         model = save_toy(Path(place) / "toy")
@@ -183,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the whole result")
     parser.add_argument("--out", type=Path, help="write the result there too")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--tokens", type=int, action="append", help="of a pass, over all tenants (with --layouts: repeat)"
     )

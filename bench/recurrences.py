@@ -28,7 +28,7 @@ import torch
 
 from bench.generator import BATCH, running
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.trainer import toy
+from bench.parts.toy import toy
 from workers.generator.torch_engine import TorchEngine
 from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
 from workers.model.parts import gated_delta, mamba2, one_token

@@ -3,18 +3,19 @@
     python bench/scale.py [--json] [--quick]
 
 - Two services in turns, one with one trainer and one with two, each trainer with one thread: trained tokens per second
-  of eight unmodified `tinker` clients, through API, journal and settlement. Of three cores or more each trainer has one
-  for itself; two are shared by clients, servers and trainers, so there all else slows both trainers. The figure beside
-  it is of the trainers alone: tokens per second of their passes (`busy_s`), summed. Processor time (`cpu_us_per_token`,
-  of trainers, server and clients) does not depend on who else uses the cores: twice a trainer's tokens per second of it
-  is what two trainers make where each has a core, and all else another one.
+  of eight unmodified `tinker` clients, through API, journal and settlement, on the model of `bench/parts/toy.py`. Of
+  three cores or more each trainer has one for itself; two are shared by clients, servers and trainers, so there all
+  else slows both trainers. The figure beside it is of the trainers alone: tokens per second of their passes (`busy_s`),
+  summed. Processor time (`cpu_us_per_token`, of trainers, server and clients) does not depend on who else uses the
+  cores: twice a trainer's tokens per second of it is what two trainers make where each has a core, and all else another
+  one.
 - On the one with two, with all clients at work: a trainer is killed by SIGKILL. From then to the next result of the
   run that waited longest, less what a run usually waits. States are saved every 2,048 tokens: a replay of two steps.
-- Then a trainer is told to leave (SIGTERM), its runs move to the other one, its successor joins, and runs move to it:
-  the longest that any run waited for a result meanwhile, in passes of that time (the mean of `busy_s` / `passes`), less
-  what runs wait where one trainer has all of them anyway (the 95th percentile, on the service with one, just before, in
-  passes of that time): meanwhile it has, and what that costs is the load's doing, not the move's. Each is in passes of
-  its own time because a pass takes longer while two trainers share the cores than while one has them.
+- Then a trainer is told to leave (SIGTERM), its runs go to the other one or to its successor, which joins meanwhile,
+  and loads are evened out (`moves`: how many runs that moved): the longest that any run waited for a result meanwhile,
+  in passes of that time (the mean of `busy_s` / `passes`), less what runs wait where one trainer has all of them anyway
+  (the 95th percentile, on the service with one, just before, in passes of that time). Each is in passes of its own time
+  because a pass takes longer while two trainers share the cores than while one has them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ import httpx
 import psutil
 import tinker
 
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from bench.parts.serving import claim, machine, make_key, percentile, serve
+from bench.parts.toy import save_toy
 from bench.path import ADAM, batch
 
 TENANTS, SEQUENCES, LENGTH, RANK = 8, 8, 128, 8
@@ -65,7 +67,7 @@ class Service:
         self._http = httpx.Client(base_url=url, headers={"X-API-Key": keys[0]}, timeout=PATIENCE_S)
         self.pid = int((data_dir / "server.lock").read_text())
         clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
-        self._runs = [client.create_lora_training_client(BASE_MODEL, rank=RANK).result() for client in clients]
+        self._runs = [client.create_lora_training_client("toy", rank=RANK).result() for client in clients]
         self.results: list[list[float]] = [[] for _ in self._runs]  # when each client had one
 
     def train(self, number: int, steps: int, over: threading.Event) -> None:
@@ -224,7 +226,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     args = parser.parse_args()
-    rounds, count, calm_s = (1, 3, 4.0) if args.quick else (5, 8, 10.0)
+    rounds, count, calm_s = (1, 3, 6.0) if args.quick else (5, 4, 15.0)
     through: dict[int, list[float]] = {1: [], 2: []}
     alone: dict[int, list[float]] = {1: [], 2: []}
     spent: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
@@ -233,7 +235,9 @@ def main() -> None:
         configs = {trainers: Path(folder) / f"{trainers}.toml" for trainers in (1, 2)}
         for trainers, config in configs.items():
             config.write_text(CONFIG.format(trainers=trainers))
-        with serve("--config", str(configs[1])) as first, serve("--config", str(configs[2])) as second:
+        model = f"toy={save_toy(Path(folder) / 'toy')}"
+        started = {trainers: serve("--config", str(config), "--model", model) for trainers, config in configs.items()}
+        with started[1] as first, started[2] as second:
             services = {1: Service(*first), 2: Service(*second)}
             with services[2].at_work():
                 services[2].shared(2)

@@ -36,26 +36,11 @@ import torch
 
 from bench.parts.peers import adapter_parameters, peft_model, shape_of
 from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.toy import CONFIG, toy
 from workers.model.adapters.adapter import Adapter, AdapterShape
-from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
 
-CONFIG = DecoderConfig(
-    architecture="Qwen3MoeForCausalLM",
-    vocab_size=1024,
-    hidden_size=256,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=512,
-    context_length=4096,
-    num_experts=16,
-    experts_per_token=4,
-    moe_intermediate_size=128,
-    norm_topk=True,
-)
 #: More tokens than these are computed in turns, as the trainer does: larger batches fall out of the caches.
 PASS_TOKENS = 4096
 #: The most tokens of a sequence; a tenant's tokens are cut into such sequences.
@@ -88,19 +73,6 @@ TARGETS = (
     ),
     ("N=64 x 16 tokens: ourselves in turn / batched", (64, 16), "sequential", "batched", 3.0),
 )
-
-
-def toy(config: DecoderConfig = CONFIG) -> Decoder:
-    """The model, with weights drawn from a fixed seed."""
-    decoder, generator = Decoder(config), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in decoder.named_parameters():
-            if "norm" in name:
-                weight.fill_(1.0)
-            else:
-                std = 1.0 if name == "embed" else 0.05 if "router" in name else 0.02
-                weight.normal_(0.0, std, generator=generator)
-    return decoder
 
 
 @dataclass(frozen=True)

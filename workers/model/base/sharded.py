@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
 from workers.model.base.stored import Stored
-from workers.model.base.weights import ModelWeightsError, Place, matched
+from workers.model.base.weights import Place, does_not_fit, matched, reading
 from workers.model.card import weight_files
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend, rotary_of
@@ -160,17 +160,11 @@ def copy_parts(decoder: Decoder, files: Sequence[Path], part_of: Callable[[str, 
     ModelWeightsError."""
     whole = Decoder(decoder.config, decoder.dtype, "meta")
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    folder = files[0].parent
-    try:
-        stored = Stored(files)
-        for name, place in matched(whole, stored, folder):
+    with reading(files) as stored:
+        for name, place in matched(whole, stored, files[0].parent):
             base = place.target._base if place.target._is_view() else place.target
             assert base is not None
             _copy(stored, name, place, base.stride(0), part_of(names[id(base)], len(base)))
-    except KeyError as error:
-        raise ModelWeightsError(f"{folder}: tensor {error.args[0]} is missing") from None
-    except ValueError as error:
-        raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
 
 
 def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> None:
@@ -178,8 +172,7 @@ def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> N
     whose rows are `stride` apart. Where it is arranged across rows it is read whole."""
     shape = stored.shape(name)
     if not place.fits(shape):
-        got, need = list(shape), f"floating point {list(place.target.shape)}"
-        raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {got}, the config needs {need}")
+        raise does_not_fit(stored, name, list(shape), place)
     first, last = part.first * stride, part.last * stride
     start, row = place.target.storage_offset(), place.target.stride(0)
     begin = max(0, (first - start) // row)
@@ -190,7 +183,7 @@ def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> N
     by_rows = as_it_is or len(shape) == place.target.dim() == 3  # of a stack of experts each is arranged by itself
     rows = stored.rows(name, begin, end) if by_rows else place.arranged(stored.read(name))[begin:end]
     if not rows.is_floating_point():
-        raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {rows.dtype}, the config needs floating point")
+        raise does_not_fit(stored, name, f"{rows.dtype} {list(shape)}", place)
     at = start + begin * row - first
     target = part.mine.view(-1)[at : at + (end - begin) * row].view(end - begin, *place.target.shape[1:])
     target.copy_(place.arranged(rows) if by_rows and not as_it_is else rows)

@@ -8,6 +8,7 @@ fused over experts; quantised weights become bfloat16 (stored.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,14 +69,26 @@ class Place:
 def copy_weights(decoder: Decoder, files: Sequence[Path]) -> None:
     """Fill every parameter of `decoder` from `files`, converting to its dtype. Raises ModelWeightsError; a tensor that
     is missing or has no place is found before anything is read."""
-    try:
-        stored = Stored(files)
+    with reading(files) as stored:
         for name, place in matched(decoder, stored, files[0].parent):
             _copy(stored, name, place)
+
+
+@contextmanager
+def reading(files: Sequence[Path]) -> Iterator[Stored]:
+    """The tensors in `files`. What is wrong with them is a ModelWeightsError."""
+    try:
+        yield Stored(files)
     except KeyError as error:
         raise ModelWeightsError(f"{files[0].parent}: tensor {error.args[0]} is missing") from None
     except ValueError as error:
         raise error if isinstance(error, ModelWeightsError) else ModelWeightsError(str(error)) from None
+
+
+def does_not_fit(stored: Stored, name: str, found: object, place: Place) -> ModelWeightsError:
+    """Of a stored tensor that cannot go to its place, for what was found of it."""
+    need = f"floating point {list(place.target.shape)}"
+    return ModelWeightsError(f"{stored.file(name)}: tensor {name} is {found}, the config needs {need}")
 
 
 def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
@@ -126,8 +139,7 @@ def _check_tied(decoder: Decoder, stored: Stored, names: Mapping[str, str]) -> N
 def _copy(stored: Stored, name: str, place: Place) -> None:
     tensor = stored.read(name)
     if not tensor.is_floating_point() or not place.fits(tensor.shape):
-        got, need = f"{tensor.dtype} {list(tensor.shape)}", f"floating point {list(place.target.shape)}"
-        raise ModelWeightsError(f"{stored.file(name)}: tensor {name} is {got}, the config needs {need}")
+        raise does_not_fit(stored, name, f"{tensor.dtype} {list(tensor.shape)}", place)
     place.target.copy_(place.arranged(tensor))
 
 

@@ -1,0 +1,56 @@
+"""The model that benches compute with: a small mixture of experts with random weights, which a pass keeps busy, as the
+built-in one of 160 thousand parameters is not.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from bench.parts.peers import transformers_model
+from workers.model.base.weights import places
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder
+from workers.model.tiny import TINY_PATH
+
+CONFIG = DecoderConfig(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=1024,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=512,
+    context_length=4096,
+    num_experts=16,
+    experts_per_token=4,
+    moe_intermediate_size=128,
+    norm_topk=True,
+)
+
+
+def toy(config: DecoderConfig = CONFIG) -> Decoder:
+    """The model, with weights drawn from a fixed seed."""
+    decoder, generator = Decoder(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                std = 1.0 if name == "embed" else 0.05 if "router" in name else 0.02
+                weight.normal_(0.0, std, generator=generator)
+    return decoder
+
+
+def save_toy(folder: Path, config: DecoderConfig = CONFIG) -> Path:
+    """The toy as a folder that a server serves, with the tokenizer of the built-in model."""
+    transformers_model(config).save_pretrained(folder)  # for its config.json
+    tensors = {name: place.target.clone() for name, place in places(toy(config))}
+    save_file(tensors, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_PATH / name, folder)
+    return folder
