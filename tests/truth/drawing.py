@@ -43,7 +43,7 @@ MOST_DEATHS = 2
 #: About how many seams a role has in a play.
 SEAMS: dict[Role, int] = {"trainer": 130, "server": 450, "generator": 14}
 #: Of a trainer of two ranks: about how many seams its messages and each rank have, and how it may end there.
-RANK_SEAMS: dict[Role, int] = {"trainer": 60, "rank 0": 200, "rank 1": 200}
+RANK_SEAMS: dict[Role, int] = {"trainer": 60, "rank 0": 90, "rank 1": 90}
 RANK_ENDS: dict[Role, tuple[Kind, ...]] = {"trainer": DEATHS, **dict.fromkeys(RANKS, (*DEATHS, "hangs"))}
 #: And about how many statements its server sends to the database.
 STATEMENTS = 1500

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -42,9 +43,9 @@ class RankLost(RuntimeError):
     """A rank has ended that nobody had ended."""
 
 
-def body(strand: Strand, folder: Path, lives: dict[Role, Life], config: TrainerConfig, memory: Memory) -> None:
-    """The trainer's life as a strand: what rank 0 says is said by the strand."""
-    group = _Group(folder, lives, config, memory)
+def body(strand: Strand, counts: Counter[str], lives: dict[Role, Life], config: TrainerConfig, memory: Memory) -> None:
+    """The trainer's life as a strand: what rank 0 says is said by the strand. `counts`: of what the ranks touch."""
+    group = _Group(counts, lives, config, memory)
     try:
         group.serve(strand)
     finally:
@@ -60,8 +61,8 @@ def config_of(
 
 
 class _Group:
-    def __init__(self, folder: Path, lives: dict[Role, Life], config: TrainerConfig, memory: Memory) -> None:
-        self._folder, self._lives = folder, lives
+    def __init__(self, counts: Counter[str], lives: dict[Role, Life], config: TrainerConfig, memory: Memory) -> None:
+        self._folder, self._counts, self._lives = Path(config.basics.data_dir), counts, lives
         self._link, far_link = socket.socketpair()
         self._wires: dict[Connection, Role] = {}
         self._processes: dict[int, Any] = {}  # by their sentinel
@@ -117,6 +118,7 @@ class _Group:
         except (EOFError, ConnectionResetError):
             del self._wires[wire]  # its sentinel tells the rest
             return
+        self._counts[f"{role}: {kind}"] += 1
         what: Kind | None
         try:
             what = self._lives[role].touch(kind, *more)

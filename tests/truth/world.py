@@ -427,7 +427,7 @@ class World:
         lives = {role: Life(role, self.seams, self.loop, lambda: None, strand.wait) for role in RANKS}
         memory = Memory(schedule.most_tokens, schedule.machine_runs * ground.run_bytes(), schedule.guests)
         config = ranks.config_of(self.folder, (MODEL, ground.folder / "t"), base, bounds, f"pages{self._pages}")
-        ranks.body(strand, self.folder, lives, config, memory)
+        ranks.body(strand, self.statistics, lives, config, memory)
 
     def generator_body(self, strand: Strand, life: Life) -> None:
         schedule = self.schedule
