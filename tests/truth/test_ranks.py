@@ -15,7 +15,7 @@ from tests.truth.search import Bench, search
 #: However busy the machine is.
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.search]
 #: Programs of an ordinary run.
-PROGRAMS = 3
+PROGRAMS = 2
 
 
 @pytest.mark.parametrize("layout", ["mapped", "parts"])
