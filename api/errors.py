@@ -8,7 +8,7 @@ answer has a body: {"detail", "code", "request_id"}: the operation's that is mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -305,18 +305,10 @@ def not_here(request: Request) -> NotHere:
     """No such path: what may have been meant."""
     path = request.scope["path"]
     short = len(path) <= LONGEST_PATH
-    near = get_close_matches(path, [*_paths(request.app.routes, request.method)], 1, cutoff=0.7) if short else []
+    paths = [route.path for route in request.app.routes if request.method in (getattr(route, "methods", None) or ())]
+    near = get_close_matches(path, paths, 1, cutoff=0.7) if short else []
     advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
     return NotHere(f"this server has no {request.method} {path}; {advice}")
-
-
-def _paths(routes: Iterable[Any], method: str, prefix: str = "") -> Iterator[str]:
-    """Of all routes that take this method, also those of routers within."""
-    for route in routes:
-        if hasattr(route, "original_router"):
-            yield from _paths(route.original_router.routes, method, prefix + route.include_context.prefix)
-        elif method in (getattr(route, "methods", None) or ()):
-            yield prefix + route.path
 
 
 def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> None:

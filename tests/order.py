@@ -12,7 +12,6 @@ from xdist.scheduler import LoadScopeScheduling
 TOGETHER = ("tests/workers/generator/vllm/",)
 #: The tests that start real servers or a browser; of these, what takes longest first, so that the end is even.
 SLOW = (
-    "tests/workers/generator/vllm/",
     "tests/cookbook/",
     "tests/rl_packages/",
     "tests/compat/",
@@ -20,6 +19,12 @@ SLOW = (
     "tests/scheduler/jobs/test_celery.py",
     "tests/console/test_browser.py",
     "tests/truth/",
+    "tests/workers/generator/vllm/",  # by now `.ci/run` has built it
+    "tests/e2e/test_production_vllm.py",
+    "tests/e2e/test_crashes.py",
+    "tests/e2e/test_rl.py",
+    "tests/e2e/test_ranks.py",
+    "tests/e2e/test_rl_docs.py",
     "tests/e2e/",
     "tests/console/test_weftd.py",
 )

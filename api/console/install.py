@@ -61,8 +61,8 @@ PAGES = (
 
 def install(app: FastAPI) -> None:
     for module in PAGES:
-        app.include_router(module.router, prefix=PREFIX)
-    app.include_router(router)
+        app.router.routes += module.router.routes
+    app.router.routes += router.routes
     app.add_middleware(SecurityHeaders)
 
 

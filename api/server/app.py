@@ -170,6 +170,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
     app.state.keys = KeyCache()
     app.state.traffic = Traffic()
     errors.install(app, console.astray)
+    # As they are: `include_router` would build each a second time, while the first clients wait.
     for routes in (  # looked through in this order: first what is asked for most
         futures,
         training,
@@ -201,9 +202,9 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         limits,
         sdk,
     ):
-        app.include_router(routes.router)
+        app.router.routes += routes.router.routes
     for router in (listing.router, listing.turns_router, chat.router, responses.router, generate.router):
-        app.include_router(router)
-    app.include_router(reference.router)
+        app.router.routes += router.routes
+    app.router.routes += reference.router.routes
     console.install(app)
     return app

@@ -148,22 +148,18 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 def api_routes(app: FastAPI) -> Iterator[tuple[Any, Access]]:
     """Every route (with `path` and `methods`) that declares who may call it, but for the console's pages."""
-    for mounted in app.routes:
-        contexts = getattr(mounted, "effective_route_contexts", None)
-        found: Any
-        for found in contexts() if contexts is not None else [mounted]:
-            route = getattr(found, "original_route", found)
-            access = declared(route)
-            if access is not None and not found.path.startswith("/console"):
-                yield found, access
+    route: Any
+    for route in app.routes:
+        access = declared(route)
+        if access is not None and not route.path.startswith("/console"):
+            yield route, access
 
 
 def _complete(
     operation: dict[str, Any], route: Any, path: str, access: Access, method: str, schemas: dict[str, Any]
 ) -> None:
     """Add to what the framework knows of a route its body, who may call it, and how it refuses."""
-    own = getattr(route, "original_route", route)
-    operation["tags"] = [own.endpoint.__module__.rpartition(".")[2].replace("_", " ")]
+    operation["tags"] = [route.endpoint.__module__.rpartition(".")[2].replace("_", " ")]
     operation["security"] = [] if access.public else [{"key": []}, {"bearer": []}]
     operation["x-weft"] = {"scopes": list(access.scopes), "counts": access.limit, "meters": access.meters}
     has_body = method in ("POST", "PUT", "PATCH")

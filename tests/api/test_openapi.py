@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
+from api.routes.server import probes
 from api.server import reference
 from api.server.app import front
 from api.server.openapi import error_codes
@@ -31,6 +33,13 @@ def described(world: World) -> dict[str, Any]:
 
 def operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     return [(method.upper(), path, op) for path, ops in described["paths"].items() for method, op in ops.items()]
+
+
+def test_routes_are_built_once_and_not_again_for_the_first_requests() -> None:
+    """What `include_router` includes is built anew by each application, when it is first looked through."""
+    routes = front().routes
+    assert all(isinstance(route, APIRoute) for route in routes)
+    assert {id(route) for route in probes.router.routes} <= {id(route) for route in routes}
 
 
 def test_what_anybody_may_fetch_is_written_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner, Result
+
+from store.database.db import Database
+from tests.keys import create_key
 
 # Before the official SDK is imported: nothing is fetched, nothing is reported.
 os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0")
@@ -72,14 +76,21 @@ class Weftd:
 
     def key(self, organisation: str = "acme") -> str:
         if organisation not in self._keys:
-            command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(self.data_dir), "--org", organisation]
-            self._keys[organisation] = subprocess.run(
-                command, check=True, capture_output=True, text=True
-            ).stdout.strip()
+            database = Database(f"sqlite:///{self.data_dir}/weft.db")  # `weftd key create` takes a second
+            self._keys[organisation] = database.write_now(lambda session: create_key(session, organisation))
+            database.close()
         return self._keys[organisation]
 
     def log(self) -> str:
         return (self.data_dir / "stderr.log").read_text()
+
+
+def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> Result:
+    """Tinker's command line, in this process: by itself it imports for seconds."""
+    from tinker.cli.__main__ import main_cli
+
+    environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}
+    return CliRunner().invoke(main_cli, arguments, env=environment)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, tinker_command
 from tests.e2e.data import prompt, supervised
 from tests.e2e.test_official_sdk import losses, weights_of
 from workers.model.tiny import TINY_PATH
@@ -38,17 +36,14 @@ def rest(weftd: Weftd) -> Any:
 
 
 @pytest.fixture
-def cli(weftd: Weftd, tmp_path: Path) -> Callable[..., Any]:
+def cli(weftd: Weftd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The official command line; its JSON."""
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, fails: bool = False) -> Any:
-        environment = {**os.environ, "TINKER_BASE_URL": weftd.url, "TINKER_API_KEY": weftd.key()}
-        command = [str(BIN / "tinker"), "-f", "json", *arguments]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        if done.returncode == -signal.SIGABRT:  # Tinker's own threads, at its exit, on a machine that is busy
-            done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert (done.returncode != 0) == fails, done.stderr
-        return json.loads(done.stdout) if done.stdout.strip().startswith(("{", "[")) else done.stdout + done.stderr
+        done = tinker_command(weftd, "-f", "json", *arguments)
+        assert (done.exit_code != 0) == fails, (done.output, done.exception)
+        return json.loads(done.stdout) if done.stdout.strip().startswith(("{", "[")) else done.output
 
     return run
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sqlite3
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def cut(path: Path, left: float = 0.5) -> None:
     path.write_bytes(data[: int(len(data) * left)])
 
 
-def rows(server: Weftd, query: str) -> list[Any]:
+def rows(server: Weftd, query: str, *values: str) -> list[Any]:
     with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
-        return db.execute(query).fetchall()
+        return db.execute(query, values).fetchall()
 
 
 def start_refused(server: Weftd) -> str:
@@ -47,15 +48,50 @@ def start_refused(server: Weftd) -> str:
     return line
 
 
-@pytest.fixture
-def trained(own_weftd: Start) -> tuple[Weftd, Any]:
-    server = own_weftd()
+def trained_run(server: Weftd) -> Any:
     service = tinker.ServiceClient(base_url=server.url, api_key=server.key())
     run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
     train(run, range(2))
     run.save_state("good").result(timeout=60)
     train(run, range(2, 4))
-    return server, run
+    return run
+
+
+@pytest.fixture
+def trained(own_weftd: Start) -> tuple[Weftd, Any]:
+    server = own_weftd()
+    return server, trained_run(server)
+
+
+@dataclass(frozen=True)
+class Harmed:
+    """A server that was stopped, and of each run one thing was harmed before it started again. `refusal` is what it
+    said while its database was gone, `result` the operation whose result was cut."""
+
+    server: Weftd
+    cut_snapshot: Any
+    lost_snapshot: Any
+    refusal: str
+    result: str
+
+
+@pytest.fixture(scope="module")
+def harmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harmed]:
+    server = Weftd(tmp_path_factory.mktemp("harmed")).start()
+    cut_snapshot, lost_snapshot, cut_result = (trained_run(server) for _ in range(3))
+    cut_result.forward_backward(supervised(60), "cross_entropy").result(timeout=60)  # too large a result for a row
+    server.stop()
+    (server.data_dir / "weft.db").rename(server.data_dir / "elsewhere.db")
+    refusal = start_refused(server)
+    (server.data_dir / "elsewhere.db").rename(server.data_dir / "weft.db")
+    blobs, snapshot = server.data_dir / "blobs", "select snapshot_ref from runs where id = ?"
+    cut(blobs / rows(server, snapshot, cut_snapshot.model_id)[0][0] / "extra.safetensors")
+    (blobs / rows(server, snapshot, lost_snapshot.model_id)[0][0]).rename(server.data_dir / "elsewhere")
+    query = "select id, result_ref from operations where result_ref is not null and lane = ?"
+    ((result, ref),) = rows(server, query, cut_result.model_id)
+    cut(blobs / ref)
+    yield Harmed(server.start(), cut_snapshot, lost_snapshot, refusal, result)
+    server.stop()
 
 
 def broken_because(run: Any) -> str:
@@ -84,41 +120,27 @@ def test_a_body_cut_short_breaks_the_run_and_says_so(trained: tuple[Weftd, Any])
     train(again, range(2, 4))
 
 
-def test_a_snapshot_cut_short_breaks_the_run_and_says_so(trained: tuple[Weftd, Any]) -> None:
-    server, run = trained
-    server.stop()
-    (ref,) = rows(server, "select snapshot_ref from runs")[0]
-    cut(server.data_dir / "blobs" / ref / "extra.safetensors")
-    server.start()
-    assert "its snapshot cannot be repeated: the checkpoint is damaged on the server's disk" in broken_because(run)
+def test_a_snapshot_cut_short_breaks_the_run_and_says_so(harmed: Harmed) -> None:
+    words = broken_because(harmed.cut_snapshot)
+    assert "its snapshot cannot be repeated: the checkpoint is damaged on the server's disk" in words
 
 
-def test_a_snapshot_that_is_gone_is_named_at_the_start(trained: tuple[Weftd, Any]) -> None:
-    server, run = trained
-    server.stop()
-    (ref,) = rows(server, "select snapshot_ref from runs")[0]
-    (server.data_dir / "blobs" / ref).rename(server.data_dir / "elsewhere")
-    server.start()
-    assert "its snapshot after operation" in server.log()
-    assert "is missing" in broken_because(run)
+def test_a_snapshot_that_is_gone_is_named_at_the_start(harmed: Harmed) -> None:
+    assert "its snapshot after operation" in harmed.server.log()
+    assert "is missing" in broken_because(harmed.lost_snapshot)
 
 
-def test_a_result_cut_short_is_given_to_nobody(trained: tuple[Weftd, Any]) -> None:
-    server, run = trained
-    run.forward_backward(supervised(60), "cross_entropy").result(timeout=60)  # too large a result for a row
-    server.stop()
-    op_id, ref = rows(server, "select id, result_ref from operations where result_ref is not null limit 1")[0]
-    cut(server.data_dir / "blobs" / ref)
-    server.start()
+def test_a_result_cut_short_is_given_to_nobody(harmed: Harmed) -> None:
+    server = harmed.server
     headers = {"X-API-Key": server.key()}
-    answer = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": op_id}, headers=headers)
+    answer = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": harmed.result}, headers=headers)
     assert answer.status_code == 410
     assert "damaged on the server's disk" in answer.json()["detail"]
 
 
-def test_a_checkpoint_cut_short_is_neither_loaded_nor_handed_out(trained: tuple[Weftd, Any]) -> None:
-    server, run = trained
-    (ref,) = rows(server, "select ref from checkpoints")[0]
+def test_a_checkpoint_cut_short_is_neither_loaded_nor_handed_out(harmed: Harmed) -> None:
+    server, run = harmed.server, trained_run(harmed.server)
+    ((ref,),) = rows(server, "select ref from checkpoints where run_id = ?", run.model_id)
     cut(server.data_dir / "blobs" / ref / "adapter.safetensors", 0.9)
     path = f"tinker://{run.model_id}/weights/good"
     with pytest.raises(tinker.RequestFailedError, match="damaged on the server's disk"):
@@ -129,6 +151,10 @@ def test_a_checkpoint_cut_short_is_neither_loaded_nor_handed_out(trained: tuple[
     assert answer.status_code == 410, answer.text
     assert "damaged" in answer.json()["detail"]
     train(run, range(4, 5))  # the run itself is as it was
+
+
+def test_a_database_that_is_gone_is_not_begun_anew(harmed: Harmed) -> None:
+    assert "weft.db is missing" in harmed.refusal
 
 
 def test_a_log_cut_in_half_is_not_served(trained: tuple[Weftd, Any]) -> None:
@@ -142,13 +168,4 @@ def test_a_log_cut_in_half_is_not_served(trained: tuple[Weftd, Any]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() in ([], [run.model_id])
-    server.start()
-
-
-def test_a_database_that_is_gone_is_not_begun_anew(trained: tuple[Weftd, Any]) -> None:
-    server, _ = trained
-    server.stop()
-    (server.data_dir / "weft.db").rename(server.data_dir / "elsewhere.db")
-    assert "weft.db is missing" in start_refused(server)
-    (server.data_dir / "elsewhere.db").rename(server.data_dir / "weft.db")
     server.start()

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import weft
+from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
+from weft.cli import main
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.test_weft_sdk import client, train
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
 
-Weft = Callable[..., subprocess.CompletedProcess[str]]
+Weft = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -33,66 +35,81 @@ def checkpoints(weftd: Weftd) -> dict[str, str]:
 
 
 @pytest.fixture
-def command(weftd: Weftd, tmp_path: Path) -> Weft:
-    environment = {**os.environ, "WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("loom"), "HF_HUB_OFFLINE": "1"}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(BIN / "weft"), *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-
-    return run
+def command(weftd: Weftd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weft:
+    """`weft`, in this process: peft and transformers take seconds to import."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    environment = {"WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("loom")}
+    return lambda *arguments: CliRunner().invoke(main, arguments, env=environment)
 
 
-def verified(folder: Path) -> tuple[int, str]:
-    """What the folder's own script says, by the peft and transformers of this environment; nothing of Weft is there."""
+#: Runs the scripts of several folders, and prints how each ended and what it said.
+ONE_BY_ONE = """
+import io, json, runpy, sys
+from contextlib import redirect_stderr, redirect_stdout
+base, *folders = sys.argv[1:]
+for folder in folders:
+    sys.argv, said, code = [f"{folder}/verify.py", "--base", base], io.StringIO(), 0
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
+def verified(*folders: Path) -> list[tuple[int, str]]:
+    """What each folder's own script says, by this environment's peft and transformers; nothing of Weft is there."""
     done = subprocess.run(
-        [sys.executable, "-I", str(folder / "verify.py"), "--base", str(TINY_PATH)],
+        [sys.executable, "-I", "-c", ONE_BY_ONE, str(TINY_PATH), *map(str, folders)],
         capture_output=True,
         text=True,
         timeout=120,
+        check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("kind", ["save_weights_for_sampler", "save_state", "save_weights_external"])
-def test_a_download_loads_in_stock_peft(kind: str, checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
-    done = command("download", checkpoints[kind], "--to", "adapter")
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "adapter"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "reference.json",
-        "verify.py",
-    ]
-    code, said = verified(folder)
-    assert (code, "OK" in said) == (0, True), said
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_a_download_loads_in_stock_peft(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
+    folders = [tmp_path / kind for kind in checkpoints]
+    for folder in folders:
+        done = command("download", checkpoints[folder.name], "--to", folder.name)
+        assert done.exit_code == 0, done.output
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "reference.json",
+            "verify.py",
+        ]
+    found = verified(*folders)
+    assert [(code, "OK" in said) for code, said in found] == [(0, True)] * 3, found
 
 
 def test_what_does_not_load_rightly_is_noticed(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
     """Tinker's own layout, which PEFT loads as attention alone and without a word."""
     path = checkpoints["save_weights_for_sampler"]
-    assert command("download", path, "--to", "adapter").returncode == 0
-    assert command("verify", "adapter", "--base", str(TINY_PATH)).returncode == 0
-    assert command("download", path, "--for", "tinker", "--to", "theirs").returncode == 0
+    assert command("download", path, "--to", "adapter").exit_code == 0
+    assert command("verify", "adapter", "--base", str(TINY_PATH)).exit_code == 0
+    assert command("download", path, "--for", "tinker", "--to", "theirs").exit_code == 0
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / "adapter" / name).write_bytes((tmp_path / "theirs" / name).read_bytes())
-    code, said = verified(tmp_path / "adapter")
+    [(code, said)] = verified(tmp_path / "adapter")
     assert (code, "WRONG" in said) == (1, True), said
-    assert command("verify", "adapter", "--base", str(TINY_PATH)).returncode == 1
+    assert command("verify", "adapter", "--base", str(TINY_PATH)).exit_code == 1
 
 
 def test_what_cannot_be_tried_is_not_called_right(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
     path = checkpoints["save_weights_for_sampler"]
-    assert command("download", path, "--to", "adapter", "--no-reference").returncode == 0
+    assert command("download", path, "--to", "adapter", "--no-reference").exit_code == 0
     assert not (tmp_path / "adapter" / "reference.json").exists()
-    code, said = verified(tmp_path / "adapter")
+    [(code, said)] = verified(tmp_path / "adapter")
     assert (code, "reference.json" in said) == (2, True), said
     done = command("verify", "adapter")
-    assert (done.returncode, "reference.json" in done.stderr) == (2, True), done.stderr
+    assert (done.exit_code, "reference.json" in done.stderr) == (2, True), done.stderr
 
 
 def test_an_unembedding_is_left_out_for_vllm_by_name(
@@ -100,11 +117,11 @@ def test_an_unembedding_is_left_out_for_vllm_by_name(
 ) -> None:
     path = checkpoints["save_weights_external"]
     refused = command("download", path, "--for", "vllm", "--to", "adapter")
-    assert refused.returncode != 0
+    assert refused.exit_code != 0
     assert "lm_head" in refused.stderr
     assert "--leave-out-unembedding" in refused.stderr
     assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    assert command("download", path, "--for", "vllm", "--leave-out-unembedding", "--to", "adapter").returncode == 0
+    assert command("download", path, "--for", "vllm", "--leave-out-unembedding", "--to", "adapter").exit_code == 0
     folder = tmp_path / "adapter"
     kept = load_file(folder / "adapter_model.safetensors")
     assert not any("lm_head" in name for name in kept)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, BIN, Weftd, tinker_command
 from tests.e2e.data import ADAM, prompt, supervised
 
 pytestmark = pytest.mark.server
@@ -207,9 +207,6 @@ def age_spans(session: Any) -> None:
 
 
 def command_line(server: Weftd, *command: str) -> str:
-    environment = os.environ | {"TINKER_API_KEY": server.key(), "TINKER_BASE_URL": server.url}
-    run = subprocess.run(
-        [str(BIN / "tinker"), *command], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run = tinker_command(server, *command)
+    assert run.exit_code == 0, (run.output, run.exception)
     return run.stdout

@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (ROOT / ".vllm" / ".setup-done").is_file(), reason="there is no vLLM here (make vllm)"),
+    # A string, which is asked when the test's turn comes: `.ci/run` builds it beside the tests before.
+    pytest.mark.skipif("not (ROOT / '.vllm' / '.setup-done').is_file()", reason="there is no vLLM here (make vllm)"),
 ]
 #: Nothing here takes so long, on any machine.
 PATIENCE_S = 400

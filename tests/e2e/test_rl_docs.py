@@ -1,4 +1,5 @@
-"""Every block of docs/rl.md runs, in order and in one program, with fewer steps; and the example learns."""
+"""Every block of docs/rl.md runs, in order and in one program, with fewer and smaller steps; the examples run, and
+learn where they are given the time (`long`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     whole, reports = loop.Recipe, []
 
     def short(**recipe: Any) -> loop.Recipe:
-        return whole(**{**recipe, "steps": min(recipe.get("steps", 100), 3)})
+        groups = recipe.get("groups", rl.Groups())
+        groups = replace(groups, batch=min(groups.batch, 4))
+        return whole(**{**recipe, "groups": groups, "steps": min(recipe.get("steps", 100), 3)})
 
     def kept(*args: Any, **options: Any) -> rl.Report:
         reports.append(loop.train(*args, **options))
@@ -55,12 +59,22 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 3
 
 
-def test_the_example_learns(weftd: Weftd, tmp_path: Path) -> None:
+def test_the_example_runs_and_draws(weftd: Weftd, tmp_path: Path) -> None:
     picture = tmp_path / "agent.png"
-    said = example(weftd, "rl_agent.py", "--steps", "20", "--plot", str(picture))
+    assert len(rewards_of_guesses(weftd, 2, "--plot", str(picture))) == 2
     assert size_of(picture) == (880, 352)
-    rewards = json.loads(said[-1].removeprefix("reward "))
+
+
+@pytest.mark.long
+def test_the_example_learns(weftd: Weftd) -> None:
+    rewards = rewards_of_guesses(weftd, 20)
     assert sum(rewards[-4:]) > 1.6 * sum(rewards[:4]), rewards
+
+
+def rewards_of_guesses(weftd: Weftd, steps: int, *options: str) -> list[float]:
+    said = example(weftd, "rl_agent.py", "--steps", str(steps), *options)
+    rewards: list[float] = json.loads(said[-1].removeprefix("reward "))
+    return rewards
 
 
 def test_a_sweep_ends_in_a_picture(weftd: Weftd, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import csv
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import tinker
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, BIN, Weftd, tinker_command
 from tests.e2e.data import ADAM, prompt, supervised
 
 pytestmark = pytest.mark.server
@@ -72,12 +72,9 @@ def admin(server: Weftd, organisation: str = "acme") -> Any:
 
 
 def cli(server: Weftd, *arguments: str, key: str | None = None, cwd: Path | None = None) -> str:
-    env = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}
-    command = [str(BIN / "tinker"), *arguments]
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
-    if done.returncode == -signal.SIGABRT:  # Tinker's own threads, at its exit, on a machine that is busy
-        done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with chdir(cwd or Path.cwd()):
+        done = tinker_command(server, *arguments, key=key)
+    assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout
 
 

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from api.console.lists import PageNumber, names, paged
 from api.console.render import ConsoleRoute, page
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.console.sentences import Called, Fact, sentence
 from api.console.titles import run_of_path, run_titles
 from api.http.access import declare
@@ -22,7 +22,7 @@ from store import tables
 from store.database.audit import GROUPS
 from store.tables import ApiKey, AuditEntry
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 Group = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 

@@ -16,7 +16,7 @@ from api.console.alerts import alerts_of
 from api.console.lists import names
 from api.console.pages.limits import OF, limits_shown
 from api.console.render import ConsoleRoute, page, say
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.errors import Invalid, Malformed, explain
 from api.http.access import declare
 from api.routes.paying.money import change_budget, delete_budget
@@ -25,7 +25,7 @@ from billing.metering.quotas import standings
 from billing.money.budgets import BudgetState, states
 from store.tables import ApiKey, Project
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 #: Alerts that the page shows.
 SHOWN_ALERTS = 50

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from api.console.lists import PageNumber, Text, names, paged
 from api.console.render import ConsoleRoute, page, say
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.console.titles import called, run_titles, with_owner
 from api.http.access import declare
 from api.paths import parse_path
@@ -23,7 +23,7 @@ from api.who.principal import Principal
 from store import tables
 from store.tables import Checkpoint, Run
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 LOOKING = ("checkpoints:read", "train", "sample")
 Sort = Literal["newest", "largest", "expiring"]

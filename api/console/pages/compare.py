@@ -17,7 +17,7 @@ from api.console.hyperparameters import hyperparameters
 from api.console.lists import Text
 from api.console.pages.runs import MOST_COMPARED, TELLING, RunLine, run_lines
 from api.console.render import ConsoleRoute, page
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.errors import Invalid
 from api.http.access import declare
 from api.routes.runs.metrics import run_metrics
@@ -28,7 +28,7 @@ from billing.reports.spending import Spent, spent_until
 from store.curves import bests, curves_of, first_reaching
 from store.tables import Run
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 LEAST, MOST = 2, MOST_COMPARED
 #: Runs that are offered, the newest.

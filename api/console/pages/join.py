@@ -30,7 +30,7 @@ from store.people.oidc_settings import OidcSettings
 from store.people.organisations import PeopleError
 from store.tables import Invitation, Organisation, User
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 _OPEN = declare(scope="public", limit="poll")
 SIGN_IN_FIRST = "Sign in as yourself first, with your key or by the provider, and open this link again."

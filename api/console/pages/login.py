@@ -28,7 +28,7 @@ from store.people.keys import find
 from store.people.secret import digest
 from store.tables import LoginLink
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 _OPEN = declare(scope="public", limit="poll")
 BAD_KEY = "This API key is unknown, expired or revoked."

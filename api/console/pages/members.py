@@ -25,7 +25,7 @@ from store.people import organisations
 from store.people.roles import ROLES
 from store.tables import Organisation
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 #: What a role may do, in a few words.
 MEANING = {

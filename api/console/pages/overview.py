@@ -15,7 +15,7 @@ from api.console import series
 from api.console.alerts import alerts_of
 from api.console.pages.runs import run_lines
 from api.console.render import ConsoleRoute, page
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.console.spending import bill, billed
 from api.http.access import declare
 from api.http.client_wheel import WHEEL_PATH
@@ -24,7 +24,7 @@ from api.who.lookup import visible
 from billing.reports import spending
 from store.tables import Run, Wallet
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 DAYS = 30
 #: Days that the rate of spending is measured over.

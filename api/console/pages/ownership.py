@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.console.render import ConsoleRoute, page
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.errors import Forbidden
 from api.http.access import declare
 from api.state.service import ServiceDep
@@ -20,7 +20,7 @@ from billing.reports.tco import Server, break_even_tokens_per_s
 from store.database.caller import unrestricted
 from store.tables import Organisation
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 
 @router.get("/ownership", **declare(scope="public", limit="poll"))

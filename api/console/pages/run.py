@@ -17,7 +17,7 @@ from api.console.hyperparameters import hyperparameters
 from api.console.lists import names
 from api.console.pages.runs import run_lines, state_of
 from api.console.render import ConsoleRoute, page, say
-from api.console.security import Viewer, ViewerDep
+from api.console.security import PREFIX, Viewer, ViewerDep
 from api.console.titles import checkpoint_title, run_titles, title_of
 from api.errors import Forbidden, Invalid, NotFound
 from api.http.access import declare
@@ -33,7 +33,7 @@ from store import tables
 from store.tables import Checkpoint, Operation
 from store.tables.work import MAX_NOTES
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 RECENT = 8
 #: Points of a curve; its chart has some 600 pixels, and an open page asks every few seconds.

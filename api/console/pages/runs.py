@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from api.console.lists import PageNumber, Text, paged
 from api.console.render import ConsoleRoute, page
-from api.console.security import ViewerDep
+from api.console.security import PREFIX, ViewerDep
 from api.console.titles import called, title_of, with_owner
 from api.http.access import declare
 from api.state.service import ServiceDep
@@ -24,7 +24,7 @@ from store import tables
 from store.curves import curves_of
 from store.tables import Run, RunCurve
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 #: Curves that tell most, in the order in which one of them is shown in the list.
 TELLING = ("reward", "loss", "train/loss", "eval/reward", "eval/loss", "kl")

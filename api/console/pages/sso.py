@@ -15,7 +15,7 @@ from fastapi.responses import RedirectResponse
 
 from api.console.entering import Entered, enter
 from api.console.render import ConsoleRoute, page
-from api.console.security import check_same_site, cookie_name, give_cookie, local_path
+from api.console.security import PREFIX, check_same_site, cookie_name, give_cookie, local_path
 from api.errors import Forbidden, NotFound, Unavailable
 from api.http.access import declare
 from api.oidc.refusals import NotProved, ProviderError, Unwelcome
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 _OPEN = declare(scope="public", limit="poll")
 #: The browser keeps a sign-in that it has begun for so long.

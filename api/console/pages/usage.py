@@ -19,7 +19,7 @@ from api.console import series
 from api.console.formats import csv_cell
 from api.console.lists import Pages, Text, names
 from api.console.render import ConsoleRoute, page
-from api.console.security import Viewer, ViewerDep
+from api.console.security import PREFIX, Viewer, ViewerDep
 from api.errors import Invalid
 from api.http.access import declare
 from api.state.service import ServiceDep
@@ -27,7 +27,7 @@ from api.who.lookup import run_by_id
 from billing.reports import spending
 from billing.reports.spending import DIMENSIONS, Dimension, ShareRow, Window
 
-router = APIRouter(route_class=ConsoleRoute)
+router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 LONGEST = 366
 #: Dimensions that a view can be narrowed by and split by.

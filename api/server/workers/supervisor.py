@@ -32,8 +32,9 @@ START_ATTEMPTS = 5
 LINGER_S = 5.0
 #: Between SIGTERM and SIGKILL.
 TERMINATE_S = 3.0
-#: So long after a worker has attached its successor is started: the imports take a core for some two seconds.
-STANDBY_AFTER_S = 1.0
+#: So long after a worker has attached its successor is started: the imports take a core for some two seconds, which
+#: whoever has just started a server has better uses for.
+STANDBY_AFTER_S = 10.0
 
 
 class WorkerFailed(RuntimeError):
