@@ -62,20 +62,20 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "scenarios"),
+    ("ranks", "layout", "steps", "scenarios"),
     [
-        (2, PART, ["poor 0", "full 1 2"]),
-        (2, MAPPED, ["poor 0", "poor 1", "full 0 2", "full 1 2"]),
-        (2, OWNED, ["poor 0", "full 1 2"]),
-        (4, MAPPED, ["poor 0", "poor 2", "full 1 3"]),
+        (2, PART, 3, ["poor 0"]),
+        (2, MAPPED, 3, ["poor 0", "poor 1", "full 0 2", "full 1 2"]),
+        (2, OWNED, 3, ["poor 0"]),
+        (4, MAPPED, 2, ["poor 0", "poor 2", "full 1 3"]),
     ],
 )
 def test_as_one_process_however_short_of_memory_a_rank_is(
-    tmp_path: Path, ranks: int, layout: str, scenarios: list[str]
+    tmp_path: Path, ranks: int, layout: str, steps: int, scenarios: list[str]
 ) -> None:
     """For what it computes for others, for its own beside that, and for the states of its runs."""
     reference("moe").save_pretrained(tmp_path / "model")
-    found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, "2", "usual", *scenarios])
+    found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, str(steps), "usual", *scenarios])
     assert [world["scenario"] for world in found] == scenarios
     for world in found:
         assert all(world["same"]), world
