@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Literal
 
 from tests.truth.programs import (
     CUSTOM,
@@ -30,7 +31,7 @@ from tests.truth.programs import (
     Step,
     TwoPass,
 )
-from tests.truth.schedules import DEATHS, PAUSES, ROLES, Mishap, Role, Schedule
+from tests.truth.schedules import DEATHS, PAUSES, RANKS, ROLES, Kind, Mishap, Role, Schedule
 from tests.truth.schedules import FAULTS as FAILURES
 
 #: No slice is longer, so none is cut by what fits in memory.
@@ -41,6 +42,9 @@ LEAST_RUNS = {4: 2, 7: 4}
 MOST_DEATHS = 2
 #: About how many seams a role has in a play.
 SEAMS: dict[Role, int] = {"trainer": 130, "server": 450, "generator": 14}
+#: Of a trainer of two ranks: about how many seams its messages and each rank have, and how it may end there.
+RANK_SEAMS: dict[Role, int] = {"trainer": 60, "rank 0": 90, "rank 1": 90}
+RANK_ENDS: dict[Role, tuple[Kind, ...]] = {"trainer": DEATHS, **dict.fromkeys(RANKS, (*DEATHS, "hangs"))}
 #: And about how many statements its server sends to the database.
 STATEMENTS = 1500
 
@@ -68,6 +72,21 @@ def draw(number: int, *, faults: bool = True, most_operations: int = 22) -> tupl
     if rng.random() < 0.4:  # nobody has told the trainer
         schedule = replace(schedule, machine_runs=LEAST_RUNS[max(4, largest)], resident_runs=0)
     return program, schedule
+
+
+def draw_ranks(number: int, layout: Literal["mapped", "parts"], *, faults: bool = True) -> tuple[Program, Schedule]:
+    """The same program, for a trainer of two ranks, of which one or the other dies or hangs."""
+    program, schedule = draw(number, faults=faults)
+    rng = Random(number)
+    others = [each for each in schedule.mishaps if each.role != "trainer" or each.kind in PAUSES]
+    for _ in range(rng.choice((0, 1, MOST_DEATHS))):
+        role = rng.choice(("trainer", *RANKS))
+        others.append(Mishap(role, rng.randint(1, RANK_SEAMS[role]), rng.choice(RANK_ENDS[role])))
+    if faults and rng.random() < 0.3:
+        role = rng.choice(RANKS)
+        others.append(Mishap(role, rng.randint(1, RANK_SEAMS[role]), rng.choice(FAILURES), rng.choice((1, 2, 5))))
+    guests, pass_tokens = rng.choice((0, 0, 1, 2, 3)), rng.choice((24, 40, 100, 100))
+    return program, replace(schedule, ranks=layout, guests=guests, pass_tokens=pass_tokens, mishaps=tuple(others))
 
 
 def draw_program(rng: Random, most_operations: int) -> Program:

@@ -12,15 +12,26 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 #: Who touches something. The statements that the server sends to its database are counted apart from what else it does.
-Role = Literal["server", "trainer", "generator", "database"]
+#: Of a trainer of two ranks, messages are the trainer's, and blobs and calls of the other rank are a rank's.
+Role = Literal["server", "trainer", "generator", "database", "rank 0", "rank 1"]
 ROLES: tuple[Role, ...] = ("server", "trainer", "generator", "database")
+RANKS: tuple[Role, ...] = ("rank 0", "rank 1")
 
 #: At its seam the process dies: before anything happens there, or after it has; or what it touches does not work:
 #: before it took effect, or after; or the file that is written there is cut short, for good, or read short, once.
 #: Or it is slow: what it touches takes `times` seconds; or the whole machine stands still for as long; or its wall
-#: clock is set forward or back by them.
+#: clock is set forward or back by them. A rank may also hang (SIGSTOP).
 Kind = Literal[
-    "dies before", "dies after", "fails", "fails after", "cuts", "reads short", "is slow", "stands still", "sets clock"
+    "dies before",
+    "dies after",
+    "hangs",
+    "fails",
+    "fails after",
+    "cuts",
+    "reads short",
+    "is slow",
+    "stands still",
+    "sets clock",
 ]
 DEATHS: tuple[Kind, ...] = ("dies before", "dies after")
 FAULTS: tuple[Kind, ...] = ("fails", "fails after")
@@ -59,6 +70,8 @@ class Schedule:
     duplicates: float = 0.0  # share of requests that are sent again
     lost_replies: float = 0.0  # share of requests whose answer never comes
     mishaps: tuple[Mishap, ...] = ()
+    ranks: Literal["", "mapped", "parts"] = ""  # a trainer of two, and how the base lies; "": one process
+    guests: int = 0  # of the parts that a rank computes for another, there is no memory for every so manyth
 
     @property
     def damages(self) -> bool:

@@ -115,10 +115,11 @@ def search(
     faults: bool = True,
     tries: int = 150,
     plant: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    drawn: Callable[..., Case] = draw,
 ) -> Failure | None:
-    """Play what is drawn for these numbers until one differs: that one, made smaller within so many `tries`."""
+    """Play what is `drawn` for these numbers until one differs: that one, made smaller within so many `tries`."""
     for number in numbers:
-        case = draw(number, faults=faults)
+        case = drawn(number, faults=faults)
         what = _difference(bench, case, plant)
         if what is None:
             continue

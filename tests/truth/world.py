@@ -42,10 +42,11 @@ from store.blobs.room import Room
 from store.database.db import Database
 from store.settings import Limits, Settings, TrainerSettings
 from tests.keys import create_key
-from tests.truth import programs
+from tests.truth import programs, ranks
 from tests.truth.clock import Loop
 from tests.truth.programs import ALPHA, CONTEXT, ORGANISATIONS
-from tests.truth.schedules import ROLES, SLICE_TOKENS, Role, Schedule, Seams
+from tests.truth.rank import Memory
+from tests.truth.schedules import RANKS, ROLES, SLICE_TOKENS, Role, Schedule, Seams
 from tests.truth.seams import Life, LivingBlobs, LivingDatabase
 from tests.truth.strand import Killed, Strand
 from tests.workers.model.models import ours, reference
@@ -73,7 +74,9 @@ class Ground:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.isolation = folder, folder / "isolation"
+        for each in (folder, self.isolation, folder / "base"):
+            each.mkdir(parents=True, exist_ok=True)
         self.reference = reference("moe")
         self.for_training, self.for_sampling = (ours(self.reference, folder / name) for name in ("t", "g"))
         for decoder in (self.for_training, self.for_sampling):
@@ -267,7 +270,7 @@ class World:
         assert isinstance(loop, Loop)
         self.loop = loop
         self.random = random.Random(schedule.seed)
-        self.seams: dict[Role, Seams] = {role: Seams(role, schedule.mishaps) for role in ROLES}
+        self.seams: dict[Role, Seams] = {role: Seams(role, schedule.mishaps) for role in (*ROLES, *RANKS)}
         self.statistics: Counter[str] = Counter()
         self.faults: list[BaseException] = []  # of workers, that were no deaths
         self.server: Server | None = None
@@ -405,6 +408,9 @@ class World:
             resident_bytes=schedule.resident_runs * self.ground.run_bytes() or 1 << 40,
         )
         self._pages += 1
+        if schedule.ranks:
+            self._ranks_body(strand, bounds)
+            return
         blobs = LivingBlobs(self.folder / "blobs", life)
         trainer = Trainer({MODEL: self.ground.for_training}, blobs, bounds, self.folder / f"pages{self._pages}")
         try:
@@ -412,6 +418,16 @@ class World:
         finally:
             self.statistics["page ins"] += trainer.residency.page_ins
             trainer.residency.close()
+
+    def _ranks_body(self, strand: Strand, bounds: TrainerBounds) -> None:
+        schedule, ground = self.schedule, self.ground
+        base = ground.folder / "base" if schedule.ranks == "mapped" else None
+        with suppress(FileExistsError):
+            (self.folder / "isolation").symlink_to(ground.isolation)
+        lives = {role: Life(role, self.seams, self.loop, lambda: None, strand.wait) for role in RANKS}
+        memory = Memory(schedule.most_tokens, schedule.machine_runs * ground.run_bytes(), schedule.guests)
+        config = ranks.config_of(self.folder, (MODEL, ground.folder / "t"), base, bounds, f"pages{self._pages}")
+        ranks.body(strand, self.statistics, lives, config, memory)
 
     def generator_body(self, strand: Strand, life: Life) -> None:
         schedule = self.schedule

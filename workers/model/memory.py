@@ -6,8 +6,11 @@ layer again in the backward (a third more work); and, on a device, keep those in
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from enum import Enum
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +26,9 @@ ALWAYS_FITS_BYTES = 128 << 20
 
 #: Messages of allocators without an exception class of their own (PyTorch's on a CPU, on Linux and elsewhere).
 _SIGNS = ("can't allocate memory: you tried to allocate", "not enough memory: you tried to allocate", "out of memory")
+
+
+ResultT = TypeVar("ResultT")
 
 
 class Saving(Enum):
@@ -56,3 +62,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def with_room(make: Callable[[], ResultT], relieve: Callable[[], object]) -> ResultT:
+    """What `make` returns; where it finds no memory, once more after `relieve` has freed some. OSError when that is not
+    enough, for it may be later."""
+    try:
+        return make()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    relieve()
+    try:
+        return make()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OSError(errno.ENOMEM, str(error)) from None

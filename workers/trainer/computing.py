@@ -9,7 +9,7 @@ from typing import Protocol
 
 from scheduler.links.messages import TrainOp
 from workers.model.decoder import Decoder
-from workers.model.memory import is_out_of_memory
+from workers.model.memory import is_out_of_memory, with_room
 from workers.trainer.failures import too_large
 from workers.trainer.microbatch import run_microbatch
 from workers.trainer.packing import cut, pack
@@ -25,6 +25,12 @@ class Bring(Protocol):
     def __call__(self, *runs: RunState) -> None: ...
 
 
+class Ready(Protocol):
+    """Whether the run of an operation is in memory, with a gradient if it trains; else it is left out."""
+
+    def __call__(self, progress: Progress) -> bool: ...
+
+
 class Together(Protocol):
     """The other ranks of a trainer, as computing sees them. All ranks make each step at the same time."""
 
@@ -37,8 +43,12 @@ class Together(Protocol):
     def end(self, trains: bool) -> None:
         """The step is over, whatever has become of it."""
 
-    def collect(self, bring: Bring) -> list[Part]:
-        """Those of the `parts` that other ranks have computed; their results are added, in their order."""
+    def collect(self, ready: Ready) -> tuple[list[Part], list[Part]]:
+        """Those of the `parts` that other ranks have computed: their results are added, in their order. And those
+        behind them, of the same operations, that they had no memory for: this rank is to compute them."""
+
+    def give_way(self) -> bool:
+        """Free the memory of what this rank computes for others. Whether there was anything."""
 
 
 class Others(Together, Protocol):
@@ -62,8 +72,11 @@ class Alone:
 
     def end(self, trains: bool) -> None: ...
 
-    def collect(self, bring: Bring) -> list[Part]:
-        return []
+    def collect(self, ready: Ready) -> tuple[list[Part], list[Part]]:
+        return [], []
+
+    def give_way(self) -> bool:
+        return False
 
 
 class Computing:
@@ -104,9 +117,17 @@ class Computing:
 
         Forwards are packed apart from forward_backwards, so that they cost no backward, and go first, being shorter."""
         yield from self._complete()
-        here = self._together.share(self._parts, self._bring)
+        yield from self._here(self._together.share(self._parts, self._bring), decoder_of)
+        came, back = self._together.collect(self._ready)
+        for part in came:
+            part.progress.waiting -= 1
+        yield from self._complete()
+        yield from self._here(back, decoder_of)
+
+    def _here(self, parts: list[Part], decoder_of: Callable[[RunState], Decoder]) -> Iterator[Progress]:
+        """Compute these parts on this rank."""
         for trains in (False, True):
-            waiting = deque(self._pack([part for part in here if part.trains is trains]))
+            waiting = deque(self._pack([part for part in parts if part.trains is trains]))
             while waiting:
                 batch, room_tokens = waiting.popleft(), self._room_tokens
                 for some in self._brought(_alive(batch)):
@@ -116,9 +137,15 @@ class Computing:
                 yield from self._complete()
                 if self._room_tokens < room_tokens:
                     waiting = deque(self._pack([part for batch in waiting for part in batch]))
-        for part in self._together.collect(self._bring):
-            part.progress.waiting -= 1
-        yield from self._complete()
+
+    def _ready(self, progress: Progress) -> bool:
+        try:
+            self._bring(progress.run)
+            with_room(lambda: progress.grad, self._relieve)
+        except OSError as error:
+            self._left_out(progress, error)
+            return False
+        return True
 
     def _brought(self, parts: list[Part]) -> Iterator[list[Part]]:
         """These parts, as many at once as have their runs in memory: all, if there is room."""
@@ -161,8 +188,9 @@ class Computing:
 
     def _split(self, decoder: Decoder, parts: list[Part], trains: bool) -> None:
         """Compute a microbatch that ran out of memory in smaller ones, down to one part at a time, and pack later ones
-        as small. Each part is a LoRA group, so the results are the same bits. A part that does not fit alone fails its
-        operation: cut finer, its sums would differ from those of a machine with more memory."""
+        as small. Each part is a LoRA group, so the results are the same bits. A part that does not fit alone, nor when
+        what is here for other ranks has made room, fails its operation: cut finer, its sums would differ from those of
+        a machine with more memory."""
         self._room_tokens = min(self._room_tokens, sum(part.tokens for part in parts))
         fits = False
         while not fits:
@@ -180,9 +208,9 @@ class Computing:
         if not is_out_of_memory(error):
             self._one_by_one(decoder, parts, trains)
             return True
-        if len(parts) > 1:
+        if len(parts) > 1 or (not parts[0].progress.run.guest and self._together.give_way()):
             return False
-        parts[0].progress.fail(too_large(parts[0]), "user")
+        _unfit(parts[0])
         return True
 
     def _raised(self, decoder: Decoder, parts: list[Part], trains: bool) -> Exception | None:
@@ -203,9 +231,19 @@ class Computing:
         for progress in dict.fromkeys(part.progress for part in parts):
             for part in _anew([part for part in parts if part.progress is progress]):
                 error = self._raised(decoder, [part], trains)
-                if error is not None:
+                if error is None:
+                    continue
+                if is_out_of_memory(error):
+                    _unfit(part)
+                else:
                     progress.fail(f"{type(error).__name__}: {error}")
-                    break
+                break
+
+
+def _unfit(part: Part) -> None:
+    """There is no memory for a part alone."""
+    part.progress.unfit = True
+    part.progress.fail(too_large(part), "user")
 
 
 def _alive(parts: list[Part]) -> list[Part]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 
 from scheduler.links.messages import Failure, OpKind, TrainOp
-from store.blobs.contract import BadRef, Damaged, StoreAway
+from store.blobs.contract import BadRef, Damaged, StoreAway, is_lasting
+from workers.model.memory import is_out_of_memory
 from workers.trainer.progress import BadOperation, Part
 from workers.trainer.runs.state import DamagedState, StateError
 from workers.trainer.steps.adamw import OptimizerError
@@ -46,9 +48,15 @@ def too_large(part: Part) -> str:
     )
 
 
+def may_pass(error: Exception) -> bool:
+    """Whether trying again may help: a disk did not answer, or there was no memory."""
+    return not is_lasting(error) or is_out_of_memory(error)
+
+
 def cannot_now(op: TrainOp, error: Exception) -> str:
     """Why a run is set aside whose operation may be tried again."""
-    what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or 5)
+    usual = errno.ENOMEM if is_out_of_memory(error) else errno.EIO
+    what = error if isinstance(error, StoreAway) else os.strerror(getattr(error, "errno", None) or usual)
     return f"operation {op.seq}: {type(error).__name__}, {what}"
 
 

@@ -46,6 +46,7 @@ class Progress:
     measures: dict[str, Measure] = field(default_factory=dict)
     experts_LE: Tensor | None = None  # tokens per mixture layer and expert
     failure: Failure | None = None
+    unfit: bool = False  # a part of it has failed for want of memory
     in_loss: InLoss = field(default=lambda part: nullcontext())  # what the loss of a part is computed within
 
     @property
@@ -106,15 +107,15 @@ class Progress:
         """Forget all results, and return the parts to compute again."""
         parts, self.parts = self.parts, []
         self.tokens, self.outputs, self.measures, self.experts_LE = 0, [], {}, None
-        if (grad := self.grad) is not None:
+        if self.run.gathers(self.op.op_id) and (grad := self.grad) is not None:
             grad.flat.zero_()
         return parts
 
     def finish(self) -> tuple[bytes, Failure | None]:
         """The encoded result of the complete operation, its gradient given to the run; or why it failed, the run
-        being as it was. Call once."""
-        grad = self.grad
-        if self.failure is None and grad is not None and not bool(torch.isfinite(grad.flat).all()):
+        being as it was. Call once; again where it has run out of memory, which changes nothing."""
+        grad = self.grad if self.failure is None else None
+        if grad is not None and not bool(torch.isfinite(grad.flat).all()):
             self.fail("the gradient that this operation gives the adapter is not finite", "user", ran=True)
         if self.failure is not None:
             self.abandon()

@@ -40,10 +40,11 @@ from scheduler.links.messages import (
 )
 from store import logs, tracing
 from store.blobs.ahead import Ahead
-from store.blobs.contract import Blobs, is_lasting
+from store.blobs.contract import Blobs
 from workers.model.decoder import Decoder
+from workers.model.memory import with_room
 from workers.trainer.computing import Computing, Others
-from workers.trainer.failures import NotResident, cannot_now, cannot_replay, failure_of
+from workers.trainer.failures import NotResident, cannot_now, cannot_replay, failure_of, may_pass
 from workers.trainer.losses.custom import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.packing import leading
 from workers.trainer.progress import Part, Progress, begin
@@ -66,7 +67,6 @@ log = logging.getLogger(__name__)
 
 #: Bounds what is done within it to so many seconds.
 Limit = Callable[[float], AbstractContextManager[None]]
-
 
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 #: A replay has been computed before: only a machine that is slower than it was makes it long.
@@ -166,9 +166,9 @@ class Trainer:
         return tokens
 
     def _failed(self, op: TrainOp, error: Exception, send: Send) -> None:
-        """An operation cannot be executed. If the disk does not answer, the run is set aside and tried again; if a
-        replay fails, it is set aside for good, since it would not be the run that was lost. Else the client is told."""
-        if not is_lasting(error):
+        """An operation cannot be executed. If that may pass, the run is set aside and tried again; if a replay fails,
+        it is set aside for good, since it would not be the run that was lost. Else the client is told."""
+        if may_pass(error):
             self._aside[op.run_id] = SetAside(op.run_id, cannot_now(op, error), kept=not op.replay)
             return
         with logs.on(**facts_of(op)):
@@ -259,7 +259,7 @@ class Trainer:
                 except PageError:
                     raise
                 except Exception as error:
-                    if op.final or not is_lasting(error):
+                    if op.final or may_pass(error):
                         self._failed(op, error, send)
                     continue
                 self.held.open[op.op_id] = progress
@@ -335,11 +335,11 @@ class Trainer:
             return  # its run was left out
         try:
             self.held.bring(run)
+            payload, failure = with_room(progress.finish, self.residency.squeeze)
         except OSError as error:
             self._left_out(send, progress, error)
             return
         del self.held.open[op.op_id]
-        payload, failure = progress.finish()
         if failure is not None and op.replay:
             self._aside.setdefault(op.run_id, SetAside(op.run_id, cannot_replay(op, failure), lasting=True))
         if failure is None and op.kind is OpKind.FORWARD_BACKWARD:

@@ -10,6 +10,7 @@ import torch
 
 from scheduler.links.messages import OpKind, SetAside
 from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, rl_data, sliced
+from workers.model.adapters.adapter import Adapter
 from workers.model.memory import is_out_of_memory
 from workers.trainer import computing
 from workers.trainer.microbatch import run_microbatch
@@ -144,6 +145,56 @@ def test_a_new_run_has_idle_ones_make_room(
         assert "Cannot allocate memory" in aside.reason
     room = 9
     bench.ok(bench.fb("a", ce_data([4], 1)))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["cuda", "cpu", "python"])
+def test_a_run_whose_weights_find_no_memory_waits(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It is not broken for good, for there may be some later."""
+    bench = make_bench()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapter, "init", refuse)
+        for op in (bench.create("a"), replayed(bench.create("b"))):
+            assert bench.go(op) == {}
+            (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+            assert (aside.run_id, aside.lasting) == (op.run_id, False)
+            assert "Cannot allocate memory" in aside.reason
+    bench.ok(bench.create("c"))
+
+
+@pytest.mark.parametrize(("refusals", "fails"), [(1, False), (2, True), (99, True)])
+def test_a_gradient_of_its_own_that_finds_no_memory(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, refusals: int, fails: bool
+) -> None:
+    """Of an operation that begins while another is open: it is tried again, or fails alone."""
+    ample, short = make_bench(), make_bench()
+    zeros = Adapter.zeros
+
+    def refuse(*args: Any) -> Any:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise ERRORS[0]
+        return zeros(*args)
+
+    for bench in (ample, short):
+        bench.ok(bench.create("a"), bench.create("b"))
+        first, second = sliced(bench.fb("a", ce_data([6, 4], 1)), 1)
+        bench.ok(first)
+        with monkeypatch.context() as patch:
+            if bench is short:
+                patch.setattr(Adapter, "zeros", refuse)
+            other, neighbour = bench.fb("a", ce_data([5], 2)), bench.fb("b", ce_data([5], 2))
+            done = bench.go(second, other, neighbour)
+        failed = {op_id for op_id, each in done.items() if each.failure is not None}
+        assert failed == ({other.op_id} if fails and bench is short else set())
+        bench.ok(bench.optim("a"), bench.optim("b"))
+    assert_equal_worlds(short, ample, "b" if fails else "ab")
 
 
 def test_what_counts_as_out_of_memory() -> None:

@@ -3,13 +3,16 @@
 The home sends the adapter and the operation, the helper computes each part into a gradient of its own that begins with
 zero, and sends back what came of it. The home adds gradients and results in the order of the data. A part's gradient
 is one sum over its own rows that is added once (`workers.model.lora_products`), so the bits are those of one process.
+What a helper has no memory for, beside its own runs, comes back: from there on the home computes the operation itself.
 Where that does not hold a part stays at home: the head adds to its adapter once for each `HEAD_ROWS` rows of a part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +22,8 @@ from weft.wire.binary.codec import TrainBatch
 
 from scheduler.links.messages import Failure, RunSpec, TrainOp
 from workers.model.adapters.adapter import Adapter
-from workers.trainer.computing import Bring
+from workers.model.memory import with_room
+from workers.trainer.computing import Bring, Ready
 from workers.trainer.metrics import Measure
 from workers.trainer.progress import Part, Progress
 from workers.trainer.ranks.group import Group, Want
@@ -29,6 +33,8 @@ from workers.trainer.runs.state import RunState
 
 #: The chunk of workers.model.logprobs.
 HEAD_ROWS = 1024
+#: Numbers of a gradient that travel at once: the home needs no memory for a second whole one.
+AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,12 @@ class Outcome:
 
 @dataclass
 class _Sent:
-    """A move as this rank sees it: of its own parts, or of another's as guests."""
+    """A move as this rank sees it: of its own parts, of which the helper has taken so many, or of another's as
+    guests."""
 
     move: Move
     own: list[Part] = field(default_factory=list)
+    taken: int = 0
     guests: list[Part] = field(default_factory=list)
 
 
@@ -69,6 +77,8 @@ class Ranks:
         self._sent: list[_Sent] = []
         #: Has this rank's trainer make a guest ready.
         self.welcome: Callable[[Progress], None] = lambda guest: None
+        #: Frees memory of this rank's runs.
+        self.relieve: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
         self._group.until(Want.PLAN)
@@ -86,11 +96,13 @@ class Ranks:
             by_op.setdefault(part.progress.op.op_id, []).append(part)
         everyone = self._group.exchange([_piece(part) for own in by_op.values() for part in own])
         self._sent = [_Sent(move) for move in spread(everyone)]
+        refused: set[str] = set()  # operations of which something comes back: what is behind it does, too
         for sent in self._sent:
             move = sent.move
             if move.home == self._group.rank:
                 sent.own = by_op[move.op_id][move.first : move.stop]
-                self._send(sent, bring)
+                if not self._send(sent, bring, wanted=move.op_id not in refused):
+                    refused.add(move.op_id)
             elif move.helper == self._group.rank:
                 self._receive(sent)
         away = {id(part) for sent in self._sent for part in sent.own}
@@ -103,60 +115,116 @@ class Ranks:
     def end(self, trains: bool) -> None:
         self._group.finish(trains)
 
-    def collect(self, bring: Bring) -> list[Part]:
+    def collect(self, ready: Ready) -> tuple[list[Part], list[Part]]:
         if not self._sent:
-            return []
+            return [], []
         self._group.until(Want.COLLECT)
+        came: list[Part] = []
+        back: list[Part] = []
         for sent in self._sent:
             if sent.own:
-                self._add(sent, bring)
-            for guest in sent.guests:
-                self._give_back(sent.move.home, guest.progress)
-        came_back = [part for sent in self._sent for part in sent.own]
+                behind = any(part.progress is sent.own[0].progress for part in back)
+                taken = self._add(sent, ready, wanted=not behind)
+                came += sent.own[:taken]
+                back += sent.own[taken:]
+            if sent.guests:
+                self._give_back(sent)
+                for guest in sent.guests:
+                    guest.progress.run.arena = None  # whoever else still knows the guest
         self._sent = []
-        return came_back
+        return came, back
 
-    def _send(self, sent: _Sent, bring: Bring) -> None:
+    def give_way(self) -> bool:
+        here = [part.progress for sent in self._sent for part in sent.guests if part.progress.run.arena is not None]
+        for guest in here:
+            guest.unfit = True
+            guest.fail("its rank is to compute it")
+            guest.run.arena = None
+        return bool(here)
+
+    def _send(self, sent: _Sent, bring: Bring, wanted: bool) -> bool:
+        """Whether the helper has taken all of it; it is told if there is nothing to take."""
         progress = sent.own[0].progress
-        run, op = progress.run, progress.op
-        bring(run)
-        ranges = [(part.start, part.stop, part.tokens) for part in sent.own]
-        self._group.give(Order(op, run.spec, run.kind, progress.batch, ranges), sent.move.helper)
-        dist.send(run.adapter.flat, dst=sent.move.helper)
+        run, op, helper = progress.run, progress.op, sent.move.helper
+        order: Order | None = None
+        with suppress(OSError):
+            if wanted:
+                bring(run)
+                ranges = [(part.start, part.stop, part.tokens) for part in sent.own]
+                order = Order(op, run.spec, run.kind, progress.batch, ranges)
+        self._group.give(order, helper)
+        if order is None:
+            return False
+        sent.taken = self._group.take(helper)
+        if sent.taken:
+            dist.send(run.adapter.flat, dst=helper)
+        return sent.taken == len(sent.own)
 
     def _receive(self, sent: _Sent) -> None:
-        order: Order = self._group.take(sent.move.home)
-        weights = torch.empty(order.kind.shape.numel, device=self._device)
-        dist.recv(weights, src=sent.move.home)
-        adapter = Adapter(order.kind.shape, weights, order.kind.scale)
-        for start, stop, tokens in order.parts:
-            run = RunState(order.spec, order.kind, Arena.of_guest(order.kind, adapter), guest=True)
-            guest = Progress(order.op, run, order.batch)
-            self.welcome(guest)
-            sent.guests.append(Part(guest, start, stop, tokens))
+        home = sent.move.home
+        order: Order | None = self._group.take(home)
+        if order is None:
+            return
+        weights = self._take_in(sent, order)
+        self._group.give(len(sent.guests), home)
+        if sent.guests:
+            dist.recv(weights, src=home)
 
-    def _give_back(self, home: int, guest: Progress) -> None:
-        self._group.give(Outcome(guest.failure, guest.outputs, guest.measures, guest.experts_LE), home)
-        if guest.failure is None and (grad := guest.grad) is not None:
-            dist.send(grad.flat, dst=home)
+    def _take_in(self, sent: _Sent, order: Order) -> Tensor:
+        """Make guests of as many parts as there is memory for. Returns where their weights are to be."""
+        kind, weights = order.kind, torch.empty(0)
+        with suppress(OSError):
+            weights = with_room(lambda: torch.empty(kind.shape.numel, device=self._device), self.relieve)
+            adapter = Adapter(kind.shape, weights, kind.scale)
+            for start, stop, tokens in order.parts:
+                arena = with_room(lambda: Arena.of_guest(kind, adapter), self.relieve)
+                guest = Progress(order.op, RunState(order.spec, kind, arena, guest=True), order.batch)
+                self.welcome(guest)
+                sent.guests.append(Part(guest, start, stop, tokens))
+        return weights
 
-    def _add(self, sent: _Sent, bring: Bring) -> None:
-        """What a helper has made of parts of an operation, in their order."""
-        progress = sent.own[0].progress
-        bring(progress.run)
-        for part in sent.own:
-            outcome: Outcome = self._group.take(sent.move.helper)
-            came: Tensor | None = None
-            if outcome.failure is None and progress.trains:
-                came = torch.empty(progress.run.kind.shape.numel, device=self._device)
-                dist.recv(came, src=sent.move.helper)
-            if progress.failure is not None:
-                continue
-            progress.failure = outcome.failure
-            if came is not None and (grad := progress.grad) is not None:
-                grad.flat.add_(came)
-            if outcome.experts_LE is not None:
-                progress.add(part, outcome.outputs, outcome.measures, outcome.experts_LE)
+    def _give_back(self, sent: _Sent) -> None:
+        """What has become of guests, up to the first that there was no memory for, if it is wanted."""
+        if not self._group.take(sent.move.home):
+            return
+        done = [part.progress for part in takewhile(lambda part: not part.progress.unfit, sent.guests)]
+        outcomes = [Outcome(guest.failure, guest.outputs, guest.measures, guest.experts_LE) for guest in done]
+        self._group.give(outcomes, sent.move.home)
+        for guest in done:
+            if guest.failure is None and (grad := guest.grad) is not None:
+                for piece in torch.split(grad.flat, AT_ONCE):
+                    dist.send(piece, dst=sent.move.home)
+
+    def _add(self, sent: _Sent, ready: Ready, wanted: bool) -> int:
+        """What a helper has made of parts of an operation, in their order. Returns how many."""
+        progress, helper = sent.own[0].progress, sent.move.helper
+        if not sent.taken:
+            return 0
+        wanted = wanted and progress.failure is None and ready(progress)
+        buffer = self._buffer(progress) if wanted else None
+        self._group.give(buffer is not None, helper)
+        if buffer is None:
+            return 0
+        outcomes: list[Outcome] = self._group.take(helper)
+        for part, outcome in zip(sent.own, outcomes, strict=False):
+            if outcome.failure is None and (grad := progress.grad) is not None:
+                for piece in torch.split(grad.flat, AT_ONCE):
+                    came = buffer[: len(piece)]
+                    dist.recv(came, src=helper)
+                    if progress.failure is None:
+                        piece.add_(came)
+            if progress.failure is None:
+                progress.failure = outcome.failure
+                if outcome.experts_LE is not None:
+                    progress.add(part, outcome.outputs, outcome.measures, outcome.experts_LE)
+        return len(outcomes)
+
+    def _buffer(self, progress: Progress) -> Tensor | None:
+        """For what comes of a gradient; None where there is no memory."""
+        size = min(AT_ONCE, progress.run.kind.shape.numel) if progress.trains else 0
+        with suppress(OSError):
+            return with_room(lambda: torch.empty(size, device=self._device), self.relieve)
+        return None
 
 
 def _piece(part: Part) -> Piece:

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 import torch
 
-from scheduler.links.messages import HandedOver, Pass, PassOver
+from scheduler.links.messages import HandedOver, Pass, PassOver, SetAside
 from workers.model.decoder import Decoder
 from workers.trainer.computing import Others
 from workers.trainer.ranks.group import Base, Group, Want
@@ -46,6 +46,8 @@ class Member:
         ranks = Ranks(group, device)
         self.trainer = make(ranks)
         ranks.welcome = partial(self.trainer.welcome, send=group.say)
+        ranks.relieve = self.trainer.residency.squeeze
+        self.trainer.held.give_way = ranks.give_way
 
     def execute(self, share: Pass) -> None:
         self.group.base = self._bases.get(share.base_model)
@@ -122,7 +124,7 @@ class Leader:
             if isinstance(message, PassOver):
                 overs.append(message)
                 return
-            if isinstance(message, HandedOver) and not message.kept:
+            if isinstance(message, HandedOver | SetAside) and not message.kept:
                 self._homes.forget(message.run_id)
             if not lost:
                 try:

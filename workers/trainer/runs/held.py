@@ -36,6 +36,8 @@ class HeldRuns:
         self.open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self.residency = resident_within(bounds, pages_dir or blobs.root.with_name("pages"), device)
         self._blobs, self._bounds = blobs, bounds
+        #: Frees what is in memory for other ranks; whether there was anything.
+        self.give_way: Callable[[], bool] = lambda: False
 
     def add(self, run: RunState) -> None:
         self.residency.add(run)
@@ -68,7 +70,13 @@ class HeldRuns:
 
     def bring(self, *runs: RunState) -> None:
         """Return when all these runs are in memory. OSError when there is none for them now."""
-        self.residency.need([run for run in runs if not run.guest])
+        own = [run for run in runs if not run.guest]
+        try:
+            self.residency.need(own)
+        except OSError:
+            if not self.give_way():
+                raise
+            self.residency.need(own)
 
     def waves(self, sizes: Mapping[str, int], soon: list[str]) -> Iterator[list[str]]:
         """The runs of a pass, of so many bytes, in sets that fit in memory. Each set, and the next behind it, is being

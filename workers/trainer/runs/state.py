@@ -154,10 +154,10 @@ class RunState:
         if grad is mine:
             self.gathering = ""
         else:
-            del self.apart[op_id]
             if self.gathering:  # an operation that began before this one, and is not complete
                 self.apart[self.gathering] = Adapter(self.kind.shape, mine.flat.clone(), self.kind.scale)
                 self.gathering = ""
+            del self.apart[op_id]
             if self.has_grad:
                 mine.flat.add_(grad.flat)
             else:

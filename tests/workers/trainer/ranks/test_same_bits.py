@@ -58,7 +58,29 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
         for size in (*world["held"], *world["read"]):
             assert size <= (1.0 if layout == OWNED else 1.1) * share
         assert world["scenario"] != "paged" or world["pages"] > 0
-        assert (world["failures"] > 0) is world["scenario"].startswith("owner")
+        assert bool(world["failures"]) is world["scenario"].startswith("owner")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "steps", "scenarios"),
+    [
+        (2, PART, 3, ["poor 0"]),
+        (2, MAPPED, 3, ["poor 0", "poor 1", "full 0 2", "full 1 2"]),
+        (2, OWNED, 3, ["poor 0"]),
+        (4, MAPPED, 2, ["poor 0", "poor 2", "full 1 3"]),
+    ],
+)
+def test_as_one_process_however_short_of_memory_a_rank_is(
+    tmp_path: Path, ranks: int, layout: str, steps: int, scenarios: list[str]
+) -> None:
+    """For what it computes for others, for its own beside that, and for the states of its runs."""
+    reference("moe").save_pretrained(tmp_path / "model")
+    found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, str(steps), "usual", *scenarios])
+    assert [world["scenario"] for world in found] == scenarios
+    for world in found:
+        assert all(world["same"]), world
+        assert world["failures"]
+        assert (world["aside"] > 0) is world["scenario"].startswith("full")
 
 
 @pytest.mark.parametrize(

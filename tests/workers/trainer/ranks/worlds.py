@@ -8,11 +8,14 @@ comes out. It prints what it has found as JSON, a line for each scenario.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import signal
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -27,9 +30,9 @@ from weft.wire.binary.codec import decode_train_output
 from weft.wire.checks.custom_format import encode_custom_loss
 
 from scheduler.links.configs import Basics, TrainerConfig
-from scheduler.links.messages import Done, OpKind, Snapshot, loss_ref
+from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, loss_ref
 from store.blobs.folder import FolderBlobs
-from tests.workers.trainer.kit import MODEL, Bench, ce_data, rl_data, sliced
+from tests.workers.trainer.kit import MODEL, Bench, ce_data, replayed, rl_data, sliced
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.base.sharded import held_bytes, load_sharded
@@ -47,6 +50,8 @@ from workers.trainer.ranks.group import Base, Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.ranks.process import map_together, mesh_of
 from workers.trainer.ranks.spread import spread
+from workers.trainer.runs.arena import Arena
+from workers.trainer.runs.held import HeldRuns
 from workers.trainer.trainer import Trainer
 
 #: The rank of each run. "few" leave ranks without any.
@@ -79,7 +84,7 @@ def program(bench: Bench, steps: int) -> list[bytes]:
     """What every operation answers, and every byte of every saved run."""
     bench.blobs.put(loss_ref(LOSS_ID), SUM_OF_LOGPROBS)
     imported(bench, TENANTS[IMPORTED])
-    bench.ok(*(create(bench, run_id, rank) for run_id, rank in TENANTS.items()))
+    answers(bench, [create(bench, run_id, rank) for run_id, rank in TENANTS.items()])
     said: list[bytes] = []
     for step in range(steps):
         ops = []
@@ -105,7 +110,8 @@ def program(bench: Bench, steps: int) -> list[bytes]:
 def snapshots(bench: Bench) -> bytes:
     """Of each run, the last operation that its snapshot holds: what came after it would be done again."""
     told: list[Any] = []
-    bench.trainer.drain(told.append)
+    for _ in range(3):  # what could not be saved, and nothing else, is saved by the next
+        bench.trainer.drain(told.append)
     return repr(sorted((each.run_id, each.seq) for each in told if isinstance(each, Snapshot))).encode()
 
 
@@ -159,8 +165,33 @@ def work(bench: Bench, run_id: str, seed: int) -> list[Any]:
 
 
 def answers(bench: Bench, ops: list[Any]) -> list[bytes]:
-    done: Mapping[str, Done] = bench.ok(*ops)
+    done: dict[str, Done] = {}
+    left = ops
+    while left:
+        done |= answered(bench, left)
+        aside = {told.run_id: told for told in bench.sent if isinstance(told, SetAside)}
+        assert not any(told.lasting for told in aside.values())
+        ASIDE.extend(aside)
+        waits = {op.op_id for op in ops} - set(done)
+        left = [
+            op if op.op_id in waits else replayed(op)
+            for run_id, told in aside.items()
+            for op in (*log_of(bench), *ops)
+            if op.run_id == run_id and (not told.kept or (op in ops and op.op_id in waits))
+        ]
+    log_of(bench).extend(ops)
     return [plain(op, done[op.op_id].payload) for op in ops if op.final]
+
+
+def answered(bench: Bench, ops: list[Any]) -> Mapping[str, Done]:
+    done = bench.go(*ops)
+    assert not (failed := [each for each in done.values() if each.failure is not None]), failed
+    return done
+
+
+def log_of(bench: Bench) -> list[Any]:
+    """What a bench has been given: a run that is not what it was is given that again, as replays."""
+    return LOGS.setdefault(id(bench), [])
 
 
 def plain(op: Any, payload: bytes) -> bytes:
@@ -244,8 +275,63 @@ def killed(rank: int) -> Iterator[None]:
         yield
 
 
-#: Of rank 0 as an owner, in one scenario.
+@contextmanager
+def poor(which: int, rank: int) -> Iterator[None]:
+    """On one rank there is no memory for every third guest, every third that is there is too large to be computed, and
+    while there are guests some of its own parts are."""
+    of_guest, turns, parts_here = Arena.of_guest, itertools.count(1), itertools.count(1)
+    gradients: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+    def made(kind: Any, weights: Adapter) -> Arena:
+        if next(turns) % 3 == 0:
+            FAILURES.append("no guest")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        gradients.add(arena := of_guest(kind, weights))
+        return arena
+
+    def run(decoder: Any, parts: Any, *, trains: bool) -> None:
+        guests = [part for part in parts if part.progress.run.guest]
+        if (guests and next(parts_here) % 3 == 0) or (not guests and gradients and next(parts_here) % 3 == 0):
+            FAILURES.append("guest" if guests else "own")
+            for part in parts:
+                if part.progress.grad is not None:
+                    part.progress.grad.flat.add_(1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        run_microbatch(decoder, parts, trains=trains)
+
+    if rank != which:
+        yield
+        return
+    with patch.object(Arena, "of_guest", made), patch.object(computing, "run_microbatch", run):
+        yield
+
+
+@contextmanager
+def full(which: int, first: int, rank: int) -> Iterator[None]:
+    """On one rank there is no memory for the states of runs, less and less often."""
+    bring, left, gap = HeldRuns.bring, first, first
+
+    def brought(self: HeldRuns, *runs: Any) -> None:
+        nonlocal left, gap
+        left -= any(not run.guest for run in runs)
+        if left == 0:
+            left = gap = gap + 1
+            FAILURES.append("no run")
+            raise OSError(errno.ENOMEM, "no memory for the states of runs")
+        bring(self, *runs)
+
+    if rank != which:
+        yield
+        return
+    with patch.object(HeldRuns, "bring", brought):
+        yield
+
+
+#: On this rank, in one scenario: what has failed there.
 FAILURES: list[str] = []
+#: In one scenario: runs that were set aside.
+ASIDE: list[str] = []
+LOGS: dict[int, list[Any]] = {}
 
 SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
     "plain": (None, {"microbatch_tokens": 64}),
@@ -255,6 +341,12 @@ SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
     "owner short, back": (partial(failing_owner, "backward", torch.OutOfMemoryError), {"microbatch_tokens": 64}),
     "owner fails": (partial(failing_owner, "forward", ValueError), {"microbatch_tokens": 64}),
     "paged": (None, {"microbatch_tokens": 64, "resident_bytes": 300_000}),
+    **{f"poor {rank}": (partial(poor, rank), {"microbatch_tokens": 64}) for rank in (0, 1, 2)},
+    **{
+        f"full {rank} {first}": (partial(full, rank, first), {"microbatch_tokens": 64, "resident_bytes": 300_000})
+        for rank in (0, 1)
+        for first in (2, 3)
+    },
     "killed": (killed, {"microbatch_tokens": 64}),
 }
 
@@ -274,7 +366,8 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
         of_experts = [each for name, each in whole.named_parameters() if is_of_experts(whole, name)]
         experts = sum(weight.nbytes for weight in of_experts)
         wanted = program(Bench(whole, folder / "one", microbatch_tokens=64), steps)
-    if not group.leads:  # the server is told of an uploaded loss at once: by rank 0, which computes it
+    if not group.leads and not any(name.startswith("poor") for name in chosen):
+        # The server is told of an uploaded loss at once: by rank 0, which computes it.
         patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
     moved: list[int] = []
     for name in chosen:
@@ -284,18 +377,21 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
                 stack.enter_context(fault(group.rank))
             stack.enter_context(patch.object(guests, "spread", counted(spread, moved)))
             found = play(group, base, wanted, folder / name, bounds, steps)
+        failures = Counter(each for own in group.exchange(FAILURES) for each in own)
         if group.leads:
             found |= {
                 "scenario": name,
                 "moves": sum(moved),
                 "total": total,
                 "experts": experts,
-                "failures": len(FAILURES),
+                "failures": failures,
+                "aside": len(ASIDE),
             }
             found |= {"held": held, "read": files}
             print(json.dumps(found))
         moved.clear()
         FAILURES.clear()
+        ASIDE.clear()
     dist.barrier()
 
 
