@@ -177,7 +177,7 @@ def answers(bench: Bench, ops: list[Any]) -> list[bytes]:
             op if op.op_id in waits else replayed(op)
             for run_id, told in aside.items()
             for op in (*log_of(bench), *ops)
-            if op.run_id == run_id and (not told.kept or (op in ops and op.op_id in waits))
+            if op.run_id == run_id and (not told.kept or op.op_id in waits)
         ]
     log_of(bench).extend(ops)
     return [plain(op, done[op.op_id].payload) for op in ops if op.final]
@@ -191,7 +191,7 @@ def answered(bench: Bench, ops: list[Any]) -> Mapping[str, Done]:
 
 def log_of(bench: Bench) -> list[Any]:
     """What a bench has been given: a run that is not what it was is given that again, as replays."""
-    return LOGS.setdefault(id(bench), [])
+    return LOGS.setdefault(bench, [])
 
 
 def plain(op: Any, payload: bytes) -> bytes:
@@ -331,7 +331,7 @@ def full(which: int, first: int, rank: int) -> Iterator[None]:
 FAILURES: list[str] = []
 #: In one scenario: runs that were set aside.
 ASIDE: list[str] = []
-LOGS: dict[int, list[Any]] = {}
+LOGS: weakref.WeakKeyDictionary[Bench, list[Any]] = weakref.WeakKeyDictionary()
 
 SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
     "plain": (None, {"microbatch_tokens": 64}),
