@@ -42,8 +42,8 @@ def cli(weftd: Weftd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     def run(*arguments: str, fails: bool = False) -> Any:
         done = tinker_command(weftd, "-f", "json", *arguments)
-        assert (done.exit_code != 0) == fails, (done.output, done.exception)
-        return json.loads(done.stdout) if done.stdout.strip().startswith(("{", "[")) else done.output
+        assert (done.returncode != 0) == fails, done.stderr
+        return json.loads(done.stdout) if done.stdout.strip().startswith(("{", "[")) else done.stdout + done.stderr
 
     return run
 

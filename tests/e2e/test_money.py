@@ -208,5 +208,5 @@ def age_spans(session: Any) -> None:
 
 def command_line(server: Weftd, *command: str) -> str:
     run = tinker_command(server, *command)
-    assert run.exit_code == 0, (run.output, run.exception)
+    assert run.returncode == 0, run.stderr
     return run.stdout

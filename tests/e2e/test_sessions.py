@@ -74,7 +74,7 @@ def admin(server: Weftd, organisation: str = "acme") -> Any:
 def cli(server: Weftd, *arguments: str, key: str | None = None, cwd: Path | None = None) -> str:
     with chdir(cwd or Path.cwd()):
         done = tinker_command(server, *arguments, key=key)
-    assert done.exit_code == 0, (done.output, done.exception)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
