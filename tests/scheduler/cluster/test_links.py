@@ -321,7 +321,8 @@ def test_whatever_reply_is_lost_each_message_arrives_once_and_in_order(
             receiving = asyncio.create_task(asyncio.to_thread(trainer.recv, 20))
             leader.send(downs[number])
             assert await receiving == downs[number]
-            assert through.losing == b""
+            # The message may be there before its reply is lost.
+            assert await asyncio.to_thread(eventually, lambda: not through.losing)
         assert await asyncio.to_thread(trainer.recv, 0.2) is None
         trainer.send(PullPass(["m"]))
         assert await anext(messages) == PullPass(["m"])
