@@ -194,11 +194,13 @@ def compare(seconds: float, profile: str) -> dict[str, Any]:
     led, load = set(cores[:CORES]), set(cores[CORES:])
     apart = measure(seconds, led, load, profile) if len(cores) >= ENOUGH_CORES else None
     together = measure(seconds, led, led, "" if apart else profile)
-    claims = []
+    allowed = (apart or together)["cpu_allows_per_s"]
+    name = "operations per second that two cores have processor time for: leader, Redis and PostgreSQL"
+    claims = [claim(name, allowed, GOAL_PER_S, allowed >= GOAL_PER_S)]
     if apart is not None:
         rate = apart["operations_per_s"]
         name = "operations per second: leader, Redis and PostgreSQL on two cores, the load on others"
-        claims = [claim(name, rate, GOAL_PER_S, rate >= GOAL_PER_S)]
+        claims.append(claim(name, rate, GOAL_PER_S, rate >= GOAL_PER_S))
     lacking = "" if apart else f"apart: it needs {ENOUGH_CORES} cores, and this process may use {len(cores)}"
     return {"apart": apart, "together": together, "not_measured": lacking, "claims": claims}
 

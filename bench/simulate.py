@@ -1,14 +1,13 @@
 """The simulator's trainers beside real ones: loads that it has not seen, predicted within a tenth.
 
-    python bench/simulate.py [--json] [--rounds 5] [--trainers 1 2] [--cases "uneven" ...]      # all of it: 17 minutes
+    python bench/simulate.py [--json] [--rounds 2] [--trainers 1 2] [--cases "uneven" ...]      # all of it: 14 minutes
 
-Two embedded services, one with one trainer and one with two, with the model of `bench/parts/toy.py`. Each trainer has
-one thread and, of three cores or more, a core of its own, as it would have GPUs of its own; clients and servers share
-the others. Two things are found with loads that are not predicted: what a pass takes (`calibrate_trainer`), from six
-that differ in stages, slices, steps, tokens and lengths, in processor time of the trainers, which other work on the
-machine makes little longer; and what a client takes between two steps, with one client alone. Then other loads are
-played on the virtual clock. All loads run on both services in turns; of the rounds the fastest counts, as elsewhere.
-`weftd simulate --check` does so for generators.
+Two embedded services, one with one trainer and one with two. Each trainer has one thread and a core of its own, as it
+would have GPUs of its own; clients and servers share the others. Two things are found with loads that are not
+predicted: what a pass takes (`calibrate_trainer`), from six that differ in stages, slices, steps, tokens and lengths,
+in processor time of the trainers, which other work on the machine makes little longer; and what a client takes between
+two steps, with one client alone. Then other loads are played on the virtual clock. All loads run on both services in
+turns, and rounds are summed, so that what disturbs one disturbs all. `weftd simulate --check` does so for generators.
 
 Of each load, as played and as measured:
 
@@ -43,8 +42,7 @@ from typing import Any
 import psutil
 import tinker
 
-from bench.parts.serving import claim, machine, make_key, serve
-from bench.parts.toy import save_toy
+from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
 from bench.path import ADAM, batch
 from scheduler.order.homes import STAY_S
 from scheduler.simulator.calibration import calibrate_trainer
@@ -53,7 +51,7 @@ from scheduler.simulator.simulation import Simulation
 from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
-TENANTS, PASS_TOKENS, RANK, TOLERANCE = 16, 1024, 8, 0.1
+TENANTS, PASS_TOKENS, RANK, TOLERANCE = 16, 2048, 8, 0.1
 CONFIG = f"""
 [trainer]
 threads = 1
@@ -64,7 +62,7 @@ threads = 1
 """
 #: Seconds that a load runs before it counts, and while it counts, in a round; and on the virtual clock. Where it counts
 #: what lives where, it takes longer: placing remembers what other runs had outstanding (`scheduler.order.homes`).
-WARM_S, PLACED_S, COUNTED_S, PLAYED_S = 1.0, 2 * STAY_S, 3.0, 200.0
+WARM_S, PLACED_S, COUNTED_S, PLAYED_S = 1.0, 2 * STAY_S, 4.0, 200.0
 
 
 @dataclass(frozen=True)
@@ -161,16 +159,11 @@ class Counted:
 
     @classmethod
     def together(cls, rounds: Sequence[Counted]) -> Counted:
-        """All that was done, each kind of time at the rate of the round that was disturbed least."""
         work = Work()
         for one in rounds:
             work.add(one.work)
-        work.seconds, wall_s, passes_s = (
-            work.tokens * min(time_s / one.work.tokens for one, time_s in zip(rounds, times, strict=True))
-            for times in zip(*((one.work.seconds, one.wall_s, one.passes_s) for one in rounds), strict=True)
-        )
         parts = [sum(each) / len(rounds) for each in zip(*(one.parts for one in rounds), strict=True)]
-        return cls(work, wall_s, passes_s, parts)
+        return cls(work, sum(one.wall_s for one in rounds), sum(one.passes_s for one in rounds), parts)
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,7 @@ class Service:
     """A server with its trainers, and its clients."""
 
     def __init__(self, url: str, data_dir: Path, cores: Sequence[int]) -> None:
-        """`cores`: one for each trainer; or none, where they share."""
+        """`cores`: one for each trainer."""
         self._cores = cores
         self._database = data_dir / "weft.db"
         self._server = psutil.Process(int((data_dir / "server.lock").read_text()))
@@ -203,7 +196,7 @@ class Service:
         """One of each tenant, for this load alone."""
         if load not in self._runs:
             clients = self._clients[: len(LOADS[load].batches)]
-            made = [client.create_lora_training_client("toy", rank=RANK) for client in clients]
+            made = [client.create_lora_training_client(BASE_MODEL, rank=RANK) for client in clients]
             self._runs[load] = [one.result() for one in made]
         return self._runs[load]
 
@@ -243,7 +236,7 @@ class Service:
 
     def _place(self) -> None:
         """Each trainer, with all of its threads, on its core."""
-        for core, trainer in zip(self._cores, self._trainers, strict=False):
+        for core, trainer in zip(self._cores, self._trainers, strict=True):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, [core])
 
@@ -277,7 +270,7 @@ def in_turns(reals: Mapping[int, Service], cases: Sequence[str], rounds: int) ->
     for turn in range(rounds + 1):
         for name in (*CALIBRATING, *cases):
             for trainers, real in reals.items():
-                placed = turn == 0 and trainers > 1 and name in CASES
+                placed = turn > 0 and trainers > 1 and name in CASES
                 window = real.counted(name, PLACED_S if placed else WARM_S)
                 windows[trainers] += [window] * (turn > 0)
     found: dict[int, Rounds] = {}
@@ -343,8 +336,7 @@ def service(trainers: int, cores: Sequence[int]) -> Iterator[Service]:
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         config = Path(folder) / "weft.toml"
         config.write_text(CONFIG.format(trainers=trainers))
-        model = save_toy(Path(folder) / "toy")
-        with serve("--config", str(config), "--model", f"toy={model}") as (url, data_dir):
+        with serve("--config", str(config)) as (url, data_dir):
             yield Service(url, data_dir, cores)
 
 
@@ -375,16 +367,15 @@ def beside(trainers: int, rounds: Rounds) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what is predicted")
     args = parser.parse_args()
     taken_with, cores = machine(), sorted(os.sched_getaffinity(0))
     most = max(args.trainers)
-    if len(cores) < most + 1:
-        cores = []
-    else:
-        os.sched_setaffinity(0, cores[most:])  # and what is started from here
+    if len(cores) < most + 2:
+        parser.error(f"{most} trainers take {most + 2} cores, two for clients and servers; there are {len(cores)}")
+    os.sched_setaffinity(0, cores[most:])  # and what is started from here
     with ExitStack() as stack:
         reals = {count: stack.enter_context(service(count, cores[:count])) for count in args.trainers}
         found = in_turns(reals, args.cases, args.rounds)
