@@ -49,7 +49,7 @@ from bench.parts.peers import (
     transformers_model,
 )
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.parts.toy import CONFIG, toy
+from bench.parts.toy import CONFIG, random_decoder
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
@@ -142,7 +142,7 @@ def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]
 
 
 def wide(folder: Path, rounds: int) -> dict[str, Any]:
-    return decode(toy(WIDE), folder / "wide", rounds, "one layer of Qwen3-30B-A3B's shape, ")
+    return decode(random_decoder(WIDE), folder / "wide", rounds, "one layer of Qwen3-30B-A3B's shape, ")
 
 
 def decode(decoder: Decoder, folder: Path, rounds: int, of: str = "") -> dict[str, Any]:
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="growth with sequences, adapters and ranks instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    decoder = toy()
+    decoder = random_decoder()
     result: dict[str, Any] = {
         "bench": "generator",
         "compares": "adapters in one decode step, in this process; peft and vllm by their own code",

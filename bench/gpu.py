@@ -30,6 +30,7 @@ import torch
 
 from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
 from bench.parts.serving import machine
+from bench.parts.toy import random_decoder
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, RopeConfig
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
@@ -97,19 +98,6 @@ class Flops:
         # Of experts the hidden-side factors are applied once per token, the others once per choice.
         low += sum(3 * d + (3 * k * f if c.is_moe(layer) else 3 * width) for layer in range(c.num_layers))
         return cls(base, 6 * rank * low)
-
-
-def random_decoder(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Weights drawn on the device. Embeddings have unit size, so that tokens choose different experts."""
-    decoder, generator = Decoder(config, dtype, device), torch.Generator(device).manual_seed(SEED)
-    with torch.no_grad():
-        for name, weight in decoder.named_parameters():
-            if "norm" in name:
-                weight.fill_(1.0)
-            else:
-                std = 1.0 if name == "embed" else 0.05 if "router" in name else 0.02
-                weight.normal_(0.0, std, generator=generator)
-    return decoder
 
 
 def lengths_of(tokens: int, tenants: int, sequence: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.parts.toy import CONFIG, toy
+from bench.parts.toy import CONFIG, random_decoder
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.base.weights import load_decoder
@@ -54,7 +54,7 @@ class Measured:
 
 
 def cases() -> dict[str, Case]:
-    built_in, random = load_decoder(TINY_PATH), toy()
+    built_in, random = load_decoder(TINY_PATH), random_decoder()
     tokenizer = Tokenizer.from_file(str(TINY_PATH / "tokenizer.json"))
     lists = ["".join(f"{n + 3} + {m} = {n + m + 3}\n" for m in range(8)) for n in range(SLOTS)]
     sums = [tuple(tokenizer.encode(text).ids) for text in lists]

@@ -28,7 +28,7 @@ import torch
 
 from bench.generator import BATCH, running
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.parts.toy import toy
+from bench.parts.toy import random_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
 from workers.model.parts import gated_delta, mamba2, one_token
@@ -82,7 +82,7 @@ def in_torch() -> Iterator[None]:
 
 def measured(config: DecoderConfig, rounds: int) -> dict[str, float]:
     """CPU milliseconds of a step, and of torch's recurrences in it."""
-    engine = running(toy(config), [None] * BATCH)
+    engine = running(random_decoder(config), [None] * BATCH)
     best = {"c": float("inf"), "torch": float("inf")}
     for _ in range(rounds):
         best["c"] = min(best["c"], _step_ms(engine))

@@ -36,7 +36,7 @@ import torch
 
 from bench.parts.peers import adapter_parameters, peft_model, shape_of
 from bench.parts.serving import as_workers_run, claim, machine
-from bench.parts.toy import CONFIG, toy
+from bench.parts.toy import CONFIG, random_decoder
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
@@ -220,7 +220,7 @@ def run_case(decoder: Decoder, batch: Batch, rank: int, names: tuple[str, ...], 
 
 def table(threads: int, rounds: int, chosen: list[str]) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    decoder = toy()
+    decoder = random_decoder()
     cases = {}
     for (tenants, tokens), names in CASES.items():
         if chosen and f"{tenants}x{tokens}" not in chosen:
@@ -240,7 +240,7 @@ def table(threads: int, rounds: int, chosen: list[str]) -> dict[str, Any]:
 def curves(rounds: int) -> dict[str, Any]:
     """How the cost per token grows with tenants, with tokens per tenant and with the rank; 1 thread."""
     torch.set_num_threads(1)
-    decoder = toy()
+    decoder = random_decoder()
     axes: dict[str, list[tuple[Batch, int, int]]] = {
         "tenants (16 tokens each, rank 8)": [(Batch(n, 16), 8, n) for n in (1, 4, 16, 64, 256)],
         "tokens per tenant (16 tenants, rank 8)": [(Batch(16, t), 8, t) for t in (16, 64, 256, 1024)],

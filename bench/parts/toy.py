@@ -1,5 +1,5 @@
-"""The model that benches compute with: a small mixture of experts with random weights, which a pass keeps busy, as the
-built-in one of 160 thousand parameters is not.
+"""Models with random weights that benches compute with: of any shape, and the toy, a small mixture of experts which a
+pass keeps busy, as the built-in one of 160 thousand parameters is not.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ CONFIG = DecoderConfig(
 )
 
 
-def toy(config: DecoderConfig = CONFIG) -> Decoder:
-    """The model, with weights drawn from a fixed seed."""
-    decoder, generator = Decoder(config), torch.Generator().manual_seed(0)
+def random_decoder(
+    config: DecoderConfig = CONFIG, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Weights drawn on the device, from a fixed seed. Embeddings have unit size, so that tokens choose different
+    experts."""
+    decoder, generator = Decoder(config, dtype, device), torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
             if "norm" in name:
@@ -49,7 +52,7 @@ def toy(config: DecoderConfig = CONFIG) -> Decoder:
 def save_toy(folder: Path, config: DecoderConfig = CONFIG) -> Path:
     """The toy as a folder that a server serves, with the tokenizer of the built-in model."""
     transformers_model(config).save_pretrained(folder)  # for its config.json
-    tensors = {name: place.target.clone() for name, place in places(toy(config))}
+    tensors = {name: place.target.clone() for name, place in places(random_decoder(config))}
     save_file(tensors, folder / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_PATH / name, folder)

@@ -9,6 +9,7 @@ import torch
 
 from bench import gpu
 from bench.parts.gpu_measure import distinct_adapters, seconds_of
+from bench.parts.toy import random_decoder
 from workers.model.adapters.adapter import Adapter, AdapterShape
 
 
@@ -51,7 +52,7 @@ def test_report() -> None:
 
 def test_a_step_of_the_tiny_shape() -> None:
     cpu = torch.device("cpu")
-    decoder = gpu.random_decoder(gpu.SHAPES["tiny"], cpu, torch.float32)
+    decoder = random_decoder(gpu.SHAPES["tiny"], cpu, torch.float32)
     shape = AdapterShape(decoder.config, 4)
     adapters = [Adapter.init(shape, seed) for seed in range(2)]
     grads = [Adapter.zeros(shape) for _ in adapters]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import gpu
+from bench.parts.toy import random_decoder
 from tests.workers.model.gpu_kit import DEVICE
 from workers.model import lora_products
 from workers.model.adapters.adapter import Adapter, AdapterShape
@@ -34,7 +35,7 @@ def test_what_a_step_must_read(gpu_decode: Any) -> None:
 def test_steps_of_the_tiny_shape(gpu_decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
     with torch.inference_mode():
-        decoder = gpu.random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32)
+        decoder = random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32)
         adapters = [Adapter.init(AdapterShape(decoder.config, 4), seed, device=DEVICE) for seed in range(2)]
         for adapter in adapters:
             adapter.flat.normal_(0.0, 0.3)
@@ -50,7 +51,7 @@ def test_steps_of_the_tiny_shape(gpu_decode: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_report(gpu_decode: Any) -> None:
     with torch.inference_mode():
-        batch = gpu_decode.Batch.of(gpu.random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32), rows=4, length=32)
+        batch = gpu_decode.Batch.of(random_decoder(gpu.SHAPES["tiny"], DEVICE, torch.float32), rows=4, length=32)
     base, adapted = gpu_decode.report(batch, {"base, replayed": 0.5, "adapters, replayed": 0.625}, 10, 3)
     assert (base["ms_per_step"], base["tokens_per_s"], base["limit"], base["distinct"]) == (50.0, 80.0, 1.0, 0)
     assert (adapted["limit"], adapted["distinct"]) == (0.8, 3)
