@@ -91,8 +91,10 @@ class Journal:
             database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended, sizes
         )
         self.desks = self.training.desks
+        acceptance = Acceptance(database, blobs, prices, limits or Limits())
+        self.training.gaps.coming = acceptance.knows
         self._admission = Admission(
-            Acceptance(database, blobs, prices, limits or Limits()),
+            acceptance,
             room,
             LocalBacklog(max_queued_per_org, max_queued_bytes_per_org),
             self.in_flight,
