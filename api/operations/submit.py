@@ -134,21 +134,6 @@ async def submit(
     those consume none."""
     seq = check_sequence(address.seq_id, "seq_id", least=1)
     lane = await own_run(service, who, address.model_id)
-    with service.journal.arriving(lane.row.id, seq):
-        return await _submit(service, lane, who, seq, kind, body, check, at_once=at_once)
-
-
-async def _submit(
-    service: Service,
-    lane: Lane[tables.Run],
-    who: Principal,
-    seq: int,
-    kind: OpKind,
-    body: bytes,
-    check: Check,
-    *,
-    at_once: bool,
-) -> tuple[UntypedAPIFuture, ApiError | None]:
     run, submitter = lane.row, Submitter.to(lane, who)
     repeat = await service.journal.taken(run.id, seq)
     checked, refused = Checked(), None

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -147,9 +147,6 @@ class SharedJournal:
             run_open = (await self._numbers.get((new.lane, new.seq))).run_open
         if not run_open:
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
-
-    def arriving(self, lane: str, seq: int) -> AbstractContextManager[None]:
-        return nullcontext()  # the leader knows of rows
 
     async def taken(self, lane: str, seq: int) -> bool:
         number = await self._numbers.get((lane, seq))

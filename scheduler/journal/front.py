@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from scheduler.journal.accepting.in_flight import InFlight
@@ -29,9 +28,6 @@ class OperationJournal(Protocol):
     def streams(self) -> TokenStreams: ...
     @property
     def answers(self) -> Answers: ...
-
-    def arriving(self, lane: str, seq: int) -> AbstractContextManager[None]:
-        """That number of a run is here and is being looked at: what follows it does not wait for nobody."""
 
     async def taken(self, lane: str, seq: int) -> bool:
         """Whether that number of a run or sampler has been used before. A repeat is not judged again: what it needed

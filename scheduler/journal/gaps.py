@@ -7,15 +7,13 @@ everybody else for as long as its session lives.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import Operation
 
 #: A parked operation waits at least so long for the next one of its run to arrive, and at most twice. One that is being
-#: looked at here has arrived, however slow a disk is.
+#: accepted here has arrived, however slow the disk is.
 GAP_LASTS_S = 600.0
 
 
@@ -24,19 +22,9 @@ class Gaps:
 
     def __init__(self, give_up: Callable[[Operation, str], None]) -> None:
         self._give_up = give_up
-        self._arriving = Counter[tuple[str, int]]()
+        #: Whether that number of a run is being accepted here.
+        self.coming: Callable[[str, int], bool] = lambda run_id, seq: False
         self._watching: dict[str, asyncio.Task[None]] = {}
-
-    @contextmanager
-    def arriving(self, run_id: str, seq: int) -> Iterator[None]:
-        """That number of a run is here, and is not missing."""
-        self._arriving[run_id, seq] += 1
-        try:
-            yield
-        finally:
-            self._arriving[run_id, seq] -= 1
-            if not self._arriving[run_id, seq]:
-                del self._arriving[run_id, seq]
 
     def watch(self, lane: RunLane) -> None:
         """Something of this run may be parked."""
@@ -49,7 +37,7 @@ class Gaps:
         while parked := lane.parked:
             missing = lane.next_seq
             await asyncio.sleep(GAP_LASTS_S)
-            if lane.next_seq != missing or (lane.run_id, missing) in self._arriving:
+            if lane.next_seq != missing or self.coming(lane.run_id, missing):
                 continue
             for op in parked:
                 if lane.missing(op) is not None:

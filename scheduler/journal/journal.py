@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 
 import anyio.to_thread
@@ -92,8 +91,10 @@ class Journal:
             database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended, sizes
         )
         self.desks = self.training.desks
+        acceptance = Acceptance(database, blobs, prices, limits or Limits())
+        self.training.gaps.coming = acceptance.knows
         self._admission = Admission(
-            Acceptance(database, blobs, prices, limits or Limits()),
+            acceptance,
             room,
             LocalBacklog(max_queued_per_org, max_queued_bytes_per_org),
             self.in_flight,
@@ -114,9 +115,6 @@ class Journal:
         lane = self.training.runs.get(new.lane)
         if new.kind not in (SAMPLE, OpKind.CREATE) and (lane is None or lane.closing):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
-
-    def arriving(self, lane: str, seq: int) -> AbstractContextManager[None]:
-        return self.training.gaps.arriving(lane, seq)
 
     async def taken(self, lane: str, seq: int) -> bool:
         if not self._may_be_taken(lane, seq):

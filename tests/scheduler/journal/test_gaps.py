@@ -15,7 +15,7 @@ from scheduler.journal.recovery import recover
 from scheduler.links.messages import PullPass
 from scheduler.order.operations import Waiting
 from store.tables import Wallet
-from tests.scheduler.journal.test_journal import RUN, Service, first_pass, folder, go, outcome, train  # noqa: F401
+from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, train  # noqa: F401
 
 
 def held(service: Service) -> int:
@@ -90,10 +90,6 @@ def test_who_comes_late_but_in_time_is_in_time(folder: Path, monkeypatch: pytest
 def test_who_has_come_to_a_slow_disk_is_not_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.1)
 
-    async def accept_first(service: Service) -> None:
-        with service.journal.arriving(RUN, 1):
-            await service.journal.accept(train(1, body=bytes(SMALL_BODY_BYTES + 1)))
-
     async def scenario() -> None:
         service = Service(folder)
         written, put = threading.Event(), service.blobs.put
@@ -106,7 +102,7 @@ def test_who_has_come_to_a_slow_disk_is_not_missing(folder: Path, monkeypatch: p
             await first_pass(service, link)
             with monkeypatch.context() as patch:
                 patch.setattr(service.blobs, "put", slowly)
-                first = asyncio.create_task(accept_first(service))
+                first = asyncio.create_task(service.journal.accept(train(1, body=bytes(SMALL_BODY_BYTES + 1))))
                 await asyncio.sleep(0.01)
             second = await service.journal.accept(train(2))
             assert isinstance(await service.journal.outcome("org", second, 0.5), Waiting)
