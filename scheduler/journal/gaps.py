@@ -12,8 +12,7 @@ from collections.abc import Callable
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import Operation
 
-#: A parked operation waits at least so long for the next one of its run to arrive, and at most twice. One that is being
-#: accepted here has arrived, however slow the disk is.
+#: A parked operation waits at least so long for the next one of its run to arrive, and at most twice.
 GAP_LASTS_S = 600.0
 
 
@@ -22,8 +21,6 @@ class Gaps:
 
     def __init__(self, give_up: Callable[[Operation, str], None]) -> None:
         self._give_up = give_up
-        #: Whether that number of a run is being accepted here.
-        self.coming: Callable[[str, int], bool] = lambda run_id, seq: False
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, lane: RunLane) -> None:
@@ -37,7 +34,7 @@ class Gaps:
         while parked := lane.parked:
             missing = lane.next_seq
             await asyncio.sleep(GAP_LASTS_S)
-            if lane.next_seq != missing or self.coming(lane.run_id, missing):
+            if lane.next_seq != missing:
                 continue
             for op in parked:
                 if lane.missing(op) is not None:

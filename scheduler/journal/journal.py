@@ -91,10 +91,8 @@ class Journal:
             database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended, sizes
         )
         self.desks = self.training.desks
-        acceptance = Acceptance(database, blobs, prices, limits or Limits())
-        self.training.gaps.coming = acceptance.knows
         self._admission = Admission(
-            acceptance,
+            Acceptance(database, blobs, prices, limits or Limits()),
             room,
             LocalBacklog(max_queued_per_org, max_queued_bytes_per_org),
             self.in_flight,

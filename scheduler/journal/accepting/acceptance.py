@@ -93,10 +93,6 @@ class Acceptance:
             await asyncio.shield(entry.durable)
         return entry.id
 
-    def knows(self, lane: str, seq: int) -> bool:
-        """Whether it is being accepted, or has been and has not ended."""
-        return (lane, seq) in self._entries
-
     async def take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
         """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney
         and QuotaReached."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 
 import pytest
 
 from billing.reports.reconcile import check
 from scheduler.journal import gaps
-from scheduler.journal.accepting.acceptance import SMALL_BODY_BYTES
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import PullPass
 from scheduler.order.operations import Waiting
@@ -81,37 +79,6 @@ def test_who_comes_late_but_in_time_is_in_time(folder: Path, monkeypatch: pytest
             await service.journal.accept(train(1))  # another 0.3 s for 2
             await asyncio.sleep(0.2)
             assert isinstance(await service.journal.outcome("org", third, 0), Waiting)
-        await service.journal.stop(1)
-        service.database.close()
-
-    go(scenario())
-
-
-def test_who_has_come_to_a_slow_disk_is_not_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.1)
-
-    async def scenario() -> None:
-        service = Service(folder)
-        written, put = threading.Event(), service.blobs.put
-
-        def slowly(ref: str, data: bytes) -> None:
-            written.wait(30)
-            put(ref, data)
-
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
-            with monkeypatch.context() as patch:
-                patch.setattr(service.blobs, "put", slowly)
-                first = asyncio.create_task(service.journal.accept(train(1, body=bytes(SMALL_BODY_BYTES + 1))))
-                await asyncio.sleep(0.01)
-            second = await service.journal.accept(train(2))
-            assert isinstance(await service.journal.outcome("org", second, 0.5), Waiting)
-            written.set()
-            await first
-            pass_ = await service.ask(link, PullPass(["m"]))
-            assert [op.seq for op in pass_.ops] == [1, 2]
-            await service.answer(link, pass_)
-            assert (await outcome(service, second)).error is None
         await service.journal.stop(1)
         service.database.close()
 
