@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
 
 from api.console.pages import (
@@ -29,12 +29,12 @@ from api.console.pages import (
     sso,
     usage,
 )
-from api.console.render import STATIC, ConsoleRoute, failed_page, looks
+from api.console.render import STATIC, console_router, failed_page, looks
 from api.console.security import HEADERS, PREFIX, SecurityHeaders
 from api.errors import NotFound, quote
 from api.http.access import declare
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 PAGES = (
     login,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.routing import APIRoute
@@ -118,6 +118,11 @@ class ConsoleRoute(APIRoute):
             return response
 
         return answer
+
+
+def console_router() -> APIRouter:
+    """For the routes of a page."""
+    return APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 
 def looks(request: Request) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Literal
 
 from tests.truth.programs import (
     CUSTOM,
@@ -31,7 +30,7 @@ from tests.truth.programs import (
     Step,
     TwoPass,
 )
-from tests.truth.schedules import DEATHS, PAUSES, RANKS, ROLES, Kind, Mishap, Role, Schedule
+from tests.truth.schedules import DEATHS, PAUSES, RANKS, ROLES, Kind, Layout, Mishap, Role, Schedule
 from tests.truth.schedules import FAULTS as FAILURES
 
 #: No slice is longer, so none is cut by what fits in memory.
@@ -42,8 +41,8 @@ LEAST_RUNS = {4: 2, 7: 4}
 MOST_DEATHS = 2
 #: About how many seams a role has in a play.
 SEAMS: dict[Role, int] = {"trainer": 130, "server": 450, "generator": 14}
-#: Of a trainer of two ranks: about how many seams its messages and each rank have, and how it may end there.
-RANK_SEAMS: dict[Role, int] = {"trainer": 60, "rank 0": 90, "rank 1": 90}
+#: Of a trainer of several ranks: about how many seams its messages and each rank have, and how it may end there.
+RANK_SEAMS: dict[Role, int] = {"trainer": 60, **dict.fromkeys(RANKS, 90)}
 RANK_ENDS: dict[Role, tuple[Kind, ...]] = {"trainer": DEATHS, **dict.fromkeys(RANKS, (*DEATHS, "hangs"))}
 #: And about how many statements its server sends to the database.
 STATEMENTS = 1500
@@ -71,22 +70,27 @@ def draw(number: int, *, faults: bool = True, most_operations: int = 22) -> tupl
     largest = max(op.rank for op in program if isinstance(op, Create))
     if rng.random() < 0.4:  # nobody has told the trainer
         schedule = replace(schedule, machine_runs=LEAST_RUNS[max(4, largest)], resident_runs=0)
-    return program, schedule
+    return program, replace(schedule, steps=rng.choice((0, 0, 2, 3, 5)))
 
 
-def draw_ranks(number: int, layout: Literal["mapped", "parts"], *, faults: bool = True) -> tuple[Program, Schedule]:
-    """The same program, for a trainer of two ranks, of which one or the other dies or hangs."""
+def draw_ranks(
+    number: int, layout: Layout, *, faults: bool = True, rank_counts: tuple[int, ...] = (2,)
+) -> tuple[Program, Schedule]:
+    """The same program, for a trainer of several ranks, of which one or the other dies or hangs."""
     program, schedule = draw(number, faults=faults)
     rng = Random(number)
+    count = Random(f"ranks {number}").choice(rank_counts)
+    ranks = RANKS[:count]
     others = [each for each in schedule.mishaps if each.role != "trainer" or each.kind in PAUSES]
     for _ in range(rng.choice((0, 1, MOST_DEATHS))):
-        role = rng.choice(("trainer", *RANKS))
+        role = rng.choice(("trainer", *ranks))
         others.append(Mishap(role, rng.randint(1, RANK_SEAMS[role]), rng.choice(RANK_ENDS[role])))
     if faults and rng.random() < 0.3:
-        role = rng.choice(RANKS)
+        role = rng.choice(ranks)
         others.append(Mishap(role, rng.randint(1, RANK_SEAMS[role]), rng.choice(FAILURES), rng.choice((1, 2, 5))))
     guests, pass_tokens = rng.choice((0, 0, 1, 2, 3)), rng.choice((24, 40, 100, 100))
-    return program, replace(schedule, ranks=layout, guests=guests, pass_tokens=pass_tokens, mishaps=tuple(others))
+    given = {"guests": guests, "pass_tokens": pass_tokens, "mishaps": tuple(others)}
+    return program, replace(schedule, ranks=layout, rank_count=count, **given)
 
 
 def draw_program(rng: Random, most_operations: int) -> Program:

@@ -34,6 +34,7 @@ from tests.truth.memory import little_memory
 from tests.truth.programs import Forward, ForwardBackward, Operation, Planned, SaveSampler, TwoPass, steps_of
 from tests.truth.schedules import PATIENT, Schedule
 from tests.truth.world import Ground, World
+from tests.workers.trainer.allocations import short_steps
 
 
 @dataclass
@@ -55,12 +56,18 @@ def play(ground: Ground, folder: Path, program: Sequence[Operation], schedule: S
     steps = steps_of(program)
     try:
         states_bytes = schedule.machine_runs * ground.run_bytes()
-        with quiet(), same_ids(schedule.seed), little_memory(schedule.most_tokens, states_bytes) as splits:
+        with (
+            quiet(),
+            same_ids(schedule.seed),
+            little_memory(schedule.most_tokens, states_bytes) as splits,
+            short_steps(schedule.steps) as short,
+        ):
             found = clock.run(_play(ground, folder, steps, schedule))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found.statistics["out of memory"] += splits["refused"]
     found.statistics["no memory for a run"] += splits["no run"]
+    found.statistics["no memory for a step"] += short["no step"]
     return found
 
 

@@ -18,6 +18,7 @@ from scheduler.links.configs import TrainerConfig
 from tests.truth.memory import few_guests, little_memory
 from tests.truth.schedules import DEATHS, Kind, Role
 from tests.truth.seams import Life, LivingBlobs
+from tests.workers.trainer.allocations import short_steps
 from workers.leave import leave
 from workers.trainer.ranks import process
 from workers.trainer.ranks.group import Group
@@ -28,11 +29,12 @@ CALLS = ("vote", "give", "take", "exchange")
 
 @dataclass(frozen=True)
 class Memory:
-    """What a machine has: `Schedule.most_tokens`, bytes for the states of runs, `Schedule.guests`."""
+    """What a machine has: `Schedule.most_tokens`, bytes for the states of runs, `Schedule.guests` and `steps`."""
 
     most_tokens: int
     states_bytes: int
     guests: int
+    steps: int
 
 
 class FarLife(Life):
@@ -79,6 +81,7 @@ def main(
         stack.enter_context(patch.object(process, "handed", lambda door: (config, link.detach() if link else None)))
         stack.enter_context(patch.object(process, "blobs_of", lambda basics: blobs))
         stack.enter_context(few_guests(memory.guests))
+        stack.enter_context(short_steps(memory.steps))
         stack.enter_context(little_memory(memory.most_tokens, memory.states_bytes))
         leave(process.main("", os.getppid()))
 

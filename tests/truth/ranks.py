@@ -1,6 +1,6 @@
-"""A trainer of two ranks in a world: two processes over gloo, and what torchrun is for them.
+"""A trainer of several ranks in a world: processes over gloo, and what torchrun is for them.
 
-Each life of the trainer is a pair of processes of its own, forked from one that has imported everything. The world
+Each life of the trainer is a set of processes of its own, forked from one that has imported everything. The world
 hears of whatever they touch, and each rank has seams of its own, so that a play is the same each time.
 """
 
@@ -22,7 +22,7 @@ from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import PullPass
 from scheduler.links.sockets import RECV_BYTES, _Frames, _to_server, frame  # the server's end, which blocks here
 from tests.truth.rank import Memory, main, said_by
-from tests.truth.schedules import RANKS, Kind, Role
+from tests.truth.schedules import RANKS, Kind, Role, Schedule
 from tests.truth.seams import Life
 from tests.truth.strand import Killed, Strand
 
@@ -53,11 +53,13 @@ def body(strand: Strand, counts: Counter[str], lives: dict[Role, Life], config: 
 
 
 def config_of(
-    folder: Path, model: tuple[str, Path], base: Path | None, bounds: TrainerBounds, pages: str
+    folder: Path, model: tuple[str, Path], base: Path, bounds: TrainerBounds, pages: str, schedule: Schedule
 ) -> TrainerConfig:
-    """`base`: where the ranks map it; else each has a part."""
-    basics = Basics(str(folder), {model[0]: str(model[1])}, device="cpu", dtype="float32", base_dir=str(base or ""))
-    return TrainerConfig(basics, bounds, pages, ranks=len(RANKS))
+    """`base`: where the ranks map it, if they do."""
+    where = str(base) if schedule.ranks == "mapped" else ""
+    basics = Basics(str(folder), {model[0]: str(model[1])}, device="cpu", dtype="float32", base_dir=where)
+    shard = "experts" if schedule.ranks == "experts" else "all"
+    return TrainerConfig(basics, bounds, pages, ranks=schedule.rank_count, shard=shard)
 
 
 class _Group:
@@ -67,8 +69,9 @@ class _Group:
         self._wires: dict[Connection, Role] = {}
         self._processes: dict[int, Any] = {}  # by their sentinel
         self._doomed = False  # a rank is to end, and so all do
+        self._roles = RANKS[: config.ranks]
         port = _free_port()
-        for rank, role in enumerate(RANKS):
+        for rank, role in enumerate(self._roles):
             ours, theirs = _forked.Pipe()
             link = far_link if rank == 0 else None
             started = _forked.Process(target=main, args=(rank, port, config, memory, theirs, link), daemon=True)
@@ -127,7 +130,7 @@ class _Group:
         self._doomed = self._doomed or what in ("dies before", "dies after", "hangs")
         wire.send(what)
         if what == "hangs":  # the others' time is over at once
-            for other, started in zip(RANKS, self._processes.values(), strict=True):
+            for other, started in zip(self._roles, self._processes.values(), strict=True):
                 if other != role:
                     os.kill(started.pid, signal.SIGALRM)
 
@@ -136,7 +139,7 @@ class _Group:
         if self._doomed:
             raise Killed
         self.end()
-        said = [said_by(self._folder, rank).read_text()[-1500:] for rank in range(len(RANKS))]
+        said = [said_by(self._folder, rank).read_text()[-1500:] for rank in range(len(self._roles))]
         with real_time():
             codes = [started.exitcode for started in self._processes.values()]
         raise RankLost(f"ranks ended with {codes}:\n" + "\n---\n".join(said))

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 #: Who touches something. The statements that the server sends to its database are counted apart from what else it does.
-#: Of a trainer of two ranks, messages are the trainer's, and blobs and calls of the other rank are a rank's.
-Role = Literal["server", "trainer", "generator", "database", "rank 0", "rank 1"]
+#: Of a trainer of several ranks, messages are the trainer's, and blobs and calls of the other ranks are a rank's.
+Role = Literal["server", "trainer", "generator", "database", "rank 0", "rank 1", "rank 2", "rank 3"]
 ROLES: tuple[Role, ...] = ("server", "trainer", "generator", "database")
-RANKS: tuple[Role, ...] = ("rank 0", "rank 1")
+RANKS: tuple[Role, ...] = ("rank 0", "rank 1", "rank 2", "rank 3")
+#: How the base lies among ranks: mapped by all, a part of all on each, or whole experts.
+Layout = Literal["mapped", "parts", "experts"]
 
 #: At its seam the process dies: before anything happens there, or after it has; or what it touches does not work:
 #: before it took effect, or after; or the file that is written there is cut short, for good, or read short, once.
@@ -70,8 +72,10 @@ class Schedule:
     duplicates: float = 0.0  # share of requests that are sent again
     lost_replies: float = 0.0  # share of requests whose answer never comes
     mishaps: tuple[Mishap, ...] = ()
-    ranks: Literal["", "mapped", "parts"] = ""  # a trainer of two, and how the base lies; "": one process
+    ranks: Layout | Literal[""] = ""  # a trainer of several; "": one process
+    rank_count: int = 2
     guests: int = 0  # of the parts that a rank computes for another, there is no memory for every so manyth
+    steps: int = 0  # of the calls that update runs, memory runs out in all but every so manyth; 0: in none
 
     @property
     def damages(self) -> bool:

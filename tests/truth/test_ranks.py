@@ -1,27 +1,28 @@
-"""A trainer of two ranks in a world: however a program is played, and whichever rank is lost or short of memory, all is
-as a patient trainer of one process has it."""
+"""A trainer of several ranks in a world: however a program is played, and whichever rank is lost or short of memory,
+all is as a patient trainer of one process has it."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import pytest
 
 from tests.search import TIMES, chance
 from tests.truth.drawing import draw_ranks
+from tests.truth.schedules import Layout
 from tests.truth.search import Bench, search
 
 #: However busy the machine is.
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.search]
-#: Programs of an ordinary run.
-PROGRAMS = 2
+
+#: How many ranks there may be: more take a long time on few cores.
+RANK_COUNTS = (2, 2, 4) if TIMES else (2,)
 
 
-@pytest.mark.parametrize("layout", ["mapped", "parts"])
-def test_two_ranks_mean_what_one_means(bench: Bench, layout: Literal["mapped", "parts"]) -> None:
+@pytest.mark.parametrize(("layout", "programs"), [("mapped", 2), ("parts", 1), ("experts", 1)])
+def test_several_ranks_mean_what_one_means(bench: Bench, layout: Layout, programs: int) -> None:
     first = chance(0).randrange(10**6) if TIMES else 0
-    numbers = range(first, first + PROGRAMS * max(1, TIMES))
-    failure = search(bench, numbers, tries=40, drawn=partial(draw_ranks, layout=layout))
+    numbers = range(first, first + programs * max(1, TIMES))
+    failure = search(bench, numbers, tries=40, drawn=partial(draw_ranks, layout=layout, rank_counts=RANK_COUNTS))
     print(bench.report())
     assert failure is None, f"{failure.what}\n{failure.as_test()}"

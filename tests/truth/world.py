@@ -421,12 +421,13 @@ class World:
 
     def _ranks_body(self, strand: Strand, bounds: TrainerBounds) -> None:
         schedule, ground = self.schedule, self.ground
-        base = ground.folder / "base" if schedule.ranks == "mapped" else None
         with suppress(FileExistsError):
             (self.folder / "isolation").symlink_to(ground.isolation)
         lives = {role: Life(role, self.seams, self.loop, lambda: None, strand.wait) for role in RANKS}
-        memory = Memory(schedule.most_tokens, schedule.machine_runs * ground.run_bytes(), schedule.guests)
-        config = ranks.config_of(self.folder, (MODEL, ground.folder / "t"), base, bounds, f"pages{self._pages}")
+        states_bytes = schedule.machine_runs * ground.run_bytes()
+        memory = Memory(schedule.most_tokens, states_bytes, schedule.guests, schedule.steps)
+        model, base = (MODEL, ground.folder / "t"), ground.folder / "base"
+        config = ranks.config_of(self.folder, model, base, bounds, f"pages{self._pages}", schedule)
         ranks.body(strand, self.statistics, lives, config, memory)
 
     def generator_body(self, strand: Strand, life: Life) -> None:

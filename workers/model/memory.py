@@ -67,15 +67,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def with_room(make: Callable[[], ResultT], relieve: Callable[[], object]) -> ResultT:
     """What `make` returns; where it finds no memory, once more after `relieve` has freed some. OSError when that is not
     enough, for it may be later."""
-    try:
-        return make()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    relieve()
-    try:
-        return make()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OSError(errno.ENOMEM, str(error)) from None
+    why = ""
+    for then in (relieve, None):
+        try:
+            return make()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = str(error)
+        if then is not None:  # the error is gone by now, whose frames would keep tensors alive
+            then()
+    raise OSError(errno.ENOMEM, why)

@@ -82,7 +82,7 @@ class Trainer:
         self._aside: dict[str, SetAside] = {}  # runs that take no further part in this pass
         self._bodies = Ahead(blobs)
         self._custom_losses = CustomLosses(blobs)
-        self._limit, self._others = limit, others
+        self.limit, self._others = limit, others
         self._pass_began = datetime.now(UTC)
 
     @property
@@ -100,7 +100,7 @@ class Trainer:
     def execute(self, pass_: Pass, send: Send) -> None:
         """Execute a pass; `send` gets a Done for each operation as soon as it is finished, Snapshots when due, and
         PassOver at the end. An error of `send` (the server is gone) ends the pass."""
-        with self._limit(pass_.limit_s or math.inf):
+        with self.limit(pass_.limit_s or math.inf):
             self._execute(pass_, send)
             if self._others is not None:
                 self._others.attend(lambda: deque(self._computing(send).run(self._decoder_of), maxlen=0))
@@ -294,12 +294,12 @@ class Trainer:
         op = part.progress.op
         limit_s = self.bounds.loss_limit_s * (1 + most_work_of(custom, part.data) / 1024)
         if op.replay:
-            with self._limit(REPLAY_LIMIT * limit_s):
+            with self.limit(REPLAY_LIMIT * limit_s):
                 yield
             return
         send(InLoss(op.op_id, part.progress.tokens + part.tokens, limit_s))
         try:
-            with self._limit(limit_s):
+            with self.limit(limit_s):
                 yield
         finally:
             send(InLoss())
@@ -325,7 +325,7 @@ class Trainer:
             return  # its run was left out
         try:
             self.held.bring(run)
-            payload, failure = with_room(progress.finish, self.residency.squeeze)
+            payload, failure = with_room(progress.finish, partial(self.held.make_room, run))
         except OSError as error:
             self._left_out(send, progress, error)
             return
@@ -338,26 +338,16 @@ class Trainer:
             self._answer(op, send, payload, {"tokens": progress.tokens}, failure)
 
     def _step(self, ops: list[TrainOp], send: Send) -> None:
-        """All optimizer steps of a stage, in one fused update."""
+        """All optimizer steps of a stage, in one fused update where there is memory for it."""
         due = []
-        try:
-            self.held.bring(*(run for op in ops if (run := self.held.runs.get(op.run_id)) is not None))
-        except OSError:
-            if len(ops) > 1:  # one after the other, then: each has the same bits
-                for op in ops:
-                    self._step([op], send)
-                return
         for op in ops:
-            if op.run_id in self._aside or not self._ready(op, send):
+            if op.run_id in self._aside or not self._ready(op, send, here=False):
                 continue
             try:
-                run = self._run(op)
-                due.append((op, run, self._body(op)))
-            except PageError:
-                raise
+                due.append((op, self._run(op), self._body(op)))
             except Exception as error:
                 self._failed(op, error, send)
-        results = step_runs([(run, body) for _, run, body in due])
+        results = step_runs([(run, body) for _, run, body in due], self.held)
         told = list[msgspec.Struct]()
         for (op, run, _), result in zip(due, results, strict=True):
             if isinstance(result, Exception):

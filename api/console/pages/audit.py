@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.console.lists import PageNumber, names, paged
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import ViewerDep
 from api.console.sentences import Called, Fact, sentence
 from api.console.titles import run_of_path, run_titles
 from api.http.access import declare
@@ -22,7 +22,7 @@ from store import tables
 from store.database.audit import GROUPS
 from store.tables import ApiKey, AuditEntry
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 Group = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 

@@ -8,7 +8,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,8 +16,8 @@ from weft.money import usd
 
 from api.console.formats import csv_cell
 from api.console.movements import movements
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep, need_fresh
+from api.console.render import console_router, page
+from api.console.security import ViewerDep, need_fresh
 from api.console.spending import bill, billed
 from api.console.titles import run_titles
 from api.http.access import declare
@@ -29,7 +29,7 @@ from billing.prices import ANY_MODEL, KINDS, STORAGE
 from billing.reports.spending import by_day
 from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: Entries of one export.
 EXPORTED = 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi import Form, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 from sqlalchemy import select
@@ -15,8 +15,8 @@ from weft.wire.account.money import SetBudgetRequest
 from api.console.alerts import alerts_of
 from api.console.lists import names
 from api.console.pages.limits import OF, limits_shown
-from api.console.render import ConsoleRoute, page, say
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page, say
+from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
 from api.http.access import declare
 from api.routes.paying.money import change_budget, delete_budget
@@ -25,7 +25,7 @@ from billing.metering.quotas import standings
 from billing.money.budgets import BudgetState, states
 from store.tables import ApiKey, Project
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: Alerts that the page shows.
 SHOWN_ALERTS = 50

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi import Form, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api.console.lists import PageNumber, Text, names, paged
-from api.console.render import ConsoleRoute, page, say
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page, say
+from api.console.security import ViewerDep
 from api.console.titles import called, run_titles, with_owner
 from api.http.access import declare
 from api.paths import parse_path
@@ -23,7 +23,7 @@ from api.who.principal import Principal
 from store import tables
 from store.tables import Checkpoint, Run
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 LOOKING = ("checkpoints:read", "train", "sample")
 Sort = Literal["newest", "largest", "expiring"]

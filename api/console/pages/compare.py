@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,8 +16,8 @@ from sqlalchemy.orm import Session
 from api.console.hyperparameters import hyperparameters
 from api.console.lists import Text
 from api.console.pages.runs import MOST_COMPARED, TELLING, RunLine, run_lines
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import ViewerDep
 from api.errors import Invalid
 from api.http.access import declare
 from api.routes.runs.metrics import run_metrics
@@ -28,7 +28,7 @@ from billing.reports.spending import Spent, spent_until
 from store.curves import bests, curves_of, first_reaching
 from store.tables import Run
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 LEAST, MOST = 2, MOST_COMPARED
 #: Runs that are offered, the newest.

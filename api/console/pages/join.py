@@ -11,13 +11,13 @@ import uuid
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.console import sessions
-from api.console.render import ConsoleRoute, page
+from api.console.render import console_router, page
 from api.console.security import PREFIX, check_same_site, cookie_name, csrf_token, give_cookie
 from api.errors import Forbidden
 from api.http.access import declare
@@ -30,7 +30,7 @@ from store.people.oidc_settings import OidcSettings
 from store.people.organisations import PeopleError
 from store.tables import Invitation, Organisation, User
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 _OPEN = declare(scope="public", limit="poll")
 SIGN_IN_FIRST = "Sign in as yourself first, with your key or by the provider, and open this link again."

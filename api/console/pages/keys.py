@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -13,8 +13,8 @@ from weft.wire.account.organisation import ApiKeyRow
 
 from api.console.forms import as_json
 from api.console.lists import names
-from api.console.render import ConsoleRoute, page, say
-from api.console.security import PREFIX, Viewer, ViewerDep, need_fresh
+from api.console.render import console_router, page, say
+from api.console.security import Viewer, ViewerDep, need_fresh
 from api.http.access import declare
 from api.routes.people.keys import create_key, list_keys, revoke_key, rotate_key
 from api.state.service import Service, ServiceDep
@@ -23,7 +23,7 @@ from store.people.organisations import members
 from store.people.roles import ADMIN, SCOPES
 from store.tables import Project
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 
 @router.get("/keys", **declare(scope="public", limit="poll"))

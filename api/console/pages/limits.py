@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import RateLimitsRow
 
 from api.console.forms import as_json
 from api.console.lists import names
-from api.console.render import ConsoleRoute, say
-from api.console.security import PREFIX, Viewer, ViewerDep
+from api.console.render import console_router, say
+from api.console.security import Viewer, ViewerDep
 from api.http.access import declare
 from api.routes.people.limits import rate_limits, set_rate_limits
 from api.state.service import Service, ServiceDep
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: A project or a key, as forms and addresses name it.
 OF = r"^(project:.+|key:\d+)$"

@@ -6,11 +6,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from api.console import sessions
-from api.console.render import ConsoleRoute, page
+from api.console.render import console_router, page
 from api.console.security import (
     PREFIX,
     Viewer,
@@ -28,7 +28,7 @@ from store.people.keys import find
 from store.people.secret import digest
 from store.tables import LoginLink
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 _OPEN = declare(scope="public", limit="poll")
 BAD_KEY = "This API key is unknown, expired or revoked."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.forms import as_json
-from api.console.render import ConsoleRoute, page, say
+from api.console.render import console_router, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
@@ -25,7 +25,7 @@ from store.people import organisations
 from store.people.roles import ROLES
 from store.tables import Organisation
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: What a role may do, in a few words.
 MEANING = {

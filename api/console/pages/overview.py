@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 from api.console import series
 from api.console.alerts import alerts_of
 from api.console.pages.runs import run_lines
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import ViewerDep
 from api.console.spending import bill, billed
 from api.http.access import declare
 from api.http.client_wheel import WHEEL_PATH
@@ -24,7 +24,7 @@ from api.who.lookup import visible
 from billing.reports import spending
 from store.tables import Run, Wallet
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 DAYS = 30
 #: Days that the rate of spending is measured over.

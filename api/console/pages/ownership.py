@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import ViewerDep
 from api.errors import Forbidden
 from api.http.access import declare
 from api.state.service import ServiceDep
@@ -20,7 +20,7 @@ from billing.reports.tco import Server, break_even_tokens_per_s
 from store.database.caller import unrestricted
 from store.tables import Organisation
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 
 @router.get("/ownership", **declare(scope="public", limit="poll"))

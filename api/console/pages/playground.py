@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Form, Request
+from fastapi import Form, Request
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api.console.forms import as_json
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, Viewer, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import Viewer, ViewerDep
 from api.console.titles import checkpoint_title, run_of_path, run_titles
 from api.errors import ApiError, Invalid
 from api.http.access import declare
@@ -32,7 +32,7 @@ from api.who.lookup import live_checkpoints, visible
 from scheduler.order.operations import INTERACTIVE
 from store.tables import Checkpoint, Run, UsageEvent
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: Checkpoints and runs that are offered, the newest; any other can be typed.
 OFFERED = 50

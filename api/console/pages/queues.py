@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import ViewerDep
 from api.console.titles import title_of
 from api.errors import NotFound
 from api.http.access import declare
@@ -24,7 +24,7 @@ from store import tables
 from store.database.caller import unrestricted
 from store.tables import Organisation, Run
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 BUCKETS = 120
 #: Live runs whose health the page shows, those that asked for something last.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -16,8 +16,8 @@ from api.console.formats import usd_text
 from api.console.hyperparameters import hyperparameters
 from api.console.lists import names
 from api.console.pages.runs import run_lines, state_of
-from api.console.render import ConsoleRoute, page, say
-from api.console.security import PREFIX, Viewer, ViewerDep
+from api.console.render import console_router, page, say
+from api.console.security import Viewer, ViewerDep
 from api.console.titles import checkpoint_title, run_titles, title_of
 from api.errors import Forbidden, Invalid, NotFound
 from api.http.access import declare
@@ -33,7 +33,7 @@ from store import tables
 from store.tables import Checkpoint, Operation
 from store.tables.work import MAX_NOTES
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 RECENT = 8
 #: Points of a curve; its chart has some 600 pixels, and an open page asks every few seconds.

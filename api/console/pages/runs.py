@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.console.lists import PageNumber, Text, paged
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import ViewerDep
 from api.console.titles import called, title_of, with_owner
 from api.http.access import declare
 from api.state.service import ServiceDep
@@ -24,7 +24,7 @@ from store import tables
 from store.curves import curves_of
 from store.tables import Run, RunCurve
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: Curves that tell most, in the order in which one of them is shown in the list.
 TELLING = ("reward", "loss", "train/loss", "eval/reward", "eval/loss", "kl")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import quote as url_quote
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.console.pages.checkpoints import LOOKING
-from api.console.render import NAVIGATION, ConsoleRoute, page
-from api.console.security import PREFIX, Viewer, ViewerDep
+from api.console.render import NAVIGATION, console_router, page
+from api.console.security import Viewer, ViewerDep
 from api.console.titles import called, run_titles, title_of, with_owner
 from api.http.access import declare
 from api.state.rates import count_request, count_searches
@@ -24,7 +24,7 @@ from store import tables
 from store.people.roles import ADMIN
 from store.tables import Checkpoint, Membership, Run, User
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 #: Of each kind.
 MOST = 6

@@ -10,12 +10,12 @@ import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Form, Request, Response
+from fastapi import Form, Request, Response
 from fastapi.responses import RedirectResponse
 
 from api.console.entering import Entered, enter
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, check_same_site, cookie_name, give_cookie, local_path
+from api.console.render import console_router, page
+from api.console.security import check_same_site, cookie_name, give_cookie, local_path
 from api.errors import Forbidden, NotFound, Unavailable
 from api.http.access import declare
 from api.oidc.refusals import NotProved, ProviderError, Unwelcome
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 _OPEN = declare(scope="public", limit="poll")
 #: The browser keeps a sign-in that it has begun for so long.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy.orm import Session
 from weft.money import usd
@@ -18,8 +18,8 @@ from weft.money import usd
 from api.console import series
 from api.console.formats import csv_cell
 from api.console.lists import Pages, Text, names
-from api.console.render import ConsoleRoute, page
-from api.console.security import PREFIX, Viewer, ViewerDep
+from api.console.render import console_router, page
+from api.console.security import Viewer, ViewerDep
 from api.errors import Invalid
 from api.http.access import declare
 from api.state.service import ServiceDep
@@ -27,7 +27,7 @@ from api.who.lookup import run_by_id
 from billing.reports import spending
 from billing.reports.spending import DIMENSIONS, Dimension, ShareRow, Window
 
-router = APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
+router = console_router()
 
 LONGEST = 366
 #: Dimensions that a view can be narrowed by and split by.

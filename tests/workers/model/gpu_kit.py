@@ -13,6 +13,7 @@ import torch
 
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
+from workers.model.decoder import Decoder
 from workers.model.lora_rows import LoraRows
 
 #: Triton reads this when a kernel is defined, so it must be set before the kernels are imported.
@@ -89,6 +90,15 @@ GROUPS = replace(
     router=RouterConfig("sigmoid", True, 3, 2, 2.5), rope=RopeConfig(partial=0.5),
 )  # fmt: skip
 DENSE = DecoderConfig(**{**CONFIG.__dict__, "architecture": "Qwen3ForCausalLM", "num_experts": 0})
+
+
+def random_decoder(config: DecoderConfig, device: torch.device = HOST, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The same weights on every device."""
+    decoder, generator = Decoder(config, dtype, device), torch.Generator().manual_seed(7)
+    for weight in decoder.parameters():
+        std = 1.0 if weight.ndim == 1 else 1.5 / weight.shape[-1] ** 0.5
+        weight.data.copy_(std * torch.randn(weight.shape, generator=generator))
+    return decoder
 
 
 def adapter(config: DecoderConfig, rank: int, seed: int, **targets: bool) -> Adapter:

@@ -18,6 +18,7 @@ from tests.workers.model.gpu_kit import (
     SINKS,
     assert_same_grads,
     mixed_rows,
+    random_decoder,
     twice,
 )
 from workers.model import lora_products
@@ -29,15 +30,6 @@ from workers.model.lora_rows import LoraRows
 
 LENGTHS = [3, 20, 20, 7, 18, 1]
 TOLERANCE = 1e-4 if DEVICE.type == "cpu" else 5e-3
-
-
-def random_decoder(config: DecoderConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
-    made = Decoder(config, dtype, device)
-    generator = torch.Generator().manual_seed(7)
-    for weight in made.parameters():
-        std = 1.0 if weight.ndim == 1 else 1.5 / weight.shape[-1] ** 0.5
-        weight.data.copy_(std * torch.randn(weight.shape, generator=generator))
-    return made
 
 
 def run(decoder: Decoder, rows: LoraRows) -> Tensor:

@@ -81,23 +81,26 @@ def test_steps_follow_the_formula(decoder: Decoder) -> None:
         for w, m, g in zip(weights, momentum, matrices(step.shape, step.grad.clone()), strict=True):
             m.mul_(0.8).add_(g / norm, alpha=0.2)
             w -= 0.01 * direction(m)
-        metrics = step_dimuon([step])
-        assert metrics[0]["grad_norm:mean"] == pytest.approx(float(norm))
+        metrics = step_dimuon(step)
+        assert metrics["grad_norm:mean"] == pytest.approx(float(norm))
         for got, wanted in zip(matrices(step.shape, step.weights), weights, strict=True):
             torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
 
 
-def test_alone_and_together_are_bitwise_equal(decoder: Decoder) -> None:
-    members = [(4, 0, Dimuon(0.01)), (4, 1, Dimuon(0.02, 0.5)), (7, 2, Dimuon(0.01, 0.9, 0.1))]
-    together = [fresh(decoder, *member) for member in members]
-    alone = [fresh(decoder, *member) for member in members]
-    for i in range(3):
-        step_dimuon([feed(step, 10 * i + j) for j, step in enumerate(together)])
-        for j, step in enumerate(alone):
-            step_dimuon([feed(step, 10 * i + j)])
-    for one, other in zip(alone, together, strict=True):
-        assert torch.equal(one.weights, other.weights)
-        assert torch.equal(one.m, other.m)
+def test_alone_and_together_are_bitwise_equal(make_bench: Callable[..., Bench]) -> None:
+    together, alone = make_bench(), make_bench()
+    runs = {"a": {"rank": 4}, "b": {"rank": 4}, "c": {"rank": 7}}
+    params = {"a": {}, "b": {"beta1": 0.5}, "c": {"grad_clip_norm": 0.1}}
+    for bench in (together, alone):
+        bench.ok(*(bench.create(run_id, optimizer="dimuon", **kind) for run_id, kind in runs.items()))
+        for step in range(3):
+            bench.ok(*(bench.fb(run_id, ce_data([9, 5], step)) for run_id in runs))
+            ops = [bench.dimuon(run_id, **params[run_id]) for run_id in runs]
+            for some in [ops] if bench is together else [[op] for op in ops]:
+                bench.ok(*some)
+    for run_id in runs:
+        for one, other in zip(arenas(together.run(run_id)), arenas(alone.run(run_id)), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_run_learns(bench: Bench) -> None:

@@ -8,6 +8,7 @@ other ranks compute for it (`spread`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -107,8 +108,9 @@ class Leader:
     def execute(self, pass_: Pass, send: Send) -> None:
         began, overs = time.monotonic(), list[PassOver]()
         shares = self._shares(pass_)
-        self._group.tell(list(shares))
-        self._speaking(send, overs, lambda: self._member.execute(shares[0]))
+        with self._member.trainer.limit(pass_.limit_s or math.inf):  # a rank may take nothing that it is told
+            self._group.tell(list(shares))
+            self._speaking(send, overs, lambda: self._member.execute(shares[0]))
         seconds = time.monotonic() - began
         send(PassOver(pass_.pass_id, sum(o.tokens for o in overs), sum(o.runs for o in overs), seconds))
 

@@ -86,6 +86,11 @@ class HeldRuns:
                 raise
             self.residency.need(own)
 
+    def make_room(self, *runs: RunState) -> None:
+        """Free all that is in memory beside these runs."""
+        self.residency.hold_only(runs)
+        self.give_way()
+
     def waves(self, sizes: Mapping[str, int], soon: list[str]) -> Iterator[list[str]]:
         """The runs of a pass, of so many bytes, in sets that fit in memory. Each set, and the next behind it, is being
         paged in when it is given out; behind the last come the runs of the next pass. Runs in memory go first:

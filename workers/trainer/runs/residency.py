@@ -8,7 +8,6 @@ from one other thread. A run that is paged in is bitwise what was paged out.
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from scheduler.links.configs import TrainerBounds
 from workers.model.adapters.adapter import Adapter
-from workers.model.memory import free_bytes, is_out_of_memory
+from workers.model.memory import free_bytes, with_room
 from workers.trainer.packing import pack
 from workers.trainer.runs.arena import Arena, ArenaKind, Arenas
 from workers.trainer.runs.pages import PageStore
@@ -87,20 +86,7 @@ class Residency:
         wanted = frozenset(run.spec.run_id for run in runs)
         if not wanted <= self._held:
             self._held = wanted
-        try:
-            self._need_all(runs)
-            return
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        self._hold_only(runs)
-        try:
-            self._need_all(runs)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            size_bytes, some = sum(map(_size, runs)), ", ".join(run.spec.run_id for run in runs)
-            raise OSError(errno.ENOMEM, f"no memory for {size_bytes} bytes of the states of {some}") from None
+        with_room(lambda: self._need_all(runs), lambda: self.hold_only(runs))
 
     def _need_all(self, runs: Sequence[RunState]) -> None:
         for run in runs:
@@ -108,7 +94,7 @@ class Residency:
         for run in runs:
             self._arrived(run)
 
-    def _hold_only(self, runs: Sequence[RunState]) -> None:
+    def hold_only(self, runs: Sequence[RunState]) -> None:
         """Hold nothing but these runs, and free what others have, also of those that were on their way."""
         self._held = frozenset(run.spec.run_id for run in runs)
         for run_id in [run_id for run_id in self._coming if run_id not in self._held]:
@@ -138,22 +124,7 @@ class Residency:
         """An arena for a run that is about to be added; nothing in it may be read before it is written. Where the
         allocator has none, runs that are not held make room; OSError when that is not enough, for it may be later."""
         self._make_room(kind.size_bytes)
-        arena = self._taken(kind)
-        if arena is None:
-            self.squeeze()
-            arena = self._taken(kind)
-        if arena is None:
-            raise OSError(errno.ENOMEM, f"no memory for {kind.size_bytes} bytes of a run's state")
-        return arena
-
-    def _taken(self, kind: ArenaKind) -> Arena | None:
-        """None where there is no memory."""
-        try:
-            return self._submit(lambda: self._arenas.take(kind)).result()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+        return with_room(lambda: self._submit(lambda: self._arenas.take(kind)).result(), self.squeeze)
 
     def add(self, run: RunState) -> None:
         """Add a run with an arena from `take`; it replaces the run of that id, if there is one."""

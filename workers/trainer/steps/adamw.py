@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -22,6 +23,19 @@ NORM_BLOCK = 1 << 16
 
 class OptimizerError(ValueError):
     """A hyperparameter is out of range; the message names it."""
+
+
+class HalfDone(RuntimeError):
+    """An update has failed while it changed its runs: whatever the reason, it must not be tried again."""
+
+
+@contextmanager
+def changing() -> Iterator[None]:
+    """Within it runs are changed in place, and no tensor is made."""
+    try:
+        yield
+    except Exception as error:
+        raise HalfDone(f"an optimizer step has failed half way: {type(error).__name__}") from error
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,8 @@ class Step:
 
 
 def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
-    """Update every run and return its metrics. Decoupled weight decay and bias correction as torch.optim.AdamW.
+    """Update every run and return its metrics. Decoupled weight decay and bias correction as torch.optim.AdamW. Out of
+    memory is raised before anything has changed.
 
     Runs with equal hyperparameters share one call of torch's multi-tensor kernel, whatever their steps and clipping;
     the kernel takes one value of each hyperparameter. Separate calls lose little: on a CPU it goes through one arena
@@ -71,31 +86,35 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
     """
     if not steps:
         return []
-    norms = clip_gradients([step.grad for step in steps], [step.adam.grad_clip_norm for step in steps])
-    groups: dict[Adam, list[Step]] = defaultdict(list)
-    for step in steps:
-        groups[replace(step.adam, grad_clip_norm=0.0) if step.adam.grad_clip_norm else step.adam].append(step)
-    for adam, group in groups.items():
-        _fused(adam, group)
+    norms = norms_of([step.grad for step in steps])
+    scales = [clip_scale(norm, step.adam.grad_clip_norm) for norm, step in zip(norms, steps, strict=True)]
+    counts = torch.tensor([float(s.step + 1) for s in steps], device=steps[0].weights.device).unbind()
+    groups: dict[Adam, list[tuple[Step, Tensor]]] = defaultdict(list)
+    for step, count in zip(steps, counts, strict=True):
+        groups[replace(step.adam, grad_clip_norm=0.0) if step.adam.grad_clip_norm else step.adam].append((step, count))
+    with changing():
+        clip_gradients([step.grad for step in steps], scales)
+        for adam, group in groups.items():
+            _fused(adam, group)
     return [step_metrics(norm, s.adam.learning_rate, s.step) for s, norm in zip(steps, norms, strict=True)]
 
 
-def clip_gradients(grads: Sequence[Tensor], limits: Sequence[float]) -> list[float]:
-    """Scale each gradient in place to a global L2 norm of at most its limit (0 = none). Returns the norms before, each
-    computed from its own arena alone. As torch.nn.utils.clip_grad_norm_."""
-    norms = norms_of(grads)
-    over = [
-        (grad, limit / (norm + 1e-6))
-        for grad, norm, limit in zip(grads, norms, limits, strict=True)
-        if limit and limit < norm + 1e-6
-    ]
+def clip_scale(norm: float, limit: float) -> float:
+    """What a gradient of this norm is multiplied by for one of at most `limit` (0 = none). As
+    torch.nn.utils.clip_grad_norm_."""
+    return limit / (norm + 1e-6) if limit and limit < norm + 1e-6 else 1.0
+
+
+def clip_gradients(grads: Sequence[Tensor], scales: Sequence[float]) -> None:
+    """Multiply each gradient in place by its `clip_scale`."""
+    over = [(grad, scale) for grad, scale in zip(grads, scales, strict=True) if scale != 1]
     if over:
         torch._foreach_mul_([grad for grad, _ in over], [scale for _, scale in over])
-    return norms
 
 
 def norms_of(grads: Sequence[Tensor]) -> list[float]:
-    """The L2 norm of each, block by block, and the blocks together in float64; all in that where squares overflow."""
+    """The L2 norm of each, from its own arena alone: block by block, and the blocks together in float64; all in that
+    where squares overflow."""
     blocks = [torch.split(grad, NORM_BLOCK) for grad in grads]
     of_blocks = torch.stack(torch._foreach_norm([*chain(*blocks)])).double()
     norms: list[float] = torch.stack([own.norm() for own in torch.split(of_blocks, [*map(len, blocks)])]).tolist()
@@ -114,16 +133,16 @@ def step_metrics(grad_norm: float, learning_rate: float, steps_before: int) -> d
     }
 
 
-def _fused(adam: Adam, group: list[Step]) -> None:
-    """One kernel over several arenas (5x the speed of torch._foreach on a CPU: each arena is passed over once)."""
-    counts = torch.tensor([float(s.step + 1) for s in group], device=group[0].weights.device)
+def _fused(adam: Adam, group: list[tuple[Step, Tensor]]) -> None:
+    """One kernel over several arenas, each with the count of its steps (5x the speed of torch._foreach on a CPU: each
+    arena is passed over once)."""
     torch._fused_adamw_(
-        [s.weights for s in group],
-        [s.grad for s in group],
-        [s.m for s in group],
-        [s.v for s in group],
+        [s.weights for s, _ in group],
+        [s.grad for s, _ in group],
+        [s.m for s, _ in group],
+        [s.v for s, _ in group],
         [],
-        list(counts.unbind()),
+        [count for _, count in group],
         lr=adam.learning_rate,
         beta1=adam.beta1,
         beta2=adam.beta2,

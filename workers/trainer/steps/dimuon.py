@@ -11,7 +11,7 @@ the gradient, and no bias correction is needed. U V^T comes from Newton-Schulz i
 Tinker's reference says of its Dimuon; the 0.2 sqrt(max(rows, columns)) of arXiv 2502.16982 is not applied. Tinker
 publishes no more than that, so the formula is ours (docs/losses.md).
 
-Invariant: a run's result is bitwise the same whichever runs share the call. Matrices of one shape are batched within a
+Invariant: a run's result is bitwise the same whichever runs step with it. Matrices of one shape are batched within a
 run and never across runs, because a batched product may round differently in a larger batch.
 """
 
@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.model.adapters.shape import AdapterShape
-from workers.trainer.steps.adamw import OptimizerError, clip_gradients, step_metrics
+from workers.trainer.steps.adamw import OptimizerError, changing, clip_gradients, clip_scale, norms_of, step_metrics
 
 #: Muon's quintic takes every singular value above about 1/500 of the Frobenius norm to 0.7 .. 1.2 in five steps; the
 #: cubic then converges quadratically to 1. Five and four leave an error of about 1e-6.
@@ -69,32 +68,36 @@ class DimuonStep:
     step: int
 
 
-def step_dimuon(steps: Sequence[DimuonStep]) -> list[dict[str, float]]:
-    """Update every run and return its metrics."""
-    if not steps:
-        return []
-    norms = clip_gradients([s.grad for s in steps], [max(0.0, s.params.grad_clip_norm) for s in steps])
-    torch._foreach_mul_([s.m for s in steps], [s.params.beta1 for s in steps])
-    torch._foreach_add_([s.m for s in steps], torch._foreach_mul([s.grad for s in steps], _rest(steps)))
-    for step in steps:
-        _move(step)
-    return [step_metrics(norm, s.params.learning_rate, s.step) for s, norm in zip(steps, norms, strict=True)]
+def step_dimuon(step: DimuonStep) -> dict[str, float]:
+    """Update a run and return its metrics. Out of memory is raised before anything has changed."""
+    params = step.params
+    (norm,) = norms_of([step.grad])
+    scale = clip_scale(norm, max(0.0, params.grad_clip_norm))
+    moves = _moves(step, scale)
+    with changing():
+        clip_gradients([step.grad], [scale])
+        step.m.mul_(params.beta1).add_(step.grad.mul_(1 - params.beta1))
+        for weights, direction in moves:
+            weights.sub_(direction, alpha=params.learning_rate)
+    return step_metrics(norm, params.learning_rate, step.step)
 
 
-def _rest(steps: Sequence[DimuonStep]) -> list[float]:
-    return [1 - step.params.beta1 for step in steps]
-
-
-def _move(step: DimuonStep) -> None:
-    by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for weights, momentum in zip(matrices(step.shape, step.weights), matrices(step.shape, step.m), strict=True):
-        by_shape[weights.shape[1], weights.shape[2]].append((weights, momentum))
-    for (rows, columns), pairs in by_shape.items():
-        momenta = torch.cat([momentum for _, momentum in pairs])
+def _moves(step: DimuonStep, scale: float) -> list[tuple[Tensor, Tensor]]:
+    """Views of the weights, and the direction of each, in memory of its own."""
+    by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
+    arenas = (matrices(step.shape, flat) for flat in (step.weights, step.m, step.grad))
+    for weights, m, grad in zip(*arenas, strict=True):
+        by_shape[weights.shape[1], weights.shape[2]].append((weights, m, grad))
+    moves: list[tuple[Tensor, Tensor]] = []
+    for (rows, columns), of_shape in by_shape.items():
+        some_weights, some_m, some_grad = zip(*of_shape, strict=True)
+        momenta = torch.cat(some_m).mul_(step.params.beta1)
+        momenta.add_(torch.cat(some_grad).mul_(scale).mul_(1 - step.params.beta1))
         at_once = max(1, CACHED // (rows * columns)) if momenta.device.type == "cpu" else len(momenta)
-        directions = torch.cat([orthogonal(part) for part in torch.split(momenta, at_once)])
-        for (weights, _), part in zip(pairs, torch.split(directions, [len(w) for w, _ in pairs]), strict=True):
-            weights.sub_(part, alpha=step.params.learning_rate)
+        for part in torch.split(momenta, at_once):
+            part.copy_(orthogonal(part))
+        moves += zip(some_weights, torch.split(momenta, [len(w) for w in some_weights]), strict=True)
+    return moves
 
 
 def matrices(shape: AdapterShape, flat: Tensor) -> list[Tensor]:

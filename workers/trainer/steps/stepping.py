@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import torch
@@ -10,34 +11,64 @@ from pydantic import ValidationError
 from torch import Tensor
 from weft.wire import DimuonParams, OptimStepRequest
 
+from workers.model.memory import with_room
 from workers.trainer.runs.state import RunState
 from workers.trainer.steps.adamw import Adam, OptimizerError, Step, step_many
 from workers.trainer.steps.dimuon import Dimuon, DimuonStep, step_dimuon
 
 
-def step_runs(due: Sequence[tuple[RunState, bytes]]) -> list[bytes | Exception]:
-    """Update every run with its accumulated gradient (zero if there is none) by the OptimStepRequest in its body, and
-    clear the gradient. Returns for each run the encoded result, or the error that left it unchanged.
+class Memory(Protocol):
+    """That of the runs."""
 
-    An error of the update itself is not caught: runs may be half updated, and only a rebuild by replay is safe."""
-    results: list[bytes | Exception] = [b""] * len(due)
-    asked: dict[int, Adam | Dimuon] = {}
+    def bring(self, *runs: RunState) -> None:
+        """Return when all these runs are in it. OSError when there is none for them now."""
+
+    def make_room(self, *runs: RunState) -> None:
+        """Free all that is in it beside these runs."""
+
+
+def step_runs(due: Sequence[tuple[RunState, bytes]], memory: Memory) -> list[bytes | Exception]:
+    """Update every run with its accumulated gradient (zero if there is none) by the OptimStepRequest in its body, and
+    clear the gradient. Returns for each run the encoded result, or the error that left it unchanged: OSError where
+    there is no memory for its step now.
+
+    Any other error of the update itself, HalfDone above all, is not caught: runs may be half updated, and only a
+    rebuild by replay is safe."""
+    results: dict[int, bytes | Exception] = {}
+    adams: dict[int, _Due] = {}
+    dimuons: dict[int, _Due] = {}
     for i, (run, body) in enumerate(due):
         try:
-            asked[i] = _params(run, body)
+            params = _params(run, body)
         except OptimizerError as error:
             results[i] = error
-    zeros = _zeros([due[i][0] for i in asked])
-    steps = {i: _step(due[i][0], params, zeros) for i, params in asked.items()}
-    adams = {i: step for i, step in steps.items() if isinstance(step, Step)}
-    dimuons = {i: step for i, step in steps.items() if isinstance(step, DimuonStep)}
-    metrics = dict(zip(adams, step_many(list(adams.values())), strict=True))
-    metrics |= dict(zip(dimuons, step_dimuon(list(dimuons.values())), strict=True))
-    for i, found in metrics.items():
-        run = due[i][0]
-        run.stepped()
-        results[i] = msgspec.json.encode({"metrics": found})
-    return results
+            continue
+        (adams if isinstance(params, Adam) else dimuons)[i] = run, params
+    for group in (adams, *({i: each} for i, each in dimuons.items())):
+        if group:
+            results |= zip(group, _update(list(group.values()), memory), strict=True)
+    return [results[i] for i in range(len(due))]
+
+
+_Due = tuple[RunState, Adam | Dimuon]
+
+
+def _update(due: Sequence[_Due], memory: Memory) -> list[bytes | Exception]:
+    """Update runs in one call; where there is no memory for all of them, half of them after the other. A call changes
+    all of its runs or none, and the bits are the same."""
+    runs = [run for run, _ in due]
+    try:
+        memory.bring(*runs)
+        metrics = with_room(lambda: _call(due), lambda: memory.make_room(*runs))
+    except OSError as error:
+        if len(due) == 1:
+            return [error]
+    else:
+        for run in runs:
+            run.stepped()
+        return [msgspec.json.encode({"metrics": found}) for found in metrics]
+    half = len(due) // 2
+    return [*_update(due[:half], memory), *_update(due[half:], memory)]
 
 
 def _params(run: RunState, body: bytes) -> Adam | Dimuon:
@@ -70,8 +101,12 @@ def _zeros(runs: Sequence[RunState]) -> Tensor:
     return max(unused, key=Tensor.numel).zero_() if unused else torch.empty(0)
 
 
-def _step(run: RunState, params: Adam | Dimuon, zeros: Tensor) -> Step | DimuonStep:
-    grad = run.due_grad(zeros)
-    if isinstance(params, Dimuon):
-        return DimuonStep(params, run.adapter.shape, run.adapter.flat, run.m, grad, run.step)
-    return Step(params, run.adapter.flat, run.m, run.v, grad, run.step)
+def _call(due: Sequence[_Due]) -> list[dict[str, float]]:
+    """The metrics of several runs of AdamW, or one of dimuon."""
+    adams, zeros = [], _zeros([run for run, _ in due])
+    for run, params in due:
+        weights, grad = run.adapter, run.due_grad(zeros)
+        if isinstance(params, Dimuon):
+            return [step_dimuon(DimuonStep(params, weights.shape, weights.flat, run.m, grad, run.step))]
+        adams.append(Step(params, weights.flat, run.m, run.v, grad, run.step))
+    return step_many(adams)

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.workers.generator.conftest import EOS, run
 from tests.workers.generator.gpu.launches import Launched, counted
-from tests.workers.generator.gpu.test_steps import random_decoder, saved
-from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, SINKS
+from tests.workers.generator.gpu.test_steps import saved
+from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, SINKS, random_decoder
 from tests.workers.model.test_gpu_placement import CUDA, Indexing, Launches, launches  # noqa: F401
 from workers.generator import forward
 from workers.generator.adapters import HeldAdapter

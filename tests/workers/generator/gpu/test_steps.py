@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.workers.generator.conftest import EOS, run
 from tests.workers.generator.gpu.tape import Tape
 from tests.workers.model import gpu_kit
-from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS
+from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS, random_decoder
 from workers.generator import forward
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.engine import GenerateRequest, SamplingParams
@@ -42,14 +42,6 @@ CONTEXT, SLOTS = 96, 6
 WINDOWS = replace(DENSE, num_layers=2, window=20, window_layers=(0,), sinks=True)
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_capture.py has what captures on a GPU")
-
-
-def random_decoder(config: DecoderConfig) -> Decoder:
-    made, generator = Decoder(config), torch.Generator().manual_seed(7)
-    for weight in made.parameters():
-        std = 1.0 if weight.ndim == 1 else 1.5 / weight.shape[-1] ** 0.5
-        weight.data.copy_(std * torch.randn(weight.shape, generator=generator))
-    return made
 
 
 @contextmanager

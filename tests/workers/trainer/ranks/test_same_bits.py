@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.search import TIMES, chance
 from tests.workers.model.models import reference
 
 ROOT = Path(__file__).parents[4]
@@ -65,7 +66,7 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
     ("ranks", "layout", "steps", "scenarios"),
     [
         (2, PART, 3, ["poor 0"]),
-        (2, MAPPED, 3, ["poor 0", "poor 1", "full 0 2", "full 1 2"]),
+        (2, MAPPED, 3, ["poor 0", "poor 1", "full 0 2", "full 1 2", "short steps 0 7", "short steps 1 2"]),
         (2, OWNED, 3, ["poor 0"]),
         (4, MAPPED, 2, ["poor 0", "poor 2", "full 1 3"]),
     ],
@@ -80,7 +81,21 @@ def test_as_one_process_however_short_of_memory_a_rank_is(
     for world in found:
         assert all(world["same"]), world
         assert world["failures"]
-        assert (world["aside"] > 0) is world["scenario"].startswith("full")
+        assert (world["aside"] > 0) is world["scenario"].startswith(("full", "short steps 0 7"))
+
+
+@pytest.mark.search
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, OWNED), (2, PART), (4, MAPPED), (4, OWNED)] if TIMES else [(2, OWNED)]
+)
+def test_as_one_process_whatever_each_rank_is_short_of(tmp_path: Path, ranks: int, layout: str) -> None:
+    reference("moe").save_pretrained(tmp_path / "model")
+    rng = chance(ranks)
+    scenarios = [f"drawn {rng.randrange(10**6)}" for _ in range(2 * max(1, TIMES))]
+    found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, "2", "usual", *scenarios])
+    print(*(f"{world['scenario']}: {world['failures']}, {world['aside']} aside" for world in found), sep="\n")
+    for world in found:
+        assert all(world["same"]), world
 
 
 @pytest.mark.parametrize(
@@ -110,6 +125,14 @@ def test_a_rank_that_dies_while_pairs_travel_ends_all_and_fails_no_operation(tmp
     assert out[0] == [], "an operation was answered as failed, or all was done"
 
 
+def test_a_rank_that_takes_no_share_of_a_pass_ends_the_leader_when_its_time_is_over(tmp_path: Path) -> None:
+    processes = start(2, [str(tmp_path)], "stopped")
+    processes[0].communicate(timeout=60)
+    assert processes[0].returncode == -signal.SIGALRM
+    processes[1].kill()
+    ended(processes)
+
+
 def together(ranks: int, args: list[str]) -> list[Any]:
     """Run the worlds on so many ranks; what rank 0 has found."""
     processes = start(ranks, args)
@@ -118,14 +141,14 @@ def together(ranks: int, args: list[str]) -> list[Any]:
     return out[0]
 
 
-def start(ranks: int, args: list[str]) -> list[subprocess.Popen[str]]:
+def start(ranks: int, args: list[str], program: str = "worlds") -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.trainer.ranks.worlds", *args],
+            [sys.executable, "-m", f"tests.workers.trainer.ranks.{program}", *args],
             cwd=ROOT,
             env={**os.environ, **common, "RANK": str(rank)},
             stdout=subprocess.PIPE,

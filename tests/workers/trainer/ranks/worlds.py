@@ -8,18 +8,12 @@ comes out. It prints what it has found as JSON, a line for each scenario.
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
-import os
-import signal
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +27,7 @@ from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, loss_ref
 from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, replayed, rl_data, sliced
+from tests.workers.trainer.ranks.faults import FAILURES, scenario
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.base.sharded import held_bytes, load_sharded
@@ -41,17 +36,11 @@ from workers.model.base.stored import Stored
 from workers.model.base.weights import load_decoder
 from workers.model.device import ModelDevice
 from workers.model.owned.load import is_of_experts, load_owned
-from workers.model.owned.owner import Owner
-from workers.model.owned.travel import Travel
-from workers.trainer import computing
-from workers.trainer.microbatch import run_microbatch
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Base, Group
 from workers.trainer.ranks.leader import Leader, Member, Word, follow
 from workers.trainer.ranks.process import map_together, mesh_of
 from workers.trainer.ranks.spread import spread
-from workers.trainer.runs.arena import Arena
-from workers.trainer.runs.held import HeldRuns
 from workers.trainer.trainer import Trainer
 
 #: The rank of each run. "few" leave ranks without any.
@@ -202,154 +191,9 @@ def plain(op: Any, payload: bytes) -> bytes:
     return repr((sorted(metrics.items()), [fields["logprobs"].tobytes() for fields in outputs])).encode()
 
 
-@contextmanager
-def recomputed(rank: int) -> Iterator[None]:
-    """On one rank alone: the others gather the same, whatever it keeps."""
-    with (
-        patch("workers.model.memory.ALWAYS_FITS_BYTES", -1 if rank == 1 else 1 << 60),
-        patch("workers.model.memory.SHARE", 0.0),
-    ):
-        yield
-
-
-@contextmanager
-def short_of_memory(rank: int) -> Iterator[None]:
-    """Memory runs out in the middle of a forward on one rank, and of a backward on the other, above 40 tokens."""
-
-    def run(decoder: Any, parts: Any, *, trains: bool) -> None:
-        def fail(*_: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-        def late(module: Any, args: Any, out: torch.Tensor) -> None:
-            out.register_hook(fail)
-
-        if sum(part.tokens for part in parts) <= 40 or len(parts) == 1:
-            run_microbatch(decoder, parts, trains=trains)
-            return
-        layer = decoder.layers[rank % len(decoder.layers)]
-        handle = layer.register_forward_hook(late if trains and rank % 2 else fail)
-        try:
-            run_microbatch(decoder, parts, trains=trains)
-        finally:
-            handle.remove()
-
-    with patch.object(computing, "run_microbatch", run):
-        yield
-
-
-@contextmanager
-def failing_owner(name: str, error: type[Exception], rank: int) -> Iterator[None]:
-    """Memory runs out on rank 0 whenever all ranks have sent many pairs; or something else happens there once."""
-    real = getattr(Owner, name)
-
-    def serve(self: Owner, *args: Any) -> Any:
-        many = max(len(each) for each in args if isinstance(each, torch.Tensor)) > 70
-        if rank == 0 and many and not (FAILURES and error is ValueError):
-            FAILURES.append(name)
-            raise error("on purpose")
-        return real(self, *args)
-
-    with patch.object(Owner, name, serve):
-        yield
-
-
-@contextmanager
-def killed(rank: int) -> Iterator[None]:
-    """Rank 1 dies with what others wait for on its way. What rank 0 says of a failure is printed."""
-    travels, execute, turns = Travel.rows, Leader.execute, itertools.count()
-
-    def rows(self: Travel, *args: Any) -> Any:
-        if rank == 1 and next(turns) == 25:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return travels(self, *args)
-
-    def speak(self: Leader, pass_: Any, send: Any) -> None:
-        def say(*told: Any) -> None:
-            for message in told:
-                if isinstance(message, Done) and message.failure is not None:
-                    print(json.dumps({"failed": message.failure.message}), flush=True)
-            send(*told)
-
-        execute(self, pass_, say)
-
-    with patch.object(Travel, "rows", rows), patch.object(Leader, "execute", speak):
-        yield
-
-
-@contextmanager
-def poor(which: int, rank: int) -> Iterator[None]:
-    """On one rank there is no memory for every third guest, every third that is there is too large to be computed, and
-    while there are guests some of its own parts are."""
-    of_guest, turns, parts_here = Arena.of_guest, itertools.count(1), itertools.count(1)
-    gradients: weakref.WeakSet[Arena] = weakref.WeakSet()
-
-    def made(kind: Any, weights: Adapter) -> Arena:
-        if next(turns) % 3 == 0:
-            FAILURES.append("no guest")
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        gradients.add(arena := of_guest(kind, weights))
-        return arena
-
-    def run(decoder: Any, parts: Any, *, trains: bool) -> None:
-        guests = [part for part in parts if part.progress.run.guest]
-        if (guests and next(parts_here) % 3 == 0) or (not guests and gradients and next(parts_here) % 3 == 0):
-            FAILURES.append("guest" if guests else "own")
-            for part in parts:
-                if part.progress.grad is not None:
-                    part.progress.grad.flat.add_(1.0)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        run_microbatch(decoder, parts, trains=trains)
-
-    if rank != which:
-        yield
-        return
-    with patch.object(Arena, "of_guest", made), patch.object(computing, "run_microbatch", run):
-        yield
-
-
-@contextmanager
-def full(which: int, first: int, rank: int) -> Iterator[None]:
-    """On one rank there is no memory for the states of runs, less and less often."""
-    bring, left, gap = HeldRuns.bring, first, first
-
-    def brought(self: HeldRuns, *runs: Any) -> None:
-        nonlocal left, gap
-        left -= any(not run.guest for run in runs)
-        if left == 0:
-            left = gap = gap + 1
-            FAILURES.append("no run")
-            raise OSError(errno.ENOMEM, "no memory for the states of runs")
-        bring(self, *runs)
-
-    if rank != which:
-        yield
-        return
-    with patch.object(HeldRuns, "bring", brought):
-        yield
-
-
-#: On this rank, in one scenario: what has failed there.
-FAILURES: list[str] = []
 #: In one scenario: runs that were set aside.
 ASIDE: list[str] = []
 LOGS: weakref.WeakKeyDictionary[Bench, list[Any]] = weakref.WeakKeyDictionary()
-
-SCENARIOS: dict[str, tuple[Any, dict[str, int]]] = {
-    "plain": (None, {"microbatch_tokens": 64}),
-    "recomputed": (recomputed, {"microbatch_tokens": 64}),
-    "short of memory": (short_of_memory, {"microbatch_tokens": 64}),
-    "owner short": (partial(failing_owner, "forward", torch.OutOfMemoryError), {"microbatch_tokens": 64}),
-    "owner short, back": (partial(failing_owner, "backward", torch.OutOfMemoryError), {"microbatch_tokens": 64}),
-    "owner fails": (partial(failing_owner, "forward", ValueError), {"microbatch_tokens": 64}),
-    "paged": (None, {"microbatch_tokens": 64, "resident_bytes": 300_000}),
-    **{f"poor {rank}": (partial(poor, rank), {"microbatch_tokens": 64}) for rank in (0, 1, 2)},
-    **{
-        f"full {rank} {first}": (partial(full, rank, first), {"microbatch_tokens": 64, "resident_bytes": 300_000})
-        for rank in (0, 1)
-        for first in (2, 3)
-    },
-    "killed": (killed, {"microbatch_tokens": 64}),
-}
 
 
 def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chosen: list[str]) -> None:
@@ -367,16 +211,13 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
         of_experts = [each for name, each in whole.named_parameters() if is_of_experts(whole, name)]
         experts = sum(weight.nbytes for weight in of_experts)
         wanted = program(Bench(whole, folder / "one", microbatch_tokens=64), steps)
-    if not group.leads and not any(name.startswith("poor") for name in chosen):
+    if not group.leads and not any(name.startswith(("poor", "full", "drawn")) for name in chosen):
         # The server is told of an uploaded loss at once: by rank 0, which computes it.
         patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
     moved: list[int] = []
     for name in chosen:
-        fault, bounds = SCENARIOS[name]
-        with ExitStack() as stack:
-            if fault is not None:
-                stack.enter_context(fault(group.rank))
-            stack.enter_context(patch.object(guests, "spread", counted(spread, moved)))
+        fault, bounds = scenario(name)
+        with fault(group.rank), patch.object(guests, "spread", counted(spread, moved)):
             found = play(group, base, wanted, folder / name, bounds, steps)
         failures = Counter(each for own in group.exchange(FAILURES) for each in own)
         if group.leads:

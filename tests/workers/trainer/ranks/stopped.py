@@ -1,0 +1,41 @@
+"""One of two ranks, of which the other stops as it is to be told its share of a pass, which fits in no socket's buffer.
+
+python -m tests.workers.trainer.ranks.stopped FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from scheduler.links.messages import OpKind, Pass, TrainOp
+from store.blobs.folder import FolderBlobs
+from workers.trainer.ranks.group import Group
+from workers.trainer.ranks.leader import Leader, Member
+from workers.trainer.trainer import Trainer
+from workers.trainer.watchdog import Watchdog
+
+#: Seconds that the pass may take.
+LIMIT_S = 1
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    group, watchdog, blobs = Group(), Watchdog(), FolderBlobs(folder / "blobs")
+    if not group.leads:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    member = Member(
+        group, {}, torch.device("cpu"), lambda others: Trainer({}, blobs, None, folder, watchdog.limit, others)
+    )
+    large = TrainOp("op", "run", 0, OpKind.OPTIM_STEP, body=bytes(64 << 20))
+    Leader(member).execute(Pass(1, "model", [large], limit_s=LIMIT_S), print)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
