@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml setup.py client_sdk/pyproject.toml constraints.txt
 
 # vLLM for the CPU, in an environment of its own: it pins too much to share one. Its wheels are for Python 3.11 alone.
 VLLM := .vllm
-PYTHON311 ?= $(shell for name in python3.11 /usr/bin/python3.11; do \
+PYTHON311 ?= $(shell for name in /usr/bin/python3.11 python3.11; do \
   if $$name -c 'import ensurepip, venv' 2>/dev/null; then echo $$name; break; fi; done)
 
 vllm: $(VLLM)/.setup-done
