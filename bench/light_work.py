@@ -72,7 +72,7 @@ class Runs:
         op = TrainOp(f"op{self._count}", run.run_id, self._count, kind, **fields)
         sent: list[Any] = []
         began = time.process_time()
-        self.trainer.execute(Pass(self._count, BASE_MODEL, [op]), sent.append)
+        self.trainer.execute(Pass(self._count, BASE_MODEL, [op]), lambda *told: sent.extend(told))
         took = time.process_time() - began
         (done,) = [message for message in sent if isinstance(message, Done)]
         assert done.failure is None, done.failure

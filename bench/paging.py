@@ -70,9 +70,10 @@ class Runs:
         return time.perf_counter() - began
 
     def _execute(self, ops: list[TrainOp], soon: Sequence[str] = ()) -> None:
-        def check(message: msgspec.Struct) -> None:
-            if isinstance(message, Done) and message.failure is not None:
-                raise RuntimeError(message.failure.message)
+        def check(*told: msgspec.Struct) -> None:
+            for message in told:
+                if isinstance(message, Done) and message.failure is not None:
+                    raise RuntimeError(message.failure.message)
 
         self.trainer.execute(Pass(0, BASE_MODEL, ops, soon=list(soon)), check)
 

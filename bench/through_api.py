@@ -62,9 +62,10 @@ class Direct:
         return count * TOKENS / (time.perf_counter() - start)
 
     def _execute(self, ops: list[TrainOp]) -> None:
-        def check(message: msgspec.Struct) -> None:
-            if isinstance(message, Done) and message.failure is not None:
-                raise RuntimeError(message.failure.message)
+        def check(*told: msgspec.Struct) -> None:
+            for message in told:
+                if isinstance(message, Done) and message.failure is not None:
+                    raise RuntimeError(message.failure.message)
 
         self._trainer.execute(Pass(0, BASE_MODEL, ops), check)
 

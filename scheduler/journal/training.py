@@ -153,16 +153,16 @@ class Training:
         op.timings.done(datetime.now(UTC))
         saves = op.kind in SAVES
         before = self._last_save.get(op.lane) if saves else None
-        task = self._storing.in_background(self._settle_after(before, op, done))
+        settling = self._settle(op, done) if before is None else self._settle_after(before, op, done)
+        task = self._storing.in_background(settling)
         if saves:
             self._last_save[op.lane] = task
             task.add_done_callback(lambda ended: self._saved(op.lane, ended))
 
-    async def _settle_after(self, before: asyncio.Task[Any] | None, op: Operation, done: Done) -> None:
+    async def _settle_after(self, before: asyncio.Task[Any], op: Operation, done: Done) -> None:
         """Saves of one run become lasting in their order: who has a name, and what samplers follow, is what the last
         one has made."""
-        if before is not None:
-            await asyncio.wait({before})
+        await asyncio.wait({before})
         await self._settle(op, done)
 
     def _saved(self, run_id: str, ended: asyncio.Task[Any]) -> None:

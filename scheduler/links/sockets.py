@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from scheduler.links.configs import WorkerConfig
-from scheduler.links.messages import FromGenerator, FromTrainer, ToGenerator, ToTrainer
+from scheduler.links.messages import FromGenerator, FromTrainer, PassOver, ToGenerator, ToTrainer
 
 #: Read at once at most: as much as a socket pair holds.
 RECV_BYTES = 1 << 18
@@ -41,10 +41,17 @@ class WorkerLink:
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._frames = _Frames(_to_worker)
+        self._unsent = b""
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, *messages: msgspec.Struct) -> None:
+        """In one call of the kernel, which wakes the server once. The end of a pass is told with what comes next:
+        mostly the next pull."""
+        self._unsent += b"".join(map(frame, messages))
+        if isinstance(messages[-1], PassOver):
+            return
+        unsent, self._unsent = self._unsent, b""
         try:
-            self._socket.sendall(frame(message))
+            self._socket.sendall(unsent)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the server is gone") from error
 

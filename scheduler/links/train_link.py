@@ -69,13 +69,13 @@ class TrainerLink:
         for work in (self._beat, self._tell_late):
             threading.Thread(target=work, name="trainer beats", daemon=True).start()
 
-    def send(self, message: Any) -> None:
+    def send(self, *messages: Any) -> None:
         """In their order. The end of a pass is told with what comes next: mostly the next pull; what is done, soon."""
         with self._telling:
-            self._untold.append(message)
-            if isinstance(message, Done) and time.monotonic() < self._told_at + APART_S:
+            self._untold += messages
+            if isinstance(messages[-1], Done) and time.monotonic() < self._told_at + APART_S:
                 self._late.set()
-            elif not isinstance(message, PassOver):
+            elif not isinstance(messages[-1], PassOver):
                 self._tell()
 
     def _tell(self) -> None:

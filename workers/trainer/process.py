@@ -35,7 +35,7 @@ from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
-from workers.trainer.runs.held import Send
+from workers.trainer.runs.held import Send, Tell
 from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
@@ -49,7 +49,7 @@ IDLE_POLL_S = 0.5
 class Link(Protocol):
     """What the loop needs of scheduler.links.sockets.WorkerLink."""
 
-    def send(self, message: msgspec.Struct) -> None: ...
+    def send(self, *messages: msgspec.Struct) -> None: ...
 
     def recv(self, timeout_s: float | None = None) -> Pass | Drain | None: ...
 
@@ -79,7 +79,7 @@ class Working(Protocol):
 
     def execute(self, pass_: Pass, send: Send) -> None: ...
 
-    def drain(self, send: Send) -> None: ...
+    def drain(self, send: Tell) -> None: ...
 
 
 def serve(trainer: Working, link: Link, stop: StopFlag) -> None:

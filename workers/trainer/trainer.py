@@ -16,12 +16,13 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from weft.wire.checks.losses import CUSTOM, loss_id_of
 
@@ -48,25 +49,14 @@ from workers.trainer.failures import NotResident, cannot_now, cannot_replay, fai
 from workers.trainer.losses.custom import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.packing import leading
 from workers.trainer.progress import Part, Progress, begin
-from workers.trainer.runs.held import HeldRuns, Send
+from workers.trainer.runs.held import HeldRuns, Send, Tell
 from workers.trainer.runs.pages import PageError
 from workers.trainer.runs.residency import Residency
-from workers.trainer.runs.state import (
-    RunState,
-    StateError,
-    create_run,
-    kind_of,
-    load_run,
-    save_external,
-    save_run,
-)
+from workers.trainer.runs.state import RunState, StateError, create_run, kind_of, load_run, save_external, save_run
 from workers.trainer.steps.stepping import step_runs
-from workers.trainer.watchdog import no_limit
+from workers.trainer.watchdog import Limit, no_limit
 
 log = logging.getLogger(__name__)
-
-#: Bounds what is done within it to so many seconds.
-Limit = Callable[[float], AbstractContextManager[None]]
 
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 #: A replay has been computed before: only a machine that is slower than it was makes it long.
@@ -103,7 +93,7 @@ class Trainer:
     def memory_bytes(self) -> int:
         return self.residency.budget_bytes
 
-    def drain(self, send: Send) -> None:
+    def drain(self, send: Tell) -> None:
         """Snapshot every changed run."""
         self.held.drain(send)
 
@@ -165,7 +155,7 @@ class Trainer:
             queues = {run_id: queue for run_id, queue in queues.items() if queue}
         return tokens
 
-    def _failed(self, op: TrainOp, error: Exception, send: Send) -> None:
+    def _failed(self, op: TrainOp, error: Exception, send: Tell) -> None:
         """An operation cannot be executed. If that may pass, the run is set aside and tried again; if a replay fails,
         it is set aside for good, since it would not be the run that was lost. Else the client is told."""
         if may_pass(error):
@@ -368,16 +358,20 @@ class Trainer:
             except Exception as error:
                 self._failed(op, error, send)
         results = step_runs([(run, body) for _, run, body in due])
+        told = list[msgspec.Struct]()
         for (op, run, _), result in zip(due, results, strict=True):
             if isinstance(result, Exception):
-                self._failed(op, result, send)
+                self._failed(op, result, told.append)
                 continue
             run.last_seq = op.seq
-            self._answer(op, send, result, {"version": run.step}, None)
-            if self.held.is_due(run, op.replay or op.again):
+            self._answer(op, told.append, result, {"version": run.step}, None)
+        if told:
+            send(*told)
+        for op, run, _ in due:
+            if op.run_id not in self._aside and self.held.is_due(run, op.replay or op.again):
                 self.held.snapshot(run, send)
 
-    def _answer(self, op: TrainOp, send: Send, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
+    def _answer(self, op: TrainOp, send: Tell, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
         if op.replay:
             return
         billed = failure is None or failure.ran

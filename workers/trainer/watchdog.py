@@ -12,8 +12,11 @@ import faulthandler
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+#: Bounds what is done within it to so many seconds.
+Limit = Callable[[float], AbstractContextManager[None]]
 
 
 class Watchdog:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from scheduler.links.messages import Drain, Pass
-from scheduler.links.sockets import ServerLink
+from scheduler.links.messages import Done, Drain, Pass, PassOver, PullPass
+from scheduler.links.sockets import ServerLink, WorkerLink, frame
 
 COUNT = 2000
 
@@ -69,3 +69,19 @@ def test_messages_longer_than_the_link_takes_arrive_whole() -> None:
         return found
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == [[f"{word}3000000"] * 2 for word in "abc"]
+
+
+def test_what_is_told_together_leaves_in_one_piece_and_the_end_of_a_pass_with_what_comes_next() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps the pieces apart
+    with ours:
+        ours.setblocking(False)
+        link = WorkerLink(theirs.detach())
+        done, over, pull = [Done(str(number)) for number in range(3)], PassOver(1, 0, 3, 0.5), PullPass(["m"])
+        link.send(*done)
+        assert ours.recv(1 << 16) == b"".join(map(frame, done))
+        link.send(over)
+        with pytest.raises(BlockingIOError):
+            ours.recv(1 << 16)
+        link.send(pull)
+        assert ours.recv(1 << 16) == frame(over) + frame(pull)
+        link.close()

@@ -142,7 +142,9 @@ class Bench:
     ) -> dict[str, Done]:
         """Execute one pass and return its Dones by operation id."""
         sent: list[Any] = []
-        self.trainer.execute(Pass(1, MODEL, list(ops), release or [], hand_over=hand_over or []), sent.append)
+        self.trainer.execute(
+            Pass(1, MODEL, list(ops), release or [], hand_over=hand_over or []), lambda *told: sent.extend(told)
+        )
         assert isinstance(sent[-1], PassOver)
         self.sent = sent
         self.snapshots += [message for message in sent if isinstance(message, Snapshot)]

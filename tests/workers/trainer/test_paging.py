@@ -300,5 +300,5 @@ def test_runs_that_are_next_in_the_queue_come_in_while_others_compute(make_bench
     here = bench.trainer.residency.is_here
     assert [here(run_id) for run_id in "abcd"] == [False, False, True, True]
     op = bench.fb("a", ce_data([4], 1))
-    bench.trainer.execute(Pass(1, MODEL, [op], soon=["never seen", "b", "c"]), lambda message: None)
+    bench.trainer.execute(Pass(1, MODEL, [op], soon=["never seen", "b", "c"]), lambda *told: None)
     assert [here(run_id) for run_id in "abcd"] == [True, True, False, False]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 import torch
 
-from scheduler.links.messages import HandedOver, OpKind, Snapshot
+from scheduler.links.messages import HandedOver, OpKind, Snapshot, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, sliced
 
 
@@ -166,6 +168,28 @@ def test_optim_step_without_gradient_is_a_zero_gradient_step(bench: Bench) -> No
     payload = msgspec.json.decode(bench.ok(op)[op.op_id].payload)
     assert payload["metrics"]["grad_norm:mean"] == 0.0
     assert bench.run("a").step == 1
+
+
+@pytest.mark.parametrize("optim", [Bench.optim, Bench.dimuon], ids=["adamw", "dimuon"])
+def test_steps_with_and_without_gradients_in_one_pass_are_those_of_runs_alone(
+    bench: Bench, optim: Callable[..., TrainOp]
+) -> None:
+    optimizer = "dimuon" if optim is Bench.dimuon else "adamw"
+    ranks = {"small": 2, "large": 8, "trained": 4, "other": 4}
+    for name, rank in ranks.items():
+        for run_id in (f"{name}-alone", f"{name}-together"):
+            bench.ok(bench.create(run_id, rank, seed=rank, optimizer=optimizer), bench.fb(run_id, ce_data([9, 5], 3)))
+            bench.ok(optim(bench, run_id))
+            if name == "trained":
+                bench.ok(bench.fb(run_id, ce_data([7], 4)))
+    for name in ranks:
+        bench.ok(optim(bench, f"{name}-alone", grad_clip_norm=1e-9))
+    bench.ok(*(optim(bench, f"{name}-together", grad_clip_norm=1e-9) for name in ranks))
+    for name in ranks:
+        alone, together = bench.run(f"{name}-alone"), bench.run(f"{name}-together")
+        assert torch.equal(alone.adapter.flat, together.adapter.flat)
+        assert torch.equal(alone.m, together.m)
+        assert torch.equal(alone.v, together.v)
 
 
 def test_a_run_that_is_handed_over_goes_on_elsewhere_bitwise_also_amid_an_operation(bench: Bench) -> None:

@@ -60,12 +60,11 @@ class Group:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def say(self, message: msgspec.Struct) -> None:
+    def say(self, *messages: msgspec.Struct) -> None:
         """To the server."""
-        if self.leads:
+        for message in messages if self.leads else ():
             self.send(message)
-        else:
-            self.said.append(message)
+        self.said += () if self.leads else messages
 
     def vote(self, want: Want) -> Want:
         """Say what this rank wants next, and learn what all do."""

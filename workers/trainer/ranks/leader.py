@@ -21,7 +21,7 @@ from workers.model.decoder import Decoder
 from workers.trainer.computing import Others
 from workers.trainer.ranks.group import Base, Group, Want
 from workers.trainer.ranks.guests import Ranks
-from workers.trainer.runs.held import Send
+from workers.trainer.runs.held import Send, Tell
 from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
 
@@ -112,11 +112,11 @@ class Leader:
         seconds = time.monotonic() - began
         send(PassOver(pass_.pass_id, sum(o.tokens for o in overs), sum(o.runs for o in overs), seconds))
 
-    def drain(self, send: Send) -> None:
+    def drain(self, send: Tell) -> None:
         self._group.tell([Word.DRAIN] * self._group.size)
         self._speaking(send, [], self._member.drain)
 
-    def _speaking(self, send: Send, overs: list[PassOver], work: Callable[[], None]) -> None:
+    def _speaking(self, send: Tell, overs: list[PassOver], work: Callable[[], None]) -> None:
         """Do `work`, while what ranks say goes to the server, except that their passes are over."""
         lost: list[EOFError] = []
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -21,11 +22,18 @@ from workers.trainer.runs.residency import resident_within, waves
 from workers.trainer.runs.state import RunState, save_snapshot
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[msgspec.Struct], None]
 #: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
 #: saved this often, so that even trainers which die again soon make progress.
 SAVE_AGAIN_S = 2.0
+
+#: Tells the server one thing.
+Tell = Callable[[msgspec.Struct], None]
+
+
+class Send(Protocol):
+    """Tells the server something; several things together, in their order."""
+
+    def __call__(self, *messages: msgspec.Struct) -> None: ...
 
 
 class HeldRuns:
@@ -99,14 +107,14 @@ class HeldRuns:
         sizes = [self.runs[run_id].kind.size_bytes if run_id in self.runs else 0 for run_id in run_ids]
         return [run_id for run_id, total in zip(run_ids, accumulate(sizes), strict=True) if total <= room]
 
-    def drain(self, send: Send) -> None:
+    def drain(self, send: Tell) -> None:
         """Snapshot every changed run."""
         for run in sorted(self.runs.values(), key=lambda run: not self.residency.is_here(run.spec.run_id)):
             if self._is_changed(run):
                 self.residency.hold([run.spec.run_id])
                 self.snapshot(run, send)
 
-    def hand_over(self, run_id: str, send: Send) -> None:
+    def hand_over(self, run_id: str, send: Tell) -> None:
         """Save a run and forget it; what cannot be saved stays."""
         run = self.runs.get(run_id)
         kept = False
@@ -132,7 +140,7 @@ class HeldRuns:
     def _is_changed(self, run: RunState) -> bool:
         return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
 
-    def snapshot(self, run: RunState, send: Send) -> bool:
+    def snapshot(self, run: RunState, send: Tell) -> bool:
         """False when it could not be written, or there is no memory for the run: the older one still holds."""
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)

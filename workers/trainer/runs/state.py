@@ -171,11 +171,11 @@ class RunState:
             self.apart.pop(op_id, None)
             self.gathering = "" if op_id == self.gathering else self.gathering
 
-    def due_grad(self) -> Tensor:
-        """The gradient for an optimizer step, zeros if nothing is accumulated. Call `stepped` afterwards."""
+    def due_grad(self, zeros: Tensor) -> Tensor:
+        """The gradient for an optimizer step, of `zeros` if nothing is accumulated. Call `stepped` afterwards."""
         self.dirty = True
         gradient = self._here.gradient.flat
-        return gradient if self.has_grad else gradient.zero_()
+        return gradient if self.has_grad else zeros[: gradient.numel()]
 
     def stepped(self) -> None:
         self.step += 1

@@ -74,7 +74,7 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
     norms = clip_gradients([step.grad for step in steps], [step.adam.grad_clip_norm for step in steps])
     groups: dict[Adam, list[Step]] = defaultdict(list)
     for step in steps:
-        groups[replace(step.adam, grad_clip_norm=0.0)].append(step)
+        groups[replace(step.adam, grad_clip_norm=0.0) if step.adam.grad_clip_norm else step.adam].append(step)
     for adam, group in groups.items():
         _fused(adam, group)
     return [step_metrics(norm, s.adam.learning_rate, s.step) for s, norm in zip(steps, norms, strict=True)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 from weft.wire import DimuonParams, OptimStepRequest
 
 from workers.trainer.runs.state import RunState
@@ -18,20 +20,17 @@ def step_runs(due: Sequence[tuple[RunState, bytes]]) -> list[bytes | Exception]:
     clear the gradient. Returns for each run the encoded result, or the error that left it unchanged.
 
     An error of the update itself is not caught: runs may be half updated, and only a rebuild by replay is safe."""
-    results: list[bytes | Exception] = []
-    adams: dict[int, Step] = {}
-    dimuons: dict[int, DimuonStep] = {}
+    results: list[bytes | Exception] = [b""] * len(due)
+    asked: dict[int, Adam | Dimuon] = {}
     for i, (run, body) in enumerate(due):
         try:
-            step = _step(run, _params(run, body))
+            asked[i] = _params(run, body)
         except OptimizerError as error:
-            results.append(error)
-            continue
-        results.append(b"")
-        if isinstance(step, Step):
-            adams[i] = step
-        else:
-            dimuons[i] = step
+            results[i] = error
+    zeros = _zeros([due[i][0] for i in asked])
+    steps = {i: _step(due[i][0], params, zeros) for i, params in asked.items()}
+    adams = {i: step for i, step in steps.items() if isinstance(step, Step)}
+    dimuons = {i: step for i, step in steps.items() if isinstance(step, DimuonStep)}
     metrics = dict(zip(adams, step_many(list(adams.values())), strict=True))
     metrics |= dict(zip(dimuons, step_dimuon(list(dimuons.values())), strict=True))
     for i, found in metrics.items():
@@ -64,8 +63,15 @@ def _params(run: RunState, body: bytes) -> Adam | Dimuon:
     )
 
 
-def _step(run: RunState, params: Adam | Dimuon) -> Step | DimuonStep:
-    grad = run.due_grad()
+def _zeros(runs: Sequence[RunState]) -> Tensor:
+    """The gradient of all that have accumulated none, in the memory of the largest of them, so that it is written once
+    and stays in the cache."""
+    unused = [run.own_grad.flat for run in runs if not run.has_grad]
+    return max(unused, key=Tensor.numel).zero_() if unused else torch.empty(0)
+
+
+def _step(run: RunState, params: Adam | Dimuon, zeros: Tensor) -> Step | DimuonStep:
+    grad = run.due_grad(zeros)
     if isinstance(params, Dimuon):
         return DimuonStep(params, run.adapter.shape, run.adapter.flat, run.m, grad, run.step)
     return Step(params, run.adapter.flat, run.m, run.v, grad, run.step)

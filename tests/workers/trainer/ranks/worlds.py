@@ -264,10 +264,11 @@ def killed(rank: int) -> Iterator[None]:
         return travels(self, *args)
 
     def speak(self: Leader, pass_: Any, send: Any) -> None:
-        def say(message: Any) -> None:
-            if isinstance(message, Done) and message.failure is not None:
-                print(json.dumps({"failed": message.failure.message}), flush=True)
-            send(message)
+        def say(*told: Any) -> None:
+            for message in told:
+                if isinstance(message, Done) and message.failure is not None:
+                    print(json.dumps({"failed": message.failure.message}), flush=True)
+            send(*told)
 
         execute(self, pass_, say)
 
