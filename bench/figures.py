@@ -238,6 +238,18 @@ def simulated() -> str:
     return f"`{read('simulate')['command']}`:\n\n" + grid((*head, "p95 wait of a chat", "of a small run"), rows)
 
 
+def simulated_trainers() -> str:
+    parts = []
+    for name in ("simulated_queues", "simulated_costs"):
+        found, rows = read(name), dict[str, dict[str, str]]()
+        for each in found["claims"]:
+            load, _, what = each["name"].partition(": ")
+            rows.setdefault(load, {})[what] = f"{each['value']:.1%}"
+        lines = [(load, *off.values()) for load, off in rows.items()]
+        parts.append(taken(found) + "\n\n" + grid(("off by", *next(iter(rows.values()))), lines))
+    return "\n\n".join(parts)
+
+
 def leader() -> str:
     columns = {"apart": "the load on other cores", "together": "the load on the same two cores"}
     found, sums = {name: part for place, name in columns.items() if (part := read("leader")[place])}, []
@@ -383,7 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "console": console,
     "scale": lambda: claims("scale", "ranks", "layouts"),
     "simulated": simulated,
-    "simulated-trainers": lambda: claims("simulated_trainers"),
+    "simulated-trainers": simulated_trainers,
     "mismatch": mismatch,
     "mismatch-followed": mismatch_followed,
     "async-rl": lambda: claims("async_rl"),

@@ -15,7 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.orm import Session
+
+from api.commands.changes import change
 from api.server.workers.worker_programs import memory_of_workers
+from store.people import keys, organisations
+from store.people.roles import ADMIN
 
 BIN = Path(sys.executable).parent
 BASE_MODEL = "weft/tiny-moe"
@@ -45,6 +50,16 @@ def serve(*options: str, program: Sequence[str] = (str(BIN / "weftd"),)) -> Iter
 def make_key(data_dir: Path, organisation: str) -> str:
     command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(data_dir), "--org", organisation]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def make_keys(data_dir: Path, names: Sequence[str]) -> list[str]:
+    """One for each organisation, in this process."""
+
+    def write(session: Session) -> list[str]:
+        found = [organisations.organisation_named(session, name).id for name in names]
+        return [keys.new_key(session, org_id, scopes=(ADMIN,))[1] for org_id in found]
+
+    return change(data_dir, None, write)
 
 
 def as_workers_run() -> None:

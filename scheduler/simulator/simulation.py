@@ -18,6 +18,7 @@ from scheduler.links.contract import Path
 from scheduler.order.expected_cost import ExpectedCosts
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import Unit
+from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.generators import Counts, Generators
 from scheduler.simulator.slots import Job
@@ -103,8 +104,10 @@ class Simulation:
         *,
         queue: Callable[[], FairTree[Any]] = FairTree,
         seed: int = 0,
+        sizes: SizesOf = unknown_sizes,
     ) -> None:
-        self._cluster = cluster
+        """`sizes`: of runs, by which their steps and saves are weighed."""
+        self._cluster, self._sizes = cluster, sizes
         self.now_s = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -118,7 +121,7 @@ class Simulation:
         self._generators = Generators(cluster, queue(), costs, self._sampled)
         lanes = [tenant.lane for tenant in self.tenants.values()]
         paths = {} if queue is ByArrival else {lane.run_id: lane.path for lane in lanes}
-        self._trainers = Trainers(cluster, self._train_queue, paths, self._pairs_of, self._trained)
+        self._trainers = Trainers(cluster, self._train_queue, paths, self._pairs_of, self._cost_of, self._trained)
 
     def run(self, seconds: float, after_s: float = 0.0) -> Result:
         """What happens in `window_s` after `after_s`, or until every tenant's loop has ended."""
@@ -193,7 +196,7 @@ class Simulation:
     def _came_back(self, tenant: Tenant, job: Job) -> None:
         version = tenant.version
         for unit in tenant.came_back(job, self.now_s):
-            self._train_queue.push(tenant.lane.path, unit, unit.tokens, weight=tenant.workload.weight)
+            self._train_queue.push(tenant.lane.path, unit, self._cost_of(unit), weight=tenant.workload.weight)
         self._trainers.asked([tenant.lane.run_id])
         if tenant.version > version:
             self._go_on(tenant)
@@ -201,6 +204,11 @@ class Simulation:
     def _pairs_of(self, unit: Unit) -> int:
         assert unit.op is not None
         return self.tenants[unit.op.org_id].pairs_of(unit)
+
+    def _cost_of(self, unit: Unit) -> int:
+        """The tokens that it counts as."""
+        spec = self.tenants[unit.send.run_id].lane.spec
+        return cost_of(unit, spec, self._sizes(spec))
 
     def _trained(self, unit: Unit, now_s: float) -> None:
         assert unit.op is not None

@@ -1,6 +1,6 @@
 """The trainers of a simulation: one pass after the other, each what `scheduler.order.compose` takes of the runs that
-live there, which `scheduler.order.homes` decides. A run that moves is nobody's until the pass is over that its trainer
-computes; nor do saving and reading its state take longer here."""
+live there, which `scheduler.order.homes` decides. All runs are created before anything else happens. A run that moves
+is nobody's until the pass is over that its trainer computes; nor do saving and reading its state take longer here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler.links.contract import Path
 from scheduler.links.messages import OpKind
-from scheduler.order.compose import compose, lanes
+from scheduler.order.compose import compose
 from scheduler.order.fair import FairTree, Only
 from scheduler.order.homes import Claim, Homes
 from scheduler.order.lanes import Unit
@@ -87,22 +87,25 @@ class Trainers:
         queue: FairTree[Unit],
         paths: Mapping[str, Path],
         pairs_of: Callable[[Unit], int],
+        cost_of: Callable[[Unit], int],
         done: Callable[[Unit, float], None],
     ) -> None:
-        """`paths` are the places of runs in the queue; of runs without one any trainer takes what is next."""
+        """`paths` are the places of runs in the queue; of runs without one any trainer takes what is next. `cost_of`:
+        the tokens that a unit counts as."""
         self._cluster = cluster
         self._queue = queue
-        self._pairs_of, self._ended = pairs_of, done
+        self._pairs_of, self._cost_of, self._ended = pairs_of, cost_of, done
         self._trainers = [_Trainer(f"{number}") for number in range(cluster.trainers)]
-        self._homes = Homes(cluster.pass_tokens, lambda: self._at_s)
-        for trainer in self._trainers:
-            self._homes.offer(trainer.name, [MODEL])
         self._paths = paths
-        self._at_home: dict[str, None] = {}
         self._moving: dict[str, str] = {}  # runs, and the trainers that are to hand them over
         self.done = Work()
         self._shared = cluster.trainers > 1 and bool(paths)
         self._at_s = 0.0
+        self._homes = Homes(cluster.pass_tokens, lambda: self._at_s)
+        for trainer in self._trainers:
+            self._homes.offer(trainer.name, [MODEL])
+        for run, name in self._homes.place(list(map(self._claim, paths))).items():
+            self._homes.settle(self._claim(run), name)
 
     @property
     def over_s(self) -> float:
@@ -128,7 +131,7 @@ class Trainers:
         in_hand = Counter[str]()
         for trainer in self._trainers:
             for unit in trainer.units:
-                in_hand[unit.send.run_id] += unit.tokens
+                in_hand[unit.send.run_id] += self._cost_of(unit)
         for run in runs:
             self._homes.outstanding(run, self._queue.queued(self._paths[run]) + in_hand[run])
 
@@ -140,7 +143,7 @@ class Trainers:
         over = {trainer.name for trainer in free}
         self._moving = {run: name for run, name in self._moving.items() if name not in over}
         if self._shared:
-            moves = self._homes.even_out(map(self._claim, self._at_home))
+            moves = self._homes.even_out(map(self._claim, self._paths))
             busy = {trainer.name for trainer in self._trainers if trainer.stages}
             self._moving |= {move.run_id: move.source for move in moves if move.source in busy}
         for trainer in free:
@@ -151,22 +154,12 @@ class Trainers:
                 counts = work.stages, work.slices, work.light, work.pairs, work.runs
                 over_s += self._cluster.pass_takes_s(work.tokens, *counts)
                 trainer.stages.append((over_s, stage))
-            if units:
-                self.done.passes += any(not unit.light for unit in units)
-                self._taken(trainer)
+            self.done.passes += any(not unit.light for unit in units)
 
     def _only(self, name: str) -> Only | None:
         if not self._shared:
             return None
-        waiting = [path[-1] for path in lanes(self._queue, MODEL) if self._homes.home(path[-1]) is None]
-        places = self._homes.place(list(map(self._claim, waiting)))
-        return lambda run: run not in self._moving and (self._homes.home(run) or places.get(run)) == name
-
-    def _taken(self, trainer: _Trainer) -> None:
-        for run in dict.fromkeys(unit.send.run_id for unit in trainer.units) if self._shared else ():
-            if self._homes.home(run) != trainer.name:
-                self._at_home[run] = None
-                self._homes.settle(self._claim(run), trainer.name)
+        return lambda run: run not in self._moving and self._homes.home(run) == name
 
     def _claim(self, run: str) -> Claim:
         return Claim(run, MODEL, fixed=run in self._moving)

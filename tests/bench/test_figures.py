@@ -28,8 +28,6 @@ GIVEN = {
     "50 ms": "how long a sample is left to one generator (LEFT_S)",
     "20 times ": "what `make soak TIMES=20` means",
     "16 times ": "the weight of interactive work",
-    "24 ms": "how long a client takes that the simulator plays",
-    "48 ms": "how long a client takes that the simulator plays",
     "30 ms": "what a distant object store is assumed to take",
     "350 GB/s": "assumed of NVLink 4, in the arithmetic of sharding",
     "48 tokens/s": "of the published cluster that the simulator plays",
