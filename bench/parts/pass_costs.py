@@ -86,7 +86,7 @@ class Passes:
 
     def _execute(self, ops: list[TrainOp]) -> None:
         told: list[Any] = []
-        self._trainer.execute(Pass(self._count, MODEL, ops), told.append)
+        self._trainer.execute(Pass(self._count, MODEL, ops), lambda *messages: told.extend(messages))
         failed = [message.failure for message in told if isinstance(message, Done) and message.failure]
         if failed:
             raise RuntimeError(f"a pass has failed: {failed[0]}")

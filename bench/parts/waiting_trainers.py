@@ -84,10 +84,10 @@ class Waiting(Trainer):
 def lasting(send: Send) -> Iterator[tuple[Send, Callable[[float], None]]]:
     """What is told within is sent when as much time has passed since it began as it takes."""
     began, told, times = time.monotonic(), list[Struct](), list[float]()
-    yield told.append, times.append
+    yield lambda *messages: told.extend(messages), times.append
     time.sleep(max(0.0, began + sum(times) - time.monotonic()))
-    for message in told:
-        send(message)
+    if told:
+        send(*told)
 
 
 def serve(arguments: Sequence[str]) -> None:
