@@ -71,13 +71,15 @@ class Strand:
 
     # -- the worker's link
 
-    def send(self, message: msgspec.Struct) -> None:
-        if self._server_gone:
-            raise EOFError("the server is gone")
-        self.sent = _to_server.decode(_encoder.encode(message))
-        self._stop("sent")
-        if self._server_gone:
-            raise EOFError("the server is gone")
+    def send(self, *messages: msgspec.Struct) -> None:
+        """One after the other: it may die between any two."""
+        for message in messages:
+            if self._server_gone:
+                raise EOFError("the server is gone")
+            self.sent = _to_server.decode(_encoder.encode(message))
+            self._stop("sent")
+            if self._server_gone:
+                raise EOFError("the server is gone")
 
     def recv(self, timeout_s: float | None = None) -> Any:
         while True:
