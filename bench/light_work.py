@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire import OptimStepRequest
 
+from bench.parts.passes import STEP, execute, random_batch
 from bench.parts.serving import BASE_MODEL, as_workers_run, machine
 from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
+from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
@@ -47,18 +47,11 @@ class Runs:
         self.blobs = FolderBlobs(folder / "blobs")
         self.trainer = Trainer({BASE_MODEL: self.decoder}, self.blobs, TrainerBounds(snapshot_every_tokens=1 << 40))
         self._count = 0
-        adam = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
         muon = OptimStepRequest(model_id="any", optimizer_params={"type": "dimuon", "learning_rate": 1e-4})
-        for name, request in (("adamw", adam), ("dimuon", muon)):
-            self.blobs.put(name, request.model_dump_json(exclude_none=True).encode())
+        self.blobs.put("adamw", STEP)
+        self.blobs.put("dimuon", muon.model_dump_json(exclude_none=True).encode())
         self.blobs.put("export", b'{"model_id": "any", "path": "x", "seq_id": 1}')
-        rng = np.random.default_rng(0)
-        ids = rng.integers(0, self.decoder.config.vocab_size, (8, SLICE_TOKENS // 8))
-        data = [
-            ArrayDatum(row.astype(np.int32), {"target_tokens": row, "weights": np.ones(len(row), np.float32)})
-            for row in ids
-        ]
-        self.blobs.put("batch", encode_train_request(TrainBatch("any", 1, "cross_entropy", {}, False, data)))
+        self.blobs.put("batch", random_batch(self.decoder.config.vocab_size, 8, SLICE_TOKENS // 8, seed=0))
 
     def spec(self, rank: int, optimizer: str) -> RunSpec:
         return RunSpec(f"{optimizer}-{rank}", BASE_MODEL, rank, 32.0, 0, True, True, True, optimizer)
@@ -70,13 +63,9 @@ class Runs:
         """Processor time of a pass with this operation alone."""
         self._count += 1
         op = TrainOp(f"op{self._count}", run.run_id, self._count, kind, **fields)
-        sent: list[Any] = []
         began = time.process_time()
-        self.trainer.execute(Pass(self._count, BASE_MODEL, [op]), lambda *told: sent.extend(told))
-        took = time.process_time() - began
-        (done,) = [message for message in sent if isinstance(message, Done)]
-        assert done.failure is None, done.failure
-        return took
+        execute(self.trainer, Pass(self._count, BASE_MODEL, [op]))
+        return time.process_time() - began
 
     def train(self, spec: RunSpec) -> float:
         return self.takes_s(OpKind.FORWARD_BACKWARD, spec, body_ref="batch", stop=8)

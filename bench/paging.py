@@ -21,15 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
-from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.passes import STEP, execute
 from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine
 from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
+from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder
 from workers.trainer.runs.state import kind_of
@@ -49,8 +48,7 @@ class Runs:
         bounds = TrainerBounds(snapshot_every_tokens=1 << 40, resident_bytes=resident * self.size_bytes)
         self.blobs = FolderBlobs(folder / "blobs")
         self.trainer = Trainer({BASE_MODEL: decoder}, self.blobs, bounds)
-        step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
-        self.blobs.put("step", step.model_dump_json().encode())
+        self.blobs.put("step", STEP)
         self.names = [f"run{i}" for i in range(registered)]
         for first in range(0, registered, TENANTS):
             some = self.names[first : first + TENANTS]
@@ -70,12 +68,7 @@ class Runs:
         return time.perf_counter() - began
 
     def _execute(self, ops: list[TrainOp], soon: Sequence[str] = ()) -> None:
-        def check(*told: msgspec.Struct) -> None:
-            for message in told:
-                if isinstance(message, Done) and message.failure is not None:
-                    raise RuntimeError(message.failure.message)
-
-        self.trainer.execute(Pass(0, BASE_MODEL, ops, soon=list(soon)), check)
+        execute(self.trainer, Pass(0, BASE_MODEL, ops, soon=list(soon)))
 
 
 def spec(name: str) -> RunSpec:

@@ -19,16 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import tinker
 import torch
-from weft.wire import AdamParams, OptimStepRequest
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.passes import STEP, execute
 from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine, make_key, serve
 from bench.path import ADAM, batch
-from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
+from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder
 from workers.trainer.trainer import Trainer
@@ -45,8 +44,7 @@ class Direct:
         self._blobs = FolderBlobs(folder)
         self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs)
         self._runs = [f"run{i}" for i in range(TENANTS)]
-        step = OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
-        self._blobs.put("step", step.model_dump_json().encode())
+        self._blobs.put("step", STEP)
         for i, run in enumerate(self._runs):
             data = [_array_datum(datum) for datum in batch(SEQUENCES, LENGTH, seed=i)]
             self._blobs.put(f"body-{run}", encode_train_request(TrainBatch(run, 1, "cross_entropy", data=data)))
@@ -62,12 +60,7 @@ class Direct:
         return count * TOKENS / (time.perf_counter() - start)
 
     def _execute(self, ops: list[TrainOp]) -> None:
-        def check(*told: msgspec.Struct) -> None:
-            for message in told:
-                if isinstance(message, Done) and message.failure is not None:
-                    raise RuntimeError(message.failure.message)
-
-        self._trainer.execute(Pass(0, BASE_MODEL, ops), check)
+        execute(self._trainer, Pass(0, BASE_MODEL, ops))
 
 
 def _array_datum(datum: Any) -> ArrayDatum:

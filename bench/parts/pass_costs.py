@@ -9,16 +9,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import numpy as np
 import torch
-from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.passes import STEP, execute, random_batch
 from bench.parts.trained_loads import RANK, TENANTS, Load
 from scheduler.links.configs import TrainerBounds
-from scheduler.links.messages import Done, OpKind, Pass, RunSpec, TrainOp
+from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from scheduler.order.compose import compose
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
@@ -63,8 +60,9 @@ class Passes:
             for _ in range(load.in_flight):
                 for _ in range(load.backwards):
                     plan = ForwardBackward((Slice(0, sequences, sequences * length),))
-                    self._queue(queue, lane, OpKind.FORWARD_BACKWARD, plan, self._batch(sequences, length, number))
-                self._queue(queue, lane, OpKind.OPTIM_STEP, BODY_ONLY, _STEP)
+                    body = random_batch(self._vocab, sequences, length, number)
+                    self._queue(queue, lane, OpKind.FORWARD_BACKWARD, plan, body)
+                self._queue(queue, lane, OpKind.OPTIM_STEP, BODY_ONLY, STEP)
         return compose(queue, [MODEL], self._pass_tokens)
 
     def _queue(self, queue: FairTree[Unit], lane: RunLane, kind: OpKind, plan: Plan, body: bytes) -> None:
@@ -76,27 +74,8 @@ class Passes:
         for unit in lane.arrive(op):
             queue.push(lane.path, unit, cost_of(unit, lane.spec, None))
 
-    def _batch(self, sequences: int, length: int, seed: int) -> bytes:
-        ids = np.random.default_rng(seed).integers(0, self._vocab, (sequences, length))
-        data = [
-            ArrayDatum(row.astype(np.int32), {"target_tokens": row, "weights": np.ones(length, np.float32)})
-            for row in ids
-        ]
-        return encode_train_request(TrainBatch("any", 1, "cross_entropy", {}, False, data))
-
     def _execute(self, ops: list[TrainOp]) -> None:
-        told: list[Any] = []
-        self._trainer.execute(Pass(self._count, MODEL, ops), lambda *messages: told.extend(messages))
-        failed = [message.failure for message in told if isinstance(message, Done) and message.failure]
-        if failed:
-            raise RuntimeError(f"a pass has failed: {failed[0]}")
-
-
-_STEP = (
-    OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
-    .model_dump_json(exclude_none=True)
-    .encode()
-)
+        execute(self._trainer, Pass(self._count, MODEL, ops))
 
 
 def _pairs(unit: Unit, data: Mapping[int, tuple[int, int]]) -> int:

@@ -62,9 +62,11 @@ class Group:
 
     def say(self, *messages: msgspec.Struct) -> None:
         """To the server."""
-        for message in messages if self.leads else ():
+        if not self.leads:
+            self.said += messages
+            return
+        for message in messages:
             self.send(message)
-        self.said += () if self.leads else messages
 
     def vote(self, want: Want) -> Want:
         """Say what this rank wants next, and learn what all do."""

@@ -1,0 +1,37 @@
+"""Passes of a trainer in this process, without a service: their bodies, and what they tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from weft.wire import AdamParams, OptimStepRequest
+from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+
+from scheduler.links.messages import Done, Pass
+from workers.trainer.trainer import Trainer
+
+#: The body of an AdamW step.
+STEP = (
+    OptimStepRequest(model_id="any", adam_params=AdamParams(learning_rate=1e-4))
+    .model_dump_json(exclude_none=True)
+    .encode()
+)
+
+
+def random_batch(vocab: int, sequences: int, length: int, seed: int) -> bytes:
+    """The body of a forward_backward of random tokens."""
+    ids = np.random.default_rng(seed).integers(0, vocab, (sequences, length))
+    data = [
+        ArrayDatum(row.astype(np.int32), {"target_tokens": row, "weights": np.ones(length, np.float32)}) for row in ids
+    ]
+    return encode_train_request(TrainBatch("any", 1, "cross_entropy", {}, False, data))
+
+
+def execute(trainer: Trainer, pass_: Pass) -> None:
+    """RuntimeError where an operation of the pass fails."""
+    told: list[Any] = []
+    trainer.execute(pass_, lambda *messages: told.extend(messages))
+    failed = [message.failure.message for message in told if isinstance(message, Done) and message.failure is not None]
+    if failed:
+        raise RuntimeError(f"an operation has failed: {failed[0]}")
