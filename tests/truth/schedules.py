@@ -75,7 +75,7 @@ class Schedule:
     ranks: Layout | Literal[""] = ""  # a trainer of several; "": one process
     rank_count: int = 2
     guests: int = 0  # of the parts that a rank computes for another, there is no memory for every so manyth
-    steps: int = 0  # of the calls that update runs, memory runs out in all but every so manyth; 0: in none
+    steps: int = 0  # of the first calls that update runs, memory runs out in all but every so manyth; 0: in none
 
     @property
     def damages(self) -> bool:

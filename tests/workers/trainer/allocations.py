@@ -47,15 +47,21 @@ class Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+#: After so many calls there is memory again. Were it always short in the same turn, a rebuilt run might never be there:
+#: it begins anew where one of its steps finds none, and needs all of them in one go.
+SHORT_CALLS = 30
+
+
 @contextmanager
 def short_steps(most: int) -> Iterator[Counter[str]]:
-    """Somewhere in a call that updates runs memory runs out, but for every so manyth call; 0: there always is some."""
+    """Somewhere in a call that updates runs memory runs out, but for every so manyth call, and for those after
+    SHORT_CALLS; 0: there always is some."""
     counts, call = Counter[str](), stepping._call
 
     def short(due: Any) -> Any:
         counts["calls"] += 1
         made = counts["calls"]
-        if not most or made % most == 0:
+        if not most or made % most == 0 or made > SHORT_CALLS:
             return call(due)
         depth = 40 if isinstance(due[0][1], Dimuon) else 5  # so many tensors are made in any
         with Allocations(1 + 7 * made % depth) as allocations:
