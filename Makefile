@@ -125,7 +125,8 @@ gpu-bundle:
 	rm -rf $(GPU_BUNDLE)
 	$(HERE) -m pip download --quiet --dest $(GPU_BUNDLE) --only-binary :all: --python-version 3.12 $(GPU_PLATFORMS) \
 	  --requirement deploy/gpu/requirements.txt
-	@size=$$(du -sm $(GPU_BUNDLE) | cut -f1); echo "$(GPU_BUNDLE): $$size MB"; test $$size -le 60
+	for name in numpy transformers tokenizers huggingface_hub hf_xet regex uvloop; do rm -f $(GPU_BUNDLE)/$$name-*; done
+	@size=$$(du -sm $(GPU_BUNDLE) | cut -f1); echo "$(GPU_BUNDLE): $$size MB"; test $$size -le 45
 
 gpu-check:
 	$(HERE) deploy/gpu/check.py

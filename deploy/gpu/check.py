@@ -1,13 +1,13 @@
 """All that there is to try on a GPU, in under nine minutes: `make gpu-check`.
 
-    python deploy/gpu/check.py [--out gpu-out]
+    python deploy/gpu/check.py [--only tests served training decoding] [--out gpu-out]
 
 For a bare machine with torch, triton and transformers and no network: what else is imported comes from the wheels in
-.gpu-bundle (`make gpu-bundle`), except what is installed. Runs the tests marked `gpu`, those of the kernels,
-bench/gpu.py in training and decoding, and recurrences by fla-core. Each step has a share of the time; what it does not
-finish in it is ended, and the next begins. Writes into --out ($OUT where that is set): a log of each step, the benches'
-JSON with the kernels that took longest, and summary.json. Exit code 0: all passed; 1: something did not; 3: there is no
-CUDA device.
+.gpu-bundle (`make gpu-bundle`), except what is installed, through a virtual environment of this command's own. Its
+steps: the tests marked `gpu` and those of the kernels; a real server, by tests of tests/e2e; bench/gpu.py in training
+and in decoding. Each has a share of the time; what it does not finish in it is ended, and the next begins. Writes into
+--out ($OUT where that is set): a log of each step, the benches' JSON with the kernels that took longest, and
+summary.json. Exit code 0: all passed; 1: something did not; 3: there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -31,15 +32,17 @@ BUNDLE = ROOT / ".gpu-bundle"
 #: Of all steps together; a machine that is lent ends a command after ten minutes.
 LIMIT_S = 535.0
 
-KERNELS = [*sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py")), ROOT / "tests/workers/model/test_base_mm.py"]
-KERNELS += [ROOT / "tests/workers/generator/gpu"]
-MARKED = [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
-MARKED += [ROOT / "tests/workers/model/base/test_holder.py"]
-MARKED += [ROOT / "tests/workers/generator/gpu/test_capture.py", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
-MARKED += [ROOT / "tests/workers/generator/gpu/test_ahead.py"]
-#: By themselves: kernels of fla-core are compiled in many forms and tuned when they are first used.
-RECURRENCES = ROOT / "tests/workers/model/test_gpu_fla.py"
-KERNELS.remove(RECURRENCES)
+TESTS = [*sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py")), ROOT / "tests/workers/model/test_base_mm.py"]
+TESTS += [ROOT / "tests/workers/generator/gpu", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
+TESTS += [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
+TESTS += [ROOT / "tests/workers/model/base/test_holder.py", ROOT / "tests/workers/trainer/ranks/test_on_gpus.py"]
+#: Commands that tests start, and where they begin.
+COMMANDS = {
+    "weftd": "weft_server import main",
+    "weft": "weft.cli import main",
+    "tinker": "tinker.cli.__main__ import cli",
+}
+SERVED = ["official_sdk", "weft_sdk", "losses", "sampling", "checkpoints", "crashes", "routing_replay", "trainers"]
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,15 @@ class Step:
     limit_s: float
 
 
-def steps(out: Path) -> list[Step]:
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10"]
-    bench = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--rounds", "3"]
+def steps(out: Path, python: str = sys.executable) -> list[Step]:
+    test = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--tb=short"]
+    bench = [python, str(ROOT / "bench" / "gpu.py"), "--rounds", "3"]
+    served = [str(ROOT / f"tests/e2e/test_{name}.py") for name in SERVED]
     return [
-        Step("marked", [*test, "-m", "gpu", *map(str, MARKED)], 105),
-        Step("kernels", [*test, "-m", "not gpu", *map(str, KERNELS)], 145),
+        Step("tests", [*test, "-n", "10", *map(str, TESTS)], 160),
+        Step("served", [*test, "-n", "6", *served], 145),
         Step("training", [*bench, "--tenants", "1", "64", "--out", str(out / "training.json")], 140),
         Step("decoding", [*bench, "--decode", "--out", str(out / "decoding.json")], 90),
-        Step("recurrences", [*test, str(RECURRENCES)], 55),
     ]
 
 
@@ -98,6 +101,26 @@ def unpack(wheels: Sequence[Path], folder: Path) -> list[str]:
     return unpacked
 
 
+def environment(folder: Path, packages: Path) -> Path:
+    """A virtual environment with what this Python has, the unpacked wheels, and the commands of this checkout. Its
+    Python."""
+    venv.create(folder)
+    (site,) = folder.glob("lib/*/site-packages")
+    paths = [packages, ROOT, ROOT / "client_sdk", *site_packages()]
+    (site / "weft.pth").write_text("".join(f"{path}\n" for path in paths))
+    python = folder / "bin" / "python"
+    for name, program in COMMANDS.items():
+        command = folder / "bin" / name
+        command.write_text(f"#!{python}\nimport sys\nfrom {program} as main\nsys.exit(main())\n")
+        command.chmod(0o755)
+    return python
+
+
+def site_packages() -> list[Path]:
+    """Where this Python imports what is installed from."""
+    return [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+
+
 def device() -> str:
     """What computes; empty where nothing does, and why is printed."""
     try:
@@ -113,6 +136,7 @@ def device() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in steps(Path())], help="these steps alone")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "gpu-out")))
     args = parser.parse_args()
     found = device()
@@ -120,11 +144,14 @@ def main() -> int:
         return 3
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="weft-gpu-") as packages:
-        names = unpack(sorted(BUNDLE.glob("*.whl")), Path(packages))
+    with tempfile.TemporaryDirectory(prefix="weft-gpu-") as folder:
+        packages = Path(folder) / "packages"
+        names = unpack(sorted(BUNDLE.glob("*.whl")), packages)
         print(f"gpu-check: {found}; from the bundle: {', '.join(names) or 'nothing'}", flush=True)
-        paths = [str(ROOT), str(ROOT / "client_sdk"), packages, *filter(None, [os.environ.get("PYTHONPATH")])]
-        outcomes = run(steps(out), out, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        python = environment(Path(folder) / "venv", packages)
+        todo = [step for step in steps(out, str(python)) if step.name in (args.only or [step.name])]
+        paths = [str(ROOT), str(ROOT / "client_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        outcomes = run(todo, out, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     return 0 if all(each["outcome"] == "passed" for each in outcomes.values()) else 1
 
 

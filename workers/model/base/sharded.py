@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from workers.model.base.stored import Stored
@@ -58,11 +59,44 @@ class Sharded:
         done = self._gathers.count
         if done > len(order):
             raise RuntimeError(f"this process gathered {done} units in a step that has {len(order)}")
-        self._root.reset_iter_state()
+        _reset(self._root)
         for unit in order[done:]:
             unit.unshard()
             unit.reshard()
         self._gathers.count = 0
+
+
+def _reset(root: FSDPModule) -> None:
+    """End an iteration that may have stopped anywhere: `reset_iter_state`, which torch 2.11 does not have; there, what
+    that does for parameters without gradients."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state: Any = root._get_fsdp_state()
+    stream, comm, context = state._device_handle.current_stream(), state._comm_ctx, state._state_ctx
+    if comm.all_gather_state is not None:
+        stream.wait_event(comm.all_gather_state.event)
+        comm.all_gather_state = None
+    comm.post_forward_order.clear()
+    for each in context.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        if (group := each._fsdp_param_group) is None:
+            continue
+        if (gathered := group._all_gather_result) is not None:
+            if gathered.all_gather_event is not None:
+                stream.wait_event(gathered.all_gather_event)
+            if isinstance(gathered.all_gather_work, dist.Work):
+                gathered.all_gather_work.wait()
+            group._all_gather_result = None
+        if (event := group._reshard_after_forward_event) is not None:
+            group._wait_all_gather_streams_on_event(event)
+            group._reshard_after_forward_event = None
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 class _Exchange(dist.Work):
@@ -80,27 +114,24 @@ class _Exchange(dist.Work):
         return all([work.wait() for work in self._works])
 
 
-class _Counted(AllGather):
+class _Counted(DefaultAllGather):
     """FSDP2's all-gather, which counts. On a CPU each sends its part to each: gloo's own gathers into a copy."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.count += 1
-        if output_tensor.device.type == "cpu":
-            sent = _Exchange(output_tensor, input_tensor, group)
-            if async_op:
-                return sent
-            sent.wait()
-            return None
-        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
+        if output_tensor.device.type != "cpu":
+            work: dist.Work | None = super().__call__(output_tensor, input_tensor, group, async_op)
+            return work
+        sent = _Exchange(output_tensor, input_tensor, group)
+        if async_op:
+            return sent
+        sent.wait()
+        return None
 
 
 def load_sharded(path: str | Path, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh) -> Sharded:

@@ -133,15 +133,15 @@ def test_a_rank_that_takes_no_share_of_a_pass_ends_the_leader_when_its_time_is_o
     ended(processes)
 
 
-def together(ranks: int, args: list[str]) -> list[Any]:
-    """Run the worlds on so many ranks; what rank 0 has found."""
-    processes = start(ranks, args)
+def together(ranks: int, args: list[str], **variables: str) -> list[Any]:
+    """Run the worlds on so many ranks, with these variables of the environment; what rank 0 has found."""
+    processes = start(ranks, args, **variables)
     out = ended(processes)
     assert [process.returncode for process in processes] == [0] * ranks
     return out[0]
 
 
-def start(ranks: int, args: list[str], program: str = "worlds") -> list[subprocess.Popen[str]]:
+def start(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -150,7 +150,7 @@ def start(ranks: int, args: list[str], program: str = "worlds") -> list[subproce
         subprocess.Popen(
             [sys.executable, "-m", f"tests.workers.trainer.ranks.{program}", *args],
             cwd=ROOT,
-            env={**os.environ, **common, "RANK": str(rank)},
+            env={**os.environ, **common, **variables, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )

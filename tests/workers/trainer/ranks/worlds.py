@@ -3,12 +3,14 @@
     python -m tests.workers.trainer.ranks.worlds MODEL FOLDER LAYOUT STEPS TENANTS SCENARIO ...
 
 Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte that
-comes out. It prints what it has found as JSON, a line for each scenario.
+comes out. It prints what it has found as JSON, a line for each scenario. `RANKS_DEVICE` and `RANKS_DTYPE` say with what
+all of them compute; of a GPU each rank has its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import weakref
 from collections import Counter
@@ -43,6 +45,9 @@ from workers.trainer.ranks.process import map_together, mesh_of
 from workers.trainer.ranks.spread import spread
 from workers.trainer.trainer import Trainer
 
+RANK = int(os.environ.get("RANK", "0"))
+DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"), RANK if "RANKS_DEVICE" in os.environ else None)
+WHERE = ModelDevice(DEVICE, getattr(torch, os.environ.get("RANKS_DTYPE", "float32")))
 #: The rank of each run. "few" leave ranks without any.
 TENANTS_OF = {
     "usual": {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))},
@@ -199,14 +204,15 @@ LOGS: weakref.WeakKeyDictionary[Bench, list[Any]] = weakref.WeakKeyDictionary()
 def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chosen: list[str]) -> None:
     torch.set_num_threads(1)
     TENANTS.update(TENANTS_OF[tenants])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    group, read = Group(), list[int]()
+    on_gpu, read = DEVICE.type == "cuda", list[int]()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    group = Group(dist.new_group(backend="gloo") if on_gpu else None)
     with patch.object(Stored, "rows", counted(Stored.rows, read)):
         base = load(model, layout, group, folder)
     held, files = zip(*group.exchange((memory_of(base, group), sum(read))), strict=True)
     total, experts, wanted = 0, 0, list[bytes]()
     if group.leads:
-        whole = load_decoder(model)
+        whole = load_decoder(model, WHERE.dtype, DEVICE)
         total = sum(weight.nbytes for weight in whole.parameters())
         of_experts = [each for name, each in whole.named_parameters() if is_of_experts(whole, name)]
         experts = sum(weight.nbytes for weight in of_experts)
@@ -238,16 +244,16 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
 
 
 def load(model: Path, layout: str, group: Group, folder: Path) -> Base:
-    where = ModelDevice(torch.device("cpu"), torch.float32)
     if layout == "experts":
-        return load_owned(model, where.dtype, where.device)
+        return load_owned(model, WHERE.dtype, DEVICE, group.control)
     # Four ranks are two nodes, each of which has the whole base.
-    nodes = TrainerConfig(Basics("", {}, base_dir=str(folder)), ranks=2, nodes=group.size // 2, shard="node")
+    basics, ranks = Basics("", {}, base_dir=str(folder)), min(group.size, 2)
+    nodes = TrainerConfig(basics, ranks=ranks, nodes=group.size // ranks, shard="node")
     if layout == "mapped":
-        base = map_together(model, nodes, where, group)
+        base = map_together(model, nodes, WHERE, group)
         assert base is not None
         return base
-    return load_sharded(model, where.dtype, where.device, mesh_of(nodes, where))
+    return load_sharded(model, WHERE.dtype, DEVICE, mesh_of(nodes, WHERE))
 
 
 def memory_of(base: Base, group: Group) -> int:
@@ -287,7 +293,7 @@ def play(
             pages = folder / f"pages-{group.rank}"
             return Trainer({MODEL: base.decoder}, FolderBlobs(folder / "many"), of.bounds, pages, others=others)
 
-        return Member(group, {MODEL: base}, torch.device("cpu"), make)
+        return Member(group, {MODEL: base}, DEVICE, make)
 
     if not group.leads:
         follow(group, begin)
