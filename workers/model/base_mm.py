@@ -17,7 +17,8 @@ MIN_ROWS = 16
 
 
 def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
-    """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given).
+    """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given; of a device, in
+    float32).
 
     A row comes out with the same bits whatever else is in the batch: by construction in float32 on a CPU that has a
     compiler (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py
@@ -28,15 +29,19 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
         return own
     weight = weight_OI if transposed else weight_OI.t()
     x, rows = x_TI.to(weight.dtype), x_TI.shape[0]
+    # A device need not round the sums of 16-bit products to 16 bits in between.
+    precise = {"out_dtype": torch.float32} if x.is_cuda and x.dtype != torch.float32 and out is None else {}
     if 0 < rows < MIN_ROWS:
         padded = x.new_zeros(MIN_ROWS, x.shape[1])
         padded[:rows] = x
-        y = torch.mm(padded, weight)[:rows]
+        y = torch.mm(padded, weight, **precise)[:rows]
     elif out is not None and out.dtype == weight.dtype:
         return torch.mm(x, weight, out=out)
     else:
-        y = torch.mm(x, weight)
-    return out.copy_(y) if out is not None else y.to(x_TI.dtype)
+        y = torch.mm(x, weight, **precise)
+    if out is not None:
+        return out.copy_(y)
+    return y if x.is_cuda else y.to(x_TI.dtype)
 
 
 def filled(start: int, end: int, rows: int) -> int:

@@ -80,7 +80,7 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
 
 def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, products: LoraProducts) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
-    u = x_TI.new_zeros(len(x_TI), len(site.b) * products.max_rank)
+    u = x_TI.new_zeros(len(x_TI), len(site.b) * products.max_rank, dtype=torch.float32)
     products.add(y_TO[:, : sum(site.sizes)], x_TI, u, site.a, site.parts, scaled=True)
     return u
 
@@ -107,7 +107,7 @@ class _LoraLinear(torch.autograd.Function):
         y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
         shrunk = [add_adapters(y_TO, x_TI, site, products) for site, products in found]
         ctx.save_for_backward(x_TI if found else None, weight_OI, *shrunk)
-        ctx.found = found
+        ctx.found, ctx.dtype = found, x_TI.dtype
         return y_TO
 
     @staticmethod
@@ -118,4 +118,4 @@ class _LoraLinear(torch.autograd.Function):
         dx_TI = base_mm(dy_TO, weight_OI, transposed=True) if ctx.needs_input_grad[0] else None
         for (site, products), u in zip(ctx.found, shrunk, strict=True):
             adapters_backward(dy_TO, x_TI, dx_TI, u, site, products)
-        return dx_TI, None, None, None
+        return dx_TI.to(ctx.dtype) if dx_TI is not None else None, None, None, None

@@ -13,12 +13,13 @@ gate), r rank, S = 2 or 1 factors on gate and up.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model import lora_products
 from workers.model.base_mm import per_expert
 from workers.model.config import GateConfig
 from workers.model.lora import own_rows
@@ -28,6 +29,9 @@ from workers.model.native import joined
 from workers.model.native.gemm import packed
 from workers.model.parts.gate import activated, again
 from workers.model.routing import Routing
+
+if TYPE_CHECKING:
+    from workers.model.gpu.gate import Inside
 
 
 class Names(NamedTuple):
@@ -164,18 +168,35 @@ class Sorted(NamedTuple):
 
     def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         experts, names = self.experts, self.names
-        gate_up_PG = self._base(x_TD.index_select(0, self.routing.token), experts.gate_up_EGD).to(torch.float32)
+        gate_up_PG = self._base(x_TD.index_select(0, self.routing.token), experts.gate_up_EGD)
+        if (fused := self._fused(gate_up_PG, u_P)) is not None:
+            h_PF = fused.activate()
+            return *self._down(h_PF), (gate_up_PG, u_P)
+        gate_up_PG = gate_up_PG.to(torch.float32)
         if experts.gate_up_bias_EG is not None:
             gate_up_PG = gate_up_PG + experts.gate_up_bias_EG[self.routing.experts]
         if self.paired is not None and u_P is not None:
             f = experts.down_EDF.shape[2]
             self.paired.add(gate_up_PG, None, u_P, "", [(name, f) for name in names.inner_b], scaled=False)
-        h_PF, v_P = activated(experts.gate, gate_up_PG), None
-        y_PD = self._base(h_PF, experts.down_EDF)
+        return *self._down(activated(experts.gate, gate_up_PG)), (gate_up_PG, u_P)
+
+    def _down(self, h_PF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """y_PD and v_P."""
+        y_PD, v_P = self._base(h_PF, self.experts.down_EDF), None
         if self.paired is not None:
-            v_P = h_PF.new_zeros(len(h_PF), self.paired.max_rank)
-            self.paired.shrink(h_PF, v_P, names.down_a, scaled=False)
-        return y_PD, v_P, (gate_up_PG, u_P)
+            v_P = h_PF.new_zeros(len(h_PF), self.paired.max_rank, dtype=torch.float32)
+            self.paired.shrink(h_PF, v_P, self.names.down_a, scaled=False)
+        return y_PD, v_P
+
+    def _fused(self, gate_up_PG: Tensor, u_P: Tensor | None) -> Inside | None:
+        """On a device, where experts have the plain gate: everything between their products in one pass."""
+        experts, plain = self.experts, self.experts.gate.gated and self.experts.gate.limit is None
+        if not lora_products.on_device(gate_up_PG) or not plain or experts.gate_up_bias_EG is not None:
+            return None
+        from workers.model.gpu.gate import Inside  # Triton: only a GPU needs it
+
+        paired = self.paired if u_P is not None else None
+        return Inside(gate_up_PG, u_P, cast(Any, paired), self.names.inner_b, self.names.down_a)
 
     def backward(
         self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
@@ -183,9 +204,14 @@ class Sorted(NamedTuple):
         gate_up_PG, u_P = kept
         assert gate_up_PG is not None
         experts, names, paired = self.experts, self.names, self.paired
-        gated = again(experts.gate, gate_up_PG)
         dout_PD = dout_TD.index_select(0, self.routing.token)
-        dh_PF = self._base(dout_PD, experts.down_EDF, transposed=True).to(torch.float32)  # before the router weight
+        dh_PF = self._base(dout_PD, experts.down_EDF, transposed=True)  # before the router weight
+        if (fused := self._fused(gate_up_PG, u_P)) is not None:
+            h_PF, dgate_up_PG, dweights_P = fused.backward(dh_PF, dv_P, weights_P1.squeeze(1))
+            if paired is not None and dv_P is not None:
+                paired.outer(dv_P * weights_P1, h_PF, names.down_a, scaled=False)
+            return *self._gate_up_backward(dgate_up_PG, u_P, with_x), dweights_P
+        gated, dh_PF = again(experts.gate, gate_up_PG), dh_PF.to(torch.float32)
         if paired is not None and dv_P is not None:
             paired.expand(dh_PF, dv_P, names.down_a, scaled=False)
             paired.outer(dv_P * weights_P1, gated.h, names.down_a, scaled=False)
@@ -193,16 +219,23 @@ class Sorted(NamedTuple):
         dh_PF *= weights_P1
         dgate_up_PG = torch.empty_like(gate_up_PG)
         gated.backward(dh_PF, dgate_up_PG)
-        dx_PD = self._base(dgate_up_PG, experts.gate_up_EGD, transposed=True) if with_x else None
+        return *self._gate_up_backward(dgate_up_PG, u_P, with_x), dweights_P
+
+    def _gate_up_backward(
+        self, dgate_up_PG: Tensor, u_P: Tensor | None, with_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dx_PD and du_P."""
+        names, paired = self.names, self.paired
+        dx_PD = self._base(dgate_up_PG, self.experts.gate_up_EGD, transposed=True) if with_x else None
         if paired is None or u_P is None:
-            return dx_PD, None, dweights_P
+            return dx_PD, None
         du_P = torch.zeros_like(u_P)
         for part, (name, dy_PF) in enumerate(
             zip(names.inner_b, dgate_up_PG.chunk(len(names.inner_b), dim=1), strict=True)
         ):
             paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
             paired.outer(u_P, dy_PF, name, part=part, scaled=False)
-        return dx_PD, du_P, dweights_P
+        return dx_PD, du_P
 
     def _base(self, x_PI: Tensor, weight_EOI: Tensor, *, transposed: bool = False) -> Tensor:
         """Each pair times the frozen weight of its expert, in the weight's dtype."""
@@ -217,15 +250,15 @@ def _forward(
     routing, adapters, names = plan.routing, plan.adapters, plan.names
     u_P = _gate_up_shrink(x_TD, adapters, plan) if adapters is not None else None
     y_PD, v_P, kept = plan.inner.forward(x_TD.to(plan.experts.gate_up_EGD.dtype), u_P)
-    y_PD = y_PD.to(torch.float32)
     if plan.experts.down_bias_ED is not None:
-        y_PD = y_PD + plan.experts.down_bias_ED[routing.experts]
+        y_PD = y_PD.to(torch.float32) + plan.experts.down_bias_ED[routing.experts]
     if adapters is not None and adapters.each is not None and v_P is not None:
+        y_PD = y_PD.to(torch.float32)
         adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
-    out_TD = torch.bmm(weights_TK[:, None, :], _per_token(y_PD, routing)).squeeze(1)
+    out_TD = _weighted(y_PD, weights_TK, routing)
     combined_T = None
     if adapters is not None and adapters.shared is not None and v_P is not None:
-        combined_T = _over_choices(_per_token(v_P, routing) * weights_TK[:, :, None]) * adapters.scale_T1
+        combined_T = _over_choices(v_P, routing, weights_TK) * adapters.scale_T1
         adapters.shared.expand(out_TD, combined_T, names.down_b, scaled=False)
     return out_TD, v_P, combined_T, kept
 
@@ -247,11 +280,30 @@ def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
     return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
 
 
-def _over_choices(x_TKI: Tensor) -> Tensor:
-    """The sum over K, first to last. On a CPU torch's own sum has an order that depends on I, and so a group's numbers
-    would depend on the largest rank in the batch."""
-    if x_TKI.is_cuda:
-        return x_TKI.sum(1)
+def _weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
+    """sum_k weights[:, k] * y, [T, D] float32, of what the experts give."""
+    if lora_products.on_device(y_PD):
+        return _over_choices(y_PD, routing, weights_TK)
+    return torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1)
+
+
+def _sum(dx_PD: Tensor, routing: Routing) -> Tensor:
+    """The gradient of each token, float32, from those of its pairs."""
+    if lora_products.on_device(dx_PD):
+        return _over_choices(dx_PD, routing)
+    return _per_token(dx_PD.to(torch.float32), routing).sum(1)
+
+
+def _over_choices(x_PI: Tensor, routing: Routing, weights_TK: Tensor | None = None) -> Tensor:
+    """The sum over K, of weighted x, [T, I] float32, first to last. On a CPU torch's own sum has an order that depends
+    on I, and so a group's numbers would depend on the largest rank in the batch."""
+    if lora_products.on_device(x_PI):
+        from workers.model.gpu.combine import combined  # Triton: only a GPU needs it
+
+        return combined(x_PI, routing.inverse, routing.choices, weights_TK)
+    x_TKI = _per_token(x_PI, routing)
+    if weights_TK is not None:
+        x_TKI = x_TKI * weights_TK[:, :, None]
     total_TI = x_TKI[:, 0]
     for choice in range(1, x_TKI.shape[1]):
         total_TI = total_TI + x_TKI[:, choice]
@@ -284,10 +336,10 @@ class _ExpertBlock(torch.autograd.Function):
         if experts.down_bias_ED is not None:
             dweights_P += (dout_TD[routing.token] * experts.down_bias_ED[routing.experts]).sum(-1)
         dweights_TK = dweights_P[routing.inverse].view_as(weights_TK)
-        dx_PD = dx_PD.to(torch.float32) if dx_PD is not None else None
         if adapters is not None and adapters.each is not None and du_P is not None:
+            dx_PD = dx_PD.to(torch.float32) if dx_PD is not None else None
             _each_backward(dx_PD, du_P, x_TD, plan, adapters.each)
-        dx_TD = _per_token(dx_PD, routing).sum(1) if dx_PD is not None else None
+        dx_TD = _sum(dx_PD, routing) if dx_PD is not None else None
         if adapters is not None and adapters.shared is not None and du_P is not None:
             _shared_backward(dx_TD, du_P, x_TD, plan, adapters.shared, adapters.scale_T1)
         return dx_TD, dweights_TK, None, None
@@ -323,7 +375,7 @@ def _shared_backward(
     dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor
 ) -> None:
     """Add to dx in place and to the gradients of the shared factors of gate and up."""
-    du_T, stack = _over_choices(_per_token(du_P, plan.routing)) * scale_T1, len(plan.names.inner_b)
+    du_T, stack = _over_choices(du_P, plan.routing) * scale_T1, len(plan.names.inner_b)
     shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=stack, scaled=False)
     if dx_TD is not None:
         shared.expand(dx_TD, du_T, plan.names.gate_up_a, stack=stack, scaled=False)

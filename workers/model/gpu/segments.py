@@ -134,6 +134,10 @@ class Table:
         """Classes of the groups that have this tensor, with their blocks of the batch's own rows."""
         return self._dense_blocks[self._signature(name)]
 
+    def all_have(self, name: str) -> bool:
+        """Whether no group is without this tensor."""
+        return all(self._signature(name))
+
     def _signature(self, name: str) -> tuple[bool, ...]:
         """Which groups have this tensor. There are few such sets: attention, MLP, unembedding."""
         return self._signatures[name]

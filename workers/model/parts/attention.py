@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.model import lora_products
 from workers.model.attend import Attend, Reach
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
@@ -44,6 +45,14 @@ class GroupedAttention(nn.Module):
         qkv = lora_linear(x_TD, self.qkv, self.qkv_site, lora)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias
+        reach = Reach(c.window_of(self.layer), self.sinks)
+        if lora_products.on_device(qkv) and not c.output_gate and c.qk_norm != "whole":
+            from workers.model.gpu.heads import Heads  # Triton: only a GPU needs it
+
+            counts, norms = (c.num_heads, c.num_kv_heads), (self.q_norm, self.k_norm)
+            heads = Heads(counts, c.head_dim, norms, c.norm_eps, angles, self.qkv.dtype)
+            out_TQ = attend.attend(self.layer, *heads.apart(qkv), reach).reshape(-1, c.q_size)
+            return self._out(out_TQ, lora)
         q, k, v = torch.split(qkv, list(self.sizes), dim=-1)
         gate = None
         if c.output_gate:  # beside the queries of each head
@@ -51,11 +60,13 @@ class GroupedAttention(nn.Module):
         q_THD = self._heads(q, c.num_heads, self.q_norm, angles)
         k_TKD = self._heads(k, c.num_kv_heads, self.k_norm, angles)
         v_TKD = v.view(-1, c.num_kv_heads, c.head_dim).to(self.qkv.dtype)
-        reach = Reach(c.window_of(self.layer), self.sinks)
         out_THD = attend.attend(self.layer, q_THD, k_TKD, v_TKD, reach)
         out_TQ = out_THD.reshape(-1, c.q_size).float()
         if gate is not None:
             out_TQ = out_TQ * sigmoid_of(gate, lora)
+        return self._out(out_TQ, lora)
+
+    def _out(self, out_TQ: Tensor, lora: LoraRows | None) -> Tensor:
         out_TD = lora_linear(out_TQ, self.o, self.o_site, lora)
         return out_TD if self.o_bias is None else out_TD + self.o_bias
 

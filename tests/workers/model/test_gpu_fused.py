@@ -1,0 +1,63 @@
+"""What a device computes in one pass between products, against the same in torch's own operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.workers.model.gpu_kit import DEVICE
+from workers.model.config import RopeConfig
+from workers.model.gpu.combine import combined
+from workers.model.gpu.heads import Heads
+from workers.model.parts.rotary import Rotary, turn
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_are_normed_and_turned(dtype: torch.dtype, partial: float, normed: bool) -> None:
+    """More than a block has, of a width that is no power of two."""
+    h, k, dim, tokens = 11, 3, 24, 5
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, (h + 2 * k) * dim, generator=generator)
+    norms = [torch.rand(dim, generator=generator) + 0.5 if normed else None for _ in range(2)]
+    angles = Rotary(RopeConfig(partial=partial), dim, 64)(torch.tensor([0, 7, 3, 50, 1]))
+    grads = [torch.randn(tokens, n, dim, generator=generator) for n in (h, k, k)]
+
+    def expected(x: Tensor) -> list[Tensor]:
+        q, keys, v = (part.view(tokens, -1, dim) for part in x.split([h * dim, k * dim, k * dim], dim=1))
+        rooted = [F.rms_norm(t, (dim,), n, 1e-6) if n is not None else t for t, n in zip((q, keys), norms, strict=True)]
+        return [*(turn(t, angles) for t in rooted), v]
+
+    plain = qkv.clone().requires_grad_()
+    wanted = expected(plain)
+    torch.autograd.backward(wanted, grads)
+    ours = qkv.to(DEVICE).requires_grad_()
+    moved = [None if n is None else n.to(DEVICE) for n in norms]
+    cos, sin = (each.to(DEVICE) for each in angles)
+    found = Heads((h, k), dim, (moved[0], moved[1]), 1e-6, (cos, sin), dtype).apart(ours)
+    torch.autograd.backward(found, [grad.to(DEVICE, dtype) for grad in grads])
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.cpu().float(), other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad.cpu(), plain.grad, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wide", [3, 1500])
+def test_what_experts_give_is_put_together(dtype: torch.dtype, wide: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y, weights = torch.randn(21, wide, generator=generator).to(dtype), torch.rand(7, 3, generator=generator)
+    inverse = torch.randperm(21, generator=generator)
+    of_tokens = y.float()[inverse].view(7, 3, wide)
+    placed = y.to(DEVICE), inverse.to(DEVICE)
+    torch.testing.assert_close(combined(*placed, 3).cpu(), of_tokens.sum(1))
+    found = combined(*placed, 3, weights.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), (of_tokens * weights[:, :, None]).sum(1))
+    assert combined(placed[0][:0], placed[1][:0], 3).shape == (0, wide)
