@@ -29,16 +29,15 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
         return own
     weight = weight_OI if transposed else weight_OI.t()
     x, rows = x_TI.to(weight.dtype), x_TI.shape[0]
-    # A device need not round the sums of 16-bit products to 16 bits in between.
-    precise = {"out_dtype": torch.float32} if x.is_cuda and x.dtype != torch.float32 and out is None else {}
-    if 0 < rows < MIN_ROWS:
-        padded = x.new_zeros(MIN_ROWS, x.shape[1])
-        padded[:rows] = x
-        y = torch.mm(padded, weight, **precise)[:rows]
+    padded = 0 < rows < MIN_ROWS
+    if padded:
+        x = torch.cat((x, x.new_zeros(MIN_ROWS - rows, x.shape[1])))
     elif out is not None and out.dtype == weight.dtype:
         return torch.mm(x, weight, out=out)
-    else:
-        y = torch.mm(x, weight, **precise)
+    # A device need not round the sums of 16-bit products to 16 bits in between.
+    precise = x.is_cuda and x.dtype != torch.float32 and out is None
+    y = torch.mm(x, weight, torch.float32) if precise else torch.mm(x, weight)
+    y = y[:rows] if padded else y
     if out is not None:
         return out.copy_(y)
     return y if x.is_cuda else y.to(x_TI.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model import lora_products
 from workers.model.decoder import Decoder
 from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
 from workers.model.lora_products import products_of
@@ -91,14 +92,30 @@ class _Head:
         return of_RV if self.divisor_U is None else of_RV.div_(self.divisor_U[cut.a : cut.b, None])
 
 
+def _logprobs(logits_RV: Tensor, row_of: Tensor, targets: Tensor) -> Tensor:
+    if lora_products.on_device(logits_RV):
+        from workers.model.gpu.softmax import log_sums  # Triton: only a GPU needs it
+
+        return logits_RV[row_of, targets] - log_sums(logits_RV)[row_of]
+    return torch.log_softmax(logits_RV, dim=-1)[row_of, targets]
+
+
+def _softmax_times(logits_RV: Tensor, factors_R: Tensor) -> Tensor:
+    """factors * softmax(logits); the logits are not needed any more."""
+    if lora_products.on_device(logits_RV):
+        from workers.model.gpu.softmax import log_sums, softmax_times_
+
+        return softmax_times_(logits_RV, log_sums(logits_RV), factors_R)
+    return torch.softmax(logits_RV, dim=-1).mul_(factors_R[:, None])
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_UD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
         logprobs_P = hidden_UD.new_empty(len(targets_P))
         for cut in head.cuts:
             logits_RV, _ = head.logits(hidden_UD[cut.a : cut.b], cut)
-            all_RV = torch.log_softmax(logits_RV, dim=-1)
-            logprobs_P[cut.p : cut.q] = all_RV[cut.row_of, targets_P[cut.p : cut.q]]
+            logprobs_P[cut.p : cut.q] = _logprobs(logits_RV, cut.row_of, targets_P[cut.p : cut.q])
         ctx.save_for_backward(hidden_UD, targets_P)
         ctx.head = head
         return logprobs_P
@@ -113,7 +130,7 @@ class _TargetLogprobs(torch.autograd.Function):
             dlogprobs, targets = dlogprobs_P[cut.p : cut.q], targets_P[cut.p : cut.q]
             # d lp / d (divided logits) = onehot(target) - softmax, added up over the targets of a row
             total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
-            dlogits_RV = torch.softmax(logits_RV, dim=-1).mul_(-total_R[:, None])
-            dlogits_RV.view(-1).index_add_(0, cut.row_of * logits_RV.shape[1] + targets, dlogprobs)
+            dlogits_RV = _softmax_times(logits_RV, -total_R)
+            dlogits_RV.view(-1).index_add_(0, cut.row_of * dlogits_RV.shape[1] + targets, dlogprobs)
             dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], u, cut)
         return dhidden_UD, None, None, None

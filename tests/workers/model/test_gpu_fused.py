@@ -11,6 +11,7 @@ from tests.workers.model.gpu_kit import DEVICE
 from workers.model.config import RopeConfig
 from workers.model.gpu.combine import combined
 from workers.model.gpu.heads import Heads
+from workers.model.gpu.softmax import log_sums, softmax_times_
 from workers.model.parts.rotary import Rotary, turn
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -61,3 +62,14 @@ def test_what_experts_give_is_put_together(dtype: torch.dtype, wide: int) -> Non
     found = combined(*placed, 3, weights.to(DEVICE))
     torch.testing.assert_close(found.cpu(), (of_tokens * weights[:, :, None]).sum(1))
     assert combined(placed[0][:0], placed[1][:0], 3).shape == (0, wide)
+
+
+def test_softmax_over_more_than_a_block_has() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, factors = 9 * torch.randn(3, 9000, generator=generator), torch.randn(3, generator=generator)
+    logits[1] -= 50
+    ours = logits.to(DEVICE)
+    found = log_sums(ours)
+    torch.testing.assert_close(found.cpu(), logits.logsumexp(1))
+    wanted = logits.softmax(1) * factors[:, None]
+    torch.testing.assert_close(softmax_times_(ours, found, factors.to(DEVICE)).cpu(), wanted)

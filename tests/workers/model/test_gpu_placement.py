@@ -21,13 +21,17 @@ from workers.model import lora, moe
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
-from workers.model.gpu import kernels, segments
+from workers.model.gpu import fused_kernels, heads, kernels, segments
 from workers.model.isolation import probe
 from workers.model.lora_rows import LoraRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 CUDA = torch.device("cuda", 0)
+KERNELS = {
+    kernels: ("shrink", "expand", "outer"),
+    fused_kernels: ("swiglu", "swiglu_backward", "combine", "turn", "turn_backward"),
+}
 
 
 class Indexing(TorchFunctionMode):
@@ -88,9 +92,10 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
-    found = {name: Launches() for name in ("shrink", "expand", "outer")}
-    for name, kernel in found.items():
-        monkeypatch.setattr(kernels, name, kernel)
+    found = {name: Launches() for module, names in KERNELS.items() for name in names}
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, found[name])
 
     def addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], Any, Any]:
         """A fake tensor lies nowhere."""
@@ -117,13 +122,14 @@ class Context:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """The backwards of the products, to be called."""
     found: list[Callable[[], Any]] = []
-    for function in (lora._LoraLinear, moe._ExpertBlock):
+    for function in (lora._LoraLinear, moe._ExpertBlock, heads._Apart):
 
-        def apply(*args: Any, function: Any = function) -> Tensor:
+        def apply(*args: Any, function: Any = function) -> Any:
             context = Context()
             with torch.no_grad():
-                out: Tensor = function.forward(context, *args)
-            found.append(lambda: function.backward(context, torch.empty_like(out)))
+                out = function.forward(context, *args)
+            outs = out if isinstance(out, tuple) else (out,)
+            found.append(lambda: function.backward(context, *map(torch.empty_like, outs)))
             return out
 
         monkeypatch.setattr(function, "apply", apply)

@@ -3,7 +3,7 @@
 What the base's products give is read once, in the weights' dtype, and never written out in float32: a tile gets its
 low-rank parts in float32, is activated, and is rounded once to what the next product of the base takes, which the
 adapters' products then take, too. Blocks and ranks are those of kernels.py, so what a segment gets depends on its own
-rows alone. Checked in Triton's interpreter.
+rows alone.
 
 Shapes: P pairs sorted by expert, F expert width, G = 2F (gate beside up), r rank.
 """
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from workers.model.gpu.kernels import VARYING, _block
+from workers.model.gpu import fused_kernels
 from workers.model.gpu.segments import EXPERT_ROWS
 
 if TYPE_CHECKING:
@@ -26,140 +25,6 @@ if TYPE_CHECKING:
 
 #: Columns of F that a block has at a time.
 WIDTH = 64
-
-
-@triton.jit
-def _low_rank(total, u, row, column, factor, rank, wide, own, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
-    """total + u[m, column : column + rank] factor[:, n], whose row m begins at `row`."""
-    for start in range(0, rank, BLOCK_R):
-        i = start + tl.arange(0, BLOCK_R)
-        real = i < rank
-        u_mi = tl.load(u + row[:, None] + column + i[None], own[:, None] & real[None], 0.0)
-        w_in = tl.load(factor + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & (n < wide)[None], 0.0)
-        total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit
-def _factor(addresses, group, expert, rank, wide):
-    return tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * rank * wide
-
-
-@triton.jit(do_not_specialize=[*VARYING, "rows"])
-def swiglu(
-    gate_up,
-    u,
-    stride_u,
-    gate_b,
-    up_b,
-    ranks,
-    block_segment,
-    first_block,
-    segment_start,
-    num_segments,
-    num_groups,
-    rows,
-    h,
-    wide,
-    ADAPTED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """h = silu(gate + u B_gate) * (up + u B_up); not ADAPTED: of all rows, without u."""
-    index = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    segment = num_segments * 0
-    if ADAPTED:
-        segment = tl.load(block_segment + index)
-    if segment < num_segments:
-        if ADAPTED:
-            row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
-        else:
-            row = index.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            own = row < rows
-        mask = own[:, None] & (n < wide)[None]
-        at = gate_up + row[:, None] * (2 * wide) + n[None]
-        g = tl.load(at, mask, 0.0).to(tl.float32)
-        up = tl.load(at + wide, mask, 0.0).to(tl.float32)
-        if ADAPTED:
-            group, expert = segment % num_groups, segment // num_groups
-            rank = tl.load(ranks + group)
-            of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
-            g = _low_rank(g, u, row * stride_u, 0, of_gate, rank, wide, own, n, PRECISION, BLOCK_R)
-            up = _low_rank(up, u, row * stride_u, rank, of_up, rank, wide, own, n, PRECISION, BLOCK_R)
-        tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
-
-
-@triton.jit(do_not_specialize=[*VARYING, "rows"])
-def swiglu_backward(
-    gate_up,
-    u,
-    stride_u,
-    gate_b,
-    up_b,
-    ranks,
-    block_segment,
-    first_block,
-    segment_start,
-    num_segments,
-    num_groups,
-    rows,
-    dh,
-    dv,
-    stride_dv,
-    down_a,
-    weights,
-    h,
-    dgate_up,
-    dweights,
-    wide,
-    ADAPTED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Of dh + dv A_down, the gradient of h before the router's weight: h again, d(gate, up) behind that weight, and the
-    weight's own gradient, the sum of dh * h over the row."""
-    index = tl.program_id(0)
-    segment = num_segments * 0
-    if ADAPTED:
-        segment = tl.load(block_segment + index)
-    if segment < num_segments:
-        if ADAPTED:
-            row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
-            group, expert = segment % num_groups, segment // num_groups
-            rank = tl.load(ranks + group)
-            of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
-            of_down = _factor(down_a, group, expert, rank, wide)
-        else:
-            row = index.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            own = row < rows
-        weight = tl.load(weights + row, own, 0.0)[:, None]
-        total = tl.full((BLOCK_M,), 0.0, tl.float32)
-        for start in range(0, wide, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            mask = own[:, None] & (n < wide)[None]
-            at = row[:, None] * (2 * wide) + n[None]
-            g = tl.load(gate_up + at, mask, 0.0).to(tl.float32)
-            up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
-            d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
-            if ADAPTED:
-                g = _low_rank(g, u, row * stride_u, 0, of_gate, rank, wide, own, n, PRECISION, BLOCK_R)
-                up = _low_rank(up, u, row * stride_u, rank, of_up, rank, wide, own, n, PRECISION, BLOCK_R)
-                d = _low_rank(d, dv, row * stride_dv, 0, of_down, rank, wide, own, n, PRECISION, BLOCK_R)
-            sigmoid = tl.sigmoid(g)
-            silu = g * sigmoid
-            active = silu * up
-            total += tl.sum(d * active, 1)
-            d *= weight
-            tl.store(h + row[:, None] * wide + n[None], active.to(h.dtype.element_ty), mask)
-            dgate = d * up * sigmoid * (1 + g * (1 - sigmoid))
-            tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask)
-            tl.store(dgate_up + at + wide, (d * silu).to(dgate_up.dtype.element_ty), mask)
-        tl.store(dweights + row, total, own)
 
 
 class Inside(NamedTuple):
@@ -177,7 +42,7 @@ class Inside(NamedTuple):
         pairs, wide = len(self.gate_up_PG), self.gate_up_PG.shape[1] // 2
         h_PF = self.gate_up_PG.new_empty(pairs, wide)
         for blocks, where, fixed in self._launches():
-            swiglu[blocks, triton.cdiv(wide, WIDTH)](self.gate_up_PG, *where, h_PF, wide, **fixed)
+            fused_kernels.swiglu[blocks, triton.cdiv(wide, WIDTH)](self.gate_up_PG, *where, h_PF, wide, **fixed)
         return h_PF
 
     def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +55,7 @@ class Inside(NamedTuple):
             if fixed["ADAPTED"] and dv_P is not None and self.paired is not None:
                 down = (dv_P, dv_P.stride(0), self.paired.table.weights(self.down_a))
             results = (h_PF, dgate_up_PG, dweights_P)
-            swiglu_backward[blocks,](
+            fused_kernels.swiglu_backward[blocks,](
                 self.gate_up_PG, *where, dh_PF, *down, weights_P, *results, dh_PF.shape[1], **fixed
             )  # fmt: skip
         return h_PF, dgate_up_PG, dweights_P

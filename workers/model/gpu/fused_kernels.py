@@ -1,0 +1,256 @@
+"""Triton kernels of what lies between products: one pass each, in float32 inside, rounded once to what is taken next.
+
+Of experts (gate.py, combine.py), of queries and keys (heads.py) and of logits (softmax.py), which say the shapes. What
+a row gets depends on its own numbers alone. Checked in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from workers.model.gpu.kernels import VARYING, _block
+
+
+@triton.jit
+def _low_rank(total, u, row, column, factor, rank, wide, own, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
+    """total + u[m, column : column + rank] factor[:, n], whose row m begins at `row`."""
+    for start in range(0, rank, BLOCK_R):
+        i = start + tl.arange(0, BLOCK_R)
+        real = i < rank
+        u_mi = tl.load(u + row[:, None] + column + i[None], own[:, None] & real[None], 0.0)
+        w_in = tl.load(factor + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & (n < wide)[None], 0.0)
+        total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _factor(addresses, group, expert, rank, wide):
+    return tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * rank * wide
+
+
+@triton.jit(do_not_specialize=[*VARYING, "rows"])
+def swiglu(
+    gate_up,
+    u,
+    stride_u,
+    gate_b,
+    up_b,
+    ranks,
+    block_segment,
+    first_block,
+    segment_start,
+    num_segments,
+    num_groups,
+    rows,
+    h,
+    wide,
+    ADAPTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """h = silu(gate + u B_gate) * (up + u B_up); not ADAPTED: of all rows, without u."""
+    index = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    segment = num_segments * 0
+    if ADAPTED:
+        segment = tl.load(block_segment + index)
+    if segment < num_segments:
+        if ADAPTED:
+            row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
+        else:
+            row = index.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            own = row < rows
+        mask = own[:, None] & (n < wide)[None]
+        at = gate_up + row[:, None] * (2 * wide) + n[None]
+        g = tl.load(at, mask, 0.0).to(tl.float32)
+        up = tl.load(at + wide, mask, 0.0).to(tl.float32)
+        if ADAPTED:
+            group, expert = segment % num_groups, segment // num_groups
+            rank = tl.load(ranks + group)
+            of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
+            g = _low_rank(g, u, row * stride_u, 0, of_gate, rank, wide, own, n, PRECISION, BLOCK_R)
+            up = _low_rank(up, u, row * stride_u, rank, of_up, rank, wide, own, n, PRECISION, BLOCK_R)
+        tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "rows"])
+def swiglu_backward(
+    gate_up,
+    u,
+    stride_u,
+    gate_b,
+    up_b,
+    ranks,
+    block_segment,
+    first_block,
+    segment_start,
+    num_segments,
+    num_groups,
+    rows,
+    dh,
+    dv,
+    stride_dv,
+    down_a,
+    weights,
+    h,
+    dgate_up,
+    dweights,
+    wide,
+    ADAPTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Of dh + dv A_down, the gradient of h before the router's weight: h again, d(gate, up) behind that weight, and the
+    weight's own gradient, the sum of dh * h over the row."""
+    index = tl.program_id(0)
+    segment = num_segments * 0
+    if ADAPTED:
+        segment = tl.load(block_segment + index)
+    if segment < num_segments:
+        if ADAPTED:
+            row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
+            group, expert = segment % num_groups, segment // num_groups
+            rank = tl.load(ranks + group)
+            of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
+            of_down = _factor(down_a, group, expert, rank, wide)
+        else:
+            row = index.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            own = row < rows
+        weight = tl.load(weights + row, own, 0.0)[:, None]
+        total = tl.full((BLOCK_M,), 0.0, tl.float32)
+        for start in range(0, wide, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            mask = own[:, None] & (n < wide)[None]
+            at = row[:, None] * (2 * wide) + n[None]
+            g = tl.load(gate_up + at, mask, 0.0).to(tl.float32)
+            up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
+            d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
+            if ADAPTED:
+                g = _low_rank(g, u, row * stride_u, 0, of_gate, rank, wide, own, n, PRECISION, BLOCK_R)
+                up = _low_rank(up, u, row * stride_u, rank, of_up, rank, wide, own, n, PRECISION, BLOCK_R)
+                d = _low_rank(d, dv, row * stride_dv, 0, of_down, rank, wide, own, n, PRECISION, BLOCK_R)
+            sigmoid = tl.sigmoid(g)
+            silu = g * sigmoid
+            active = silu * up
+            total += tl.sum(d * active, 1)
+            d *= weight
+            tl.store(h + row[:, None] * wide + n[None], active.to(h.dtype.element_ty), mask)
+            dgate = d * up * sigmoid * (1 + g * (1 - sigmoid))
+            tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask)
+            tl.store(dgate_up + at + wide, (d * silu).to(dgate_up.dtype.element_ty), mask)
+        tl.store(dweights + row, total, own)
+
+
+@triton.jit
+def combine(
+    y,
+    stride_y,
+    inverse,
+    weights,
+    out,
+    wide,
+    CHOICES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[t] = sum over k of weights[t, k] y[inverse[t, k]], first to last, in float32."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.full((BLOCK_N,), 0.0, tl.float32)
+    for k in tl.static_range(CHOICES):
+        pair = tl.load(inverse + token * CHOICES + k)
+        found = tl.load(y + pair * stride_y + n, n < wide, 0.0).to(tl.float32)
+        if WEIGHTED:
+            found *= tl.load(weights + token * CHOICES + k)
+        total += found
+    tl.store(out + token * wide + n, total, n < wide)
+
+
+@triton.jit
+def _tile(heads, dim, turned, HEADS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads and numbers of this block; the other number of the plane in which each turns, itself where none does, and
+    the sign with which that one is added."""
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    j = tl.arange(0, BLOCK_D)
+    half = turned // 2
+    other = tl.where(j < half, j + half, tl.where(j < turned, j - half, j))
+    sign = tl.where(j < half, -1.0, 1.0)
+    return head, j, other, sign, (head < heads)[:, None] & (j < dim)[None]
+
+
+@triton.jit
+def _root(x, dim, eps):
+    return 1 / tl.sqrt(tl.sum(x * x, 1) / dim + eps)
+
+
+@triton.jit
+def turn(
+    x, stride_x, norm, cos, sin, out, heads, dim, turned, eps,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out = y cos + (the other number of the plane, signed) sin, where y is the head over its root mean square, times
+    `norm`, or x."""
+    token = tl.program_id(0).to(tl.int64)
+    head, j, other, sign, mask = _tile(heads, dim, turned, HEADS, BLOCK_D)
+    at = x + token * stride_x + head[:, None] * dim
+    own = tl.load(at + j[None], mask, 0.0)
+    crossed = tl.load(at + other[None], mask, 0.0)
+    if NORMED:
+        root = _root(own, dim, eps)[:, None]
+        own *= root * tl.load(norm + j, j < dim, 0.0)[None]
+        crossed *= root * tl.load(norm + other, j < dim, 0.0)[None]
+    c = tl.load(cos + token * turned + j, j < turned, 1.0)[None]
+    s = tl.load(sin + token * turned + j, j < turned, 0.0)[None]
+    y = own * c + crossed * sign[None] * s
+    tl.store(out + (token * heads + head[:, None]) * dim + j[None], y.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def turn_backward(
+    x, stride_x, norm, cos, sin, dout, dx, stride_dx, heads, dim, turned, eps,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dx of `turn`."""
+    token = tl.program_id(0).to(tl.int64)
+    head, j, other, sign, mask = _tile(heads, dim, turned, HEADS, BLOCK_D)
+    at = dout + (token * heads + head[:, None]) * dim
+    c = tl.load(cos + token * turned + j, j < turned, 1.0)[None]
+    s = tl.load(sin + token * turned + other, j < turned, 0.0)[None]
+    # What this number adds to the other's: its sign there is the other one.
+    dy = tl.load(at + j[None], mask, 0.0).to(tl.float32) * c
+    dy -= tl.load(at + other[None], mask, 0.0).to(tl.float32) * sign[None] * s
+    if NORMED:
+        own = tl.load(x + token * stride_x + head[:, None] * dim + j[None], mask, 0.0)
+        root = _root(own, dim, eps)[:, None]
+        dy *= tl.load(norm + j, j < dim, 0.0)[None]
+        dy = root * (dy - own * root * root * (tl.sum(dy * own, 1) / dim)[:, None])
+    tl.store(dx + token * stride_dx + head[:, None] * dim + j[None], dy, mask)
+
+
+@triton.jit
+def log_sum(logits, stride, found, wide, BLOCK_N: tl.constexpr):
+    """found[r] = log sum over v of exp(logits[r, v]), against the largest so far (arXiv 1805.02867)."""
+    row = tl.program_id(0).to(tl.int64)
+    most, total = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    for start in range(0, wide, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        x = tl.load(logits + row * stride + n, n < wide, -float("inf"))
+        higher = tl.maximum(most, tl.max(x, 0))
+        total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher), 0)
+        most = higher
+    tl.store(found + row, most + tl.log(total))
+
+
+@triton.jit
+def softmax_times(logits, stride, log_sums, factors, wide, BLOCK_N: tl.constexpr):
+    """logits[r] = factors[r] * softmax(logits[r])."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = logits + row * stride + n
+    x = tl.load(at, n < wide, 0.0)
+    tl.store(at, tl.load(factors + row) * tl.exp(x - tl.load(log_sums + row)), n < wide)
