@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ COMMANDS = {
     "tinker": "tinker.cli.__main__ import cli",
 }
 SERVED = ["official_sdk", "weft_sdk", "losses", "sampling", "checkpoints", "crashes", "routing_replay", "trainers"]
+#: What the servers of these tests compute in: the tests compare samplers with trainers, and both with transformers, as
+#: closely as float32 allows.
+IN_FLOAT32 = {"WEFT_TRAINER__DTYPE": "float32", "WEFT_GENERATOR__DTYPE": "float32"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Step:
     name: str
     command: Sequence[str]
     limit_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def steps(out: Path, python: str = sys.executable) -> list[Step]:
@@ -58,7 +62,7 @@ def steps(out: Path, python: str = sys.executable) -> list[Step]:
     served = [str(ROOT / f"tests/e2e/test_{name}.py") for name in SERVED]
     return [
         Step("tests", [*test, "-n", "10", *map(str, TESTS)], 160),
-        Step("served", [*test, "-n", "6", *served], 145),
+        Step("served", [*test, "-n", "6", *served], 145, IN_FLOAT32),
         Step("training", [*bench, "--tenants", "1", "64", "--out", str(out / "training.json")], 140),
         Step("decoding", [*bench, "--decode", "--out", str(out / "decoding.json")], 90),
     ]
@@ -74,7 +78,7 @@ def run(todo: Sequence[Step], out: Path, environment: dict[str, str], limit_s: f
         with log.open("w") as stream:
             try:
                 done = subprocess.run(
-                    step.command, cwd=ROOT, env=environment, stdout=stream, stderr=stream,
+                    step.command, cwd=ROOT, env={**environment, **step.environment}, stdout=stream, stderr=stream,
                     timeout=max(1.0, min(step.limit_s, left_s)),
                 )  # fmt: skip
                 outcome = "passed" if done.returncode == 0 else f"failed with code {done.returncode}"

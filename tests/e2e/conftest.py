@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Weftd:
         self._port = "0"
         self._keys: dict[str, str] = {}
         data_dir.mkdir(parents=True, exist_ok=True)
+        SERVERS.append(self)
 
     def start(self) -> Weftd:
         command = [str(BIN / "weftd"), "serve", "--host", "127.0.0.1", "--port", self._port]
@@ -82,6 +83,21 @@ class Weftd:
 
     def log(self) -> str:
         return (self.data_dir / "stderr.log").read_text()
+
+
+#: All that were made, for the report of a test that fails.
+SERVERS: list[Weftd] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails tells what servers and their workers have logged meanwhile."""
+    report = yield
+    for server in SERVERS if report.failed else ():
+        with suppress(FileNotFoundError):
+            if (server.data_dir / "stderr.log").stat().st_mtime >= call.start:
+                report.sections.append((f"Log of {server.url}", "\n".join(server.log().splitlines()[-80:])))
+    return report
 
 
 def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:

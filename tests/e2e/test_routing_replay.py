@@ -38,7 +38,7 @@ def test_sampled_routes_train(weftd: Weftd) -> None:
             sampled.append(np.array(sequence.logprobs))
         trained = run.forward_backward(data, "importance_sampling").result(60)
         for output, logprobs in zip(trained.loss_fn_outputs, sampled, strict=True):
-            np.testing.assert_allclose(output["logprobs"].to_numpy()[len(PROMPT) - 1 :], logprobs, atol=1e-5)
+            np.testing.assert_allclose(output["logprobs"].to_numpy()[len(PROMPT) - 1 :], logprobs, atol=1e-4)
 
         inputs = {**data[0].loss_fn_inputs, "routed_experts": np.zeros((3, 1, 1), np.int64)}
         with pytest.raises(weft.RequestFailedError, match=r"routed_experts.*needs \[tokens, mixture layers, choices\]"):
@@ -56,12 +56,16 @@ if sys.orig_argv[-3:-2] == ["generator"]:
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
+    noise_E = None
+
     def choose(module, given):
+        global noise_E
         if type(module).__name__ != "Router":
             return None
-        x_TD, lora, forced = given
-        logits_TE = x_TD @ module.weight.T
-        noise_E = torch.randn(len(module.weight), generator=torch.Generator().manual_seed(1))
+        (x_TD, lora, forced), weight_ED = given, module.weight
+        if noise_E is None:  # sent once, before a step is captured: a CUDA graph waits for no copy
+            noise_E = torch.randn(len(weight_ED), generator=torch.Generator().manual_seed(1)).to(weight_ED.device)
+        logits_TE = x_TD.to(weight_ED.dtype) @ weight_ED.T
         return x_TD, lora, torch.topk(logits_TE + 0.2 * noise_E, module.choices, dim=-1).indices
 
     register_module_forward_pre_hook(choose)

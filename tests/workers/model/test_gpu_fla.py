@@ -108,6 +108,10 @@ def test_kernels_are_used_where_they_agree_with_torch_and_left_out_where_not(
 
     rule, step = ("delta_rule", "delta_step") if isinstance(layer, GatedDelta) else ("scan", "scan_step")
     assert tried() == (True, "")
+    works, said = tried(refusal="wrong on this GPU", **{rule: broken})
+    assert not works
+    assert said.count("wrong on this GPU") == 1
+    assert "out of shared memory" not in said
     for changed in ({rule: broken}, {"convolution": broken}, {step: broken}):
         works, said = tried(**changed)
         assert not works
@@ -117,6 +121,17 @@ def test_kernels_are_used_where_they_agree_with_torch_and_left_out_where_not(
             works, said = tried(**{name: off(getattr(NAIVE, name), by)})
             assert not works
             assert "off by" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "refused"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.4.0+git1", True), ((9, 0), "3.3.1", False), ((9, 0), "3.7.1", False),
+     ((8, 0), "3.6.0", False), ((10, 0), "3.6.0", False), ((9, 0), "3.10.0", False)],
+)  # fmt: skip
+def test_gradients_are_refused_where_the_library_refuses_them(
+    capability: tuple[int, int], triton: str, refused: bool
+) -> None:
+    assert bool(fla.refusal(capability, triton)) is refused
 
 
 @pytest.mark.parametrize(
@@ -151,14 +166,15 @@ def test_on_a_cpu_nothing_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the interpreter runs them. It cannot tune, and takes the first of each kernel's configurations; and what
-    a kernel counts with is a number of Triton's."""
+    """The first of each kernel's configurations is taken: to compile and time all of them takes minutes, and the
+    interpreter, which runs them on a CPU, cannot. There, what a kernel counts with is a number of Triton's."""
     if fla.kernels() is None:
         pytest.skip("fla-core is not installed (pip install 'weft-tuning-server[gpu]')")
-    if DEVICE.type == "cpu":
-        from triton.runtime.autotuner import Autotuner
+    from triton.runtime.autotuner import Autotuner
 
-        monkeypatch.setattr(Autotuner, "do_bench", property(lambda self: lambda call, quantiles: (0.0,) * 3))
+    monkeypatch.setattr(Autotuner, "do_bench", property(lambda self: lambda call, quantiles: (0.0,) * 3))
+    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda self, key, configs, bench: bench(), raising=False)
+    if DEVICE.type == "cpu":
         for name in ("chunk_h", "chunk_delta_h"):
             monkeypatch.setattr(sys.modules[f"fla.ops.common.{name}"], "range", interpreted_range, raising=False)
 
@@ -180,7 +196,14 @@ def inputs(lengths: list[int], groups: int, heads: int, dim: int, width: int) ->
     return {"q": q, "k": k / k.norm(dim=-1, keepdim=True), "v": v, "decay": -decay, "rate": rate, "starts": starts}
 
 
-def computed(rule: str, given: dict[str, Tensor], lengths: list[int], chunk: int) -> list[Tensor]:
+def trains() -> bool:
+    """Whether the kernels have gradients on this device."""
+    found = fla.kernels()
+    assert found is not None
+    return not found.refusal
+
+
+def computed(rule: str, given: dict[str, Tensor], lengths: list[int], chunk: int, gradients: bool) -> list[Tensor]:
     """Out, ends and gradients, by the kernels that `fla.kernels` names, on the device of what is given."""
     at = {name: t.clone().requires_grad_(name != "starts") for name, t in given.items()}
     packs, starts = Packed(lengths, chunk=chunk, ends=True), list(at.pop("starts"))
@@ -189,8 +212,8 @@ def computed(rule: str, given: dict[str, Tensor], lengths: list[int], chunk: int
     else:
         del at["rate"]
         out, ends = fla.scan(at["v"], at["k"], at["q"], at["decay"], packs, starts)
-    gradients = torch.autograd.grad(out.square().sum(), [*at.values()])
-    return [t.detach().cpu() for t in (out, torch.stack(ends), *gradients)]
+    grads = torch.autograd.grad(out.square().sum(), [*at.values()]) if gradients else ()
+    return [t.detach().cpu() for t in (out, torch.stack(ends), *grads)]
 
 
 TOLERANCE = 1e-4 if DEVICE.type == "cpu" else fla.TOLERANCE
@@ -207,21 +230,21 @@ def assert_near(found: list[Tensor], wanted: list[Tensor]) -> None:
 def test_recurrences_of_fla_are_the_formula(
     rule: str, lengths: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = inputs(lengths, 1, 2, 16, 16)
-    found = computed(rule, {name: t.to(DEVICE) for name, t in given.items()}, lengths, chunk)
+    given, gradients = inputs(lengths, 1, 2, 16, 16), trains()
+    found = computed(rule, {name: t.to(DEVICE) for name, t in given.items()}, lengths, chunk, gradients)
     monkeypatch.setattr(fla, "kernels", lambda: NAIVE)
-    assert_near(found, computed(rule, given, lengths, chunk))
+    assert_near(found, computed(rule, given, lengths, chunk, gradients))
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("rule", ["delta_rule", "scan"])
 def test_a_sequence_has_the_same_bits_in_any_company_and_wherever_it_is_cut(rule: str) -> None:
     given = {name: t.to(DEVICE) for name, t in inputs([7, 40, 5], 1, 2, 16, 16).items()}
-    out, ends, *gradients = computed(rule, given, [7, 40, 5], 32)
+    out, ends, *gradients = computed(rule, given, [7, 40, 5], 32, trains())
 
     def part(start: int, stop: int, state: Tensor) -> list[Tensor]:
         own = {name: t[start:stop] for name, t in given.items() if name != "starts"}
-        return computed(rule, own | {"starts": state[None].to(DEVICE)}, [stop - start], 32)
+        return computed(rule, own | {"starts": state[None].to(DEVICE)}, [stop - start], 32, trains())
 
     alone = part(7, 47, given["starts"][1])
     assert torch.equal(alone[0], out[7:47])
@@ -279,7 +302,7 @@ def test_on_a_device_a_hybrid_trains_as_on_the_cpu(family: str, tmp_path: Path) 
     on_cpu = ours(reference(family, vocab_size=97), tmp_path)
     decoder = load_decoder(tmp_path, torch.bfloat16, "cuda")
     probe(decoder)
-    assert all(layer.packs for layer in recurrent(decoder)), "the log says why"
+    assert all(layer.packs is trains() for layer in recurrent(decoder)), "the log says why"
     wanted_rows = adapters(on_cpu)
     rows = moved(wanted_rows, DEVICE)
     wanted = trained(on_cpu, wanted_rows)

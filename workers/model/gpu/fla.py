@@ -2,7 +2,8 @@
 
 Optional (the extra `gpu`): without them, or where `agrees` finds that they fail on this device or differ, torch
 computes the same sequence by sequence. They multiply float32 as the adapters' kernels do beside a base of 16 bits, with
-10 bits of mantissa, so they serve such bases only. `isolation.probe` decides, once per process.
+10 bits of mantissa, so they serve such bases only. `isolation.probe` decides, once per process. Where the library
+refuses their gradients (`refusal`), torch computes all of it, samplers' recurrences too.
 
 A chunk belongs to one sequence and lies at a multiple of its length from where that begins, and no kernel is chosen by
 how many sequences there are (the tuner's keys are heads and widths), so a sequence's sums do not depend on its
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,6 +36,9 @@ MAX_KEY_DIM = 256
 TRIED = (2, 70, 33, 1)
 #: How far the kernels may be off, of the largest entry: 10 bits of mantissa through a few hundred sums.
 TOLERANCE = 0.02
+#: From the first to before the second, Triton compiles gradients of gated recurrences to wrong numbers on Hopper, so
+#: that fla-core raises there (its issue 640).
+WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
 
 
 class Kernels(NamedTuple):
@@ -42,6 +47,8 @@ class Kernels(NamedTuple):
     delta_step: Callable[..., Any]
     scan: Callable[..., Any]
     scan_step: Callable[..., Any]
+    #: Why there are no gradients; empty: there are.
+    refusal: str = ""
 
 
 @cache
@@ -55,8 +62,22 @@ def kernels() -> Kernels | None:
         return None
     return Kernels(
         causal_conv1d, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_simple_gla,
-        fused_recurrent_simple_gla,
+        fused_recurrent_simple_gla, _refusal_here(),
     )  # fmt: skip
+
+
+def refusal(capability: tuple[int, int], triton: str) -> str:
+    """Why fla-core has no gradients on a device of this compute capability with this version of Triton."""
+    version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    if capability[0] == 9 and WRONG_ON_HOPPER[0] <= version < WRONG_ON_HOPPER[1]:
+        return f"with Triton {triton} their gradients are wrong on this GPU; with 3.7.1 they are right"
+    return ""
+
+
+def _refusal_here() -> str:
+    import triton
+
+    return refusal(torch.cuda.get_device_capability(), triton.__version__) if torch.cuda.is_available() else ""
 
 
 def serves(weight: Tensor, key_dim: int) -> bool:
@@ -121,6 +142,9 @@ def one_token(
 def agrees(recurrence: Recurrence, width: int, device: torch.device) -> bool:
     """Whether the kernels run here and find what torch does, to TOLERANCE: outputs, gradients, states and a step. What
     does not is left out, with a warning. `width` is that of the recurrence's input."""
+    if why := _kernels().refusal:
+        log.warning("kernels of fla-core are left out; torch computes recurrences (%s)", why)
+        return False
     generator = torch.Generator().manual_seed(0)
     x_TI, more_RI = (torch.randn(n, width, generator=generator).to(device) for n in (sum(TRIED), len(TRIED)))
     try:

@@ -9,24 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.workers.generator.gpu.caches import LOOSER, TOLERANCES, filled_cache
 from tests.workers.model.gpu_kit import DEVICE
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.gpu.attend import MAX_SPLITS, MIN_PAGES, PagedAttend
 from workers.model.attend import ALL, Reach
 
 LONG = (MAX_SPLITS * MIN_PAGES + 5) * PAGE_TOKENS
-#: On a GPU powers of two are approximate.
-LOOSER = 1 if DEVICE.type == "cpu" else 10
-#: Relative to the largest entry.
-TOLERANCES = {torch.float32: 2e-6 * LOOSER, torch.bfloat16: 2e-2}
-
-
-def filled_cache(kv_heads: int, dim: int, dtype: torch.dtype, pages: int = 64) -> KVCache:
-    cache = KVCache(layers=2, pages=pages, kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in cache.tensors:
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return cache
 
 
 def table(sequences: list[int], width: int, pages: int = 64) -> Tensor:

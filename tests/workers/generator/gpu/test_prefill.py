@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.generator.gpu.test_attend import LOOSER, TOLERANCES, filled_cache
+from tests.workers.generator.gpu.caches import LOOSER, TOLERANCES, filled_cache
 from tests.workers.model.gpu_kit import DEVICE
 from workers.generator.attention.prefill_attend import Piece
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of

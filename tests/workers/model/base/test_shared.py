@@ -219,6 +219,11 @@ def test_of_two_that_find_a_file_incomplete_at_the_same_time_one_fills_it(
     leave_files(folder)
 
 
+#: What a worker on a CPU takes beyond its plan where torch was built for CUDA, whose libraries it loads all the same:
+#: torch 2.11 for CUDA 13, imported, has 127 MB of its own more than torch 2.13 for CPUs.
+CUDA_LIBRARIES_BYTES = 160 << 20
+
+
 def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: Path) -> None:
     """Real workers, of which the one that has loaded is killed."""
     model = tmp_path / "model"
@@ -236,7 +241,8 @@ def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: 
     forget_pages(model)
     with pair(host) as (trainer, generator):
         together = trainer.pss_bytes + generator.pss_bytes
-        assert 0.7 * planned(model, 2) < together < planned(model, 2)
+        libraries = 2 * CUDA_LIBRARIES_BYTES if torch.version.cuda else 0
+        assert 0.7 * planned(model, 2) < together < planned(model, 2) + libraries
         assert trainer.read_bytes > 0.9 * weights
         before, sampled = host.train(trainer), host.sample(generator)
         assert "loaded, for all" in trainer.end(signal.SIGKILL)

@@ -29,7 +29,7 @@ from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, loss_ref
 from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, replayed, rl_data, sliced
-from tests.workers.trainer.ranks.faults import FAILURES, scenario
+from tests.workers.trainer.ranks.faults import FAILURES, LITTLE, USUAL, scenario
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
 from workers.model.base.sharded import held_bytes, load_sharded
@@ -210,13 +210,16 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
     with patch.object(Stored, "rows", counted(Stored.rows, read)):
         base = load(model, layout, group, folder)
     held, files = zip(*group.exchange((memory_of(base, group), sum(read))), strict=True)
-    total, experts, wanted = 0, 0, list[bytes]()
+    total, experts, usual, little = 0, 0, list[bytes](), list[bytes]()
     if group.leads:
         whole = load_decoder(model, WHERE.dtype, DEVICE)
         total = sum(weight.nbytes for weight in whole.parameters())
         of_experts = [each for name, each in whole.named_parameters() if is_of_experts(whole, name)]
         experts = sum(weight.nbytes for weight in of_experts)
-        wanted = program(Bench(whole, folder / "one", microbatch_tokens=64), steps)
+        usual = little = program(Bench(whole, folder / "one", **USUAL), steps)
+        if on_gpu:  # with other bounds batches differ, by whose size a GPU's products round
+            little = program(Bench(whole, folder / "one-with-little", **LITTLE), steps)
+            ASIDE.clear()
     if not group.leads and not any(name.startswith(("poor", "full", "drawn")) for name in chosen):
         # The server is told of an uploaded loss at once: by rank 0, which computes it.
         patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
@@ -224,7 +227,7 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
     for name in chosen:
         fault, bounds = scenario(name)
         with fault(group.rank), patch.object(guests, "spread", counted(spread, moved)):
-            found = play(group, base, wanted, folder / name, bounds, steps)
+            found = play(group, base, little if bounds == LITTLE else usual, folder / name, bounds, steps)
         failures = Counter(each for own in group.exchange(FAILURES) for each in own)
         if group.leads:
             found |= {
