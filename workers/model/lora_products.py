@@ -52,6 +52,8 @@ def on_device(weight: Tensor) -> bool:
 
 
 def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> LoraProducts:
-    from workers.model.gpu.launch import TritonProducts  # Triton: only a GPU needs it
+    from workers.model.gpu.launch import TritonProducts, table_of  # Triton: only a GPU needs it
+    from workers.model.gpu.single import SingleProducts
 
-    return TritonProducts.dense(rows, name, base)
+    table = table_of(rows)
+    return SingleProducts(table) if table.single else TritonProducts.dense(rows, name, base)

@@ -90,7 +90,9 @@ class RankClass:
 class Table:
     """The adapters of one batch. A LoraRows has one for as long as it lives."""
 
-    def __init__(self, rows: LoraRows, device: torch.device) -> None:
+    def __init__(self, rows: LoraRows, device: torch.device, *, single: bool = False) -> None:
+        #: Whether each row is a group of its own, and always will be.
+        self.single = single
         # Not the rows themselves: they are the weak key of this table.
         self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
@@ -121,6 +123,15 @@ class Table:
                 pairs += [(own.active_G, new.active_G), (blocks.segment, others.segment), (blocks.first, others.first)]
         for tensor, new_tensor in pairs:
             tensor.copy_(new_tensor)
+
+    @property
+    def addresses(self) -> Tensor:
+        """int64 [N, G]: the address of each group's tensors; 0 where there is none."""
+        return self._device_weights_NG
+
+    def index(self, name: str) -> int:
+        """Which row of `addresses` is this tensor's."""
+        return self._index[name]
 
     def weights(self, name: str) -> Tensor:
         """int64 [G]: the address of each group's tensor; 0 where there is none."""
@@ -191,7 +202,7 @@ def rewritable(shapes: Collection[AdapterShape], num_rows: int, device: torch.de
     Until then the adapters are shapes without memory."""
     ghosts: list[Adapter | None] = [Adapter.zeros(shape, device="meta") for shape in shapes]
     rows = LoraRows(range(num_rows + 1), ghosts + [None] * (num_rows - len(ghosts)))
-    table = _TABLES[rows] = Table(rows, device)
+    table = _TABLES[rows] = Table(rows, device, single=True)
     return rows, table
 
 

@@ -1,0 +1,242 @@
+"""The low-rank products of a decode step, where every row is a group of its own.
+
+What a row costs is to read its factors once, so nothing is tiled over rows, and tensor cores have no part: a block
+multiplies one row with a piece of one factor, found by address, in float32. One launch serves all ranks and up to PARTS
+factors side by side, and none is needed to find rows: a row's group is its number, a pair's that of its token.
+
+What a row gets follows from it and its adapter alone: blocks follow from the widths of the base, and sums over the rank
+go RANKS at a time. These products are those of `rewritable` tables (segments.py), so of decode steps whatever rows they
+have, and of nothing else: how a group is computed does not follow from how long the others are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.model.gpu.segments import Table
+from workers.model.lora_rows import LoraRows
+from workers.model.native.launch import Parts
+from workers.model.routing import Routing
+
+#: The most factors that one launch of `expand_row` takes.
+PARTS = 4
+
+#: Rows of a factor that `expand_row` adds up at a time.
+RANKS = 8
+
+
+class Piece(NamedTuple):
+    """What a block takes of a factor, [ranks, columns] at a time, with so many warps."""
+
+    ranks: int
+    columns: int
+    warps: int
+
+
+def shrink_piece(wide: int) -> Piece:
+    """A block of `shrink_row` adds up whole rows of a factor, few enough that every row of the batch keeps several
+    blocks busy."""
+    columns = min(2048, max(16, triton.next_power_of_2(wide)))
+    return Piece(min(4, 4096 // columns), columns, 4)
+
+
+def expand_piece(wide: int) -> Piece:
+    """Of `expand_row`, for the widest of its parts."""
+    return Piece(RANKS, min(1024 if wide > 1 << 15 else 512, max(16, triton.next_power_of_2(wide))), 4)
+
+
+@triton.jit
+def _factor(addresses, index, ranks, token, expert, pair, num_groups, wide, PAIRED: tl.constexpr, STACK: tl.constexpr):
+    """The group of a row, its factor (0 where it has none), that one's first element for the row's expert, and how many
+    rows it has there."""
+    group = tl.load(token + pair) if PAIRED else pair
+    address = tl.load(addresses + index * num_groups + group)
+    count = STACK * tl.load(ranks + group)
+    w = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+    if PAIRED:
+        w += tl.load(expert + pair) * count * wide
+    return group, address, w, count
+
+
+#: Arguments that change from layer to layer and from batch to batch: else Triton would compile again for some.
+VARYING = ["index_0", "index_1", "index_2", "index_3", "num_groups", "part"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def shrink_row(
+    x,
+    stride_x,
+    u,
+    stride_u,
+    addresses,
+    index_0,
+    ranks,
+    scales,
+    token,
+    expert,
+    num_groups,
+    wide,
+    part,
+    PAIRED: tl.constexpr,
+    STACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """u[m, part * rank + i] = x[m] . W[i], for i < STACK * rank, times the group's scale if SCALED."""
+    row = tl.program_id(0).to(tl.int64)
+    group, address, w, count = _factor(addresses, index_0, ranks, token, expert, row, num_groups, wide, PAIRED, STACK)
+    i = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if (address != 0) & (tl.program_id(1) * BLOCK_R < count):
+        total = tl.full((BLOCK_R, BLOCK_K), 0.0, tl.float32)
+        for start in range(0, wide, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x_k = tl.load(x + row * stride_x + k, k < wide, 0.0).to(tl.float32)
+            w_ik = tl.load(w + i[:, None] * wide + k[None], (i < count)[:, None] & (k < wide)[None], 0.0)
+            total += w_ik * x_k[None]
+        u_i = tl.sum(total, 1)
+        if SCALED:
+            u_i = u_i * tl.load(scales + group)
+        tl.store(u + row * stride_u + part * (count // STACK) + i, u_i, i < count)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def expand_row(
+    y,
+    stride_y,
+    u,
+    stride_u,
+    addresses,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
+    wide_0,
+    wide_1,
+    wide_2,
+    wide_3,
+    ranks,
+    scales,
+    token,
+    expert,
+    num_groups,
+    part,
+    PAIRED: tl.constexpr,
+    STACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED. Of the
+    parts that lie side by side in y from `part` on, each with a W, a block has columns of one."""
+    row, beside = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    index, wide, first = index_0, wide_0, 0
+    if beside > 0:
+        index = tl.where(beside == 1, index_1, tl.where(beside == 2, index_2, index_3))
+        wide = tl.where(beside == 1, wide_1, tl.where(beside == 2, wide_2, wide_3))
+        first = wide_0 + tl.where(beside > 1, wide_1, 0) + tl.where(beside > 2, wide_2, 0)
+    begin = tl.program_id(1) * BLOCK_N
+    if begin < wide:
+        group, address, w, count = _factor(addresses, index, ranks, token, expert, row, num_groups, wide, PAIRED, STACK)
+        n = begin + tl.arange(0, BLOCK_N)
+        inside = n < wide
+        if address != 0:
+            at = y + row * stride_y + first + n
+            before = tl.load(at, inside, 0.0).to(tl.float32)
+            u += row * stride_u + (part + beside) * (count // STACK)
+            total = tl.full((BLOCK_N,), 0.0, tl.float32)
+            for start in range(0, count, BLOCK_R):
+                i = start + tl.arange(0, BLOCK_R)
+                u_i = tl.load(u + i, i < count, 0.0)
+                w_in = tl.load(w + i[:, None] * wide + n[None], (i < count)[:, None] & inside[None], 0.0)
+                total += tl.sum(w_in * u_i[:, None], 0)
+            if SCALED:
+                total = total * tl.load(scales + group)
+            tl.store(at, (before + total).to(y.dtype.element_ty), inside)
+
+
+@dataclass(frozen=True)
+class SingleProducts:
+    """`LoraProducts` of rows that are a group each, or of the (token, expert) pairs of such rows."""
+
+    table: Table
+    token: Tensor | None = None
+    expert: Tensor | None = None
+
+    def experts(self, routing: Routing, rows: LoraRows) -> SingleProducts:
+        return replace(self, token=routing.token, expert=routing.experts)
+
+    @property
+    def max_rank(self) -> int:
+        return self.table.max_rank
+
+    def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """u[:, part] = x W^T."""
+        wide, table = x.shape[1], self.table
+        piece = shrink_piece(wide)
+        shrink_row[len(x), -(-stack * self.max_rank // piece.ranks)](
+            x,
+            x.stride(0),
+            u,
+            u.stride(0),
+            table.addresses,
+            table.index(name),
+            *self._where(u),
+            wide,
+            part,
+            PAIRED=self.token is not None,
+            STACK=stack,
+            SCALED=scaled,
+            BLOCK_R=piece.ranks,
+            BLOCK_K=piece.columns,
+            num_warps=piece.warps,
+        )
+
+    def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """y += u[:, part] W."""
+        self._expand(y, u, [(name, y.shape[1])], part=part, stack=stack, scaled=scaled)
+
+    def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        if x is not None:
+            self.shrink(x, u, a, stack=len(parts), scaled=False)
+        column = 0
+        for part in range(0, len(parts), PARTS):
+            taken = parts[part : part + PARTS]
+            self._expand(y[:, column:], u, taken, part=part, scaled=scaled)
+            column += sum(wide for _, wide in taken)
+
+    def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        raise NotImplementedError("decode steps train nothing")
+
+    def _expand(self, y: Tensor, u: Tensor, parts: Parts, *, part: int, stack: int = 1, scaled: bool) -> None:
+        widest, table = max(wide for _, wide in parts), self.table
+        piece, last = expand_piece(widest), [parts[-1]] * (PARTS - len(parts))
+        every = [*parts, *last]
+        expand_row[len(y), -(-widest // piece.columns), len(parts)](
+            y,
+            y.stride(0),
+            u,
+            u.stride(0),
+            table.addresses,
+            *(table.index(name) for name, _ in every),
+            *(wide for _, wide in every),
+            *self._where(u),
+            part,
+            PAIRED=self.token is not None,
+            STACK=stack,
+            SCALED=scaled,
+            BLOCK_R=piece.ranks,
+            BLOCK_N=piece.columns,
+            num_warps=piece.warps,
+        )
+
+    def _where(self, u: Tensor) -> tuple[Tensor | int, ...]:
+        """Without pairs, something in their place that is not read."""
+        token = self.token if self.token is not None else self.table.ranks_G
+        expert = self.expert if self.expert is not None else self.table.ranks_G
+        return self.table.ranks_G, self.table.scales_G, token, expert, len(self.table.ranks_G)
