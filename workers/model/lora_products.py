@@ -52,7 +52,8 @@ def on_device(weight: Tensor) -> bool:
 
 
 def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> LoraProducts:
-    from workers.model.gpu.launch import TritonProducts, table_of  # Triton: only a GPU needs it
+    from workers.model.gpu.launch import TritonProducts  # Triton: only a GPU needs it
+    from workers.model.gpu.segments import table_of
     from workers.model.gpu.single import SingleProducts
 
     table = table_of(rows)

@@ -21,7 +21,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.model.gpu import experts, kernels, launch, single
+from workers.model.gpu import experts, kernels, launch, single, single_kernels
 from workers.model.gpu.segments import DENSE_ROWS, EXPERT_ROWS
 
 POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
@@ -44,12 +44,12 @@ def of_row(name, capability, wide, dtype):
         piece = single.expand_piece(wide)
         fixed |= {"BLOCK_R": piece.ranks, "BLOCK_N": piece.columns}
     types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
-    return built(getattr(single, name), fixed, types, capability)
+    return built(getattr(single_kernels, name), fixed, types, capability)
 
 def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
     if name == "experts":
         return base(capability, precision, dtype)
-    if hasattr(single, name):
+    if hasattr(single_kernels, name):
         return of_row(name, capability, rows, dtype)
     kernel = getattr(kernels, name)
     fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": rows, "BLOCK_R": rank_block}

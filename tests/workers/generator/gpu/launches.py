@@ -17,7 +17,7 @@ import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from workers.generator.gpu import kernels as decode_kernels
 from workers.generator.gpu import prefill_kernels
 from workers.model.gpu import kernels as adapter_kernels
-from workers.model.gpu import single as single_kernels
+from workers.model.gpu import single_kernels
 
 KERNELS: dict[ModuleType, tuple[str, ...]] = {
     adapter_kernels: ("shrink", "expand", "experts"),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from workers.generator.gpu import kernels as decode_kernels
 from workers.model.gpu import kernels as adapter_kernels
-from workers.model.gpu import single as single_kernels
+from workers.model.gpu import single_kernels
 
 T = TypeVar("T")
 
