@@ -26,6 +26,9 @@ class LoraProducts(Protocol):
     def experts(self, routing: Routing, rows: LoraRows) -> LoraProducts:
         """The same groups over the (token, expert) pairs of `routing`, each with the factor of its group and expert."""
 
+    def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        """A `u` for `shrink`, of as many rows as `like` has. `expand` reads nothing of it but what `shrink` writes."""
+
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
 

@@ -173,7 +173,7 @@ class Sorted(NamedTuple):
         h_PF, v_P = activated(experts.gate, gate_up_PG), None
         y_PD = self._base(h_PF, experts.down_EDF)
         if self.paired is not None:
-            v_P = h_PF.new_zeros(len(h_PF), self.paired.max_rank)
+            v_P = self.paired.room(h_PF)
             self.paired.shrink(h_PF, v_P, names.down_a, scaled=False)
         return y_PD, v_P, (gate_up_PG, u_P)
 
@@ -233,7 +233,7 @@ def _forward(
 def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
     """scale * x A^T of each pair, [P, Sr]."""
     stack = len(plan.names.inner_b)
-    u_T = x_TD.new_zeros(len(x_TD), stack * adapters.paired.max_rank)
+    u_T = adapters.paired.room(x_TD, stack)
     if adapters.shared is not None:
         adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=stack, scaled=True)
     u_P = u_T.index_select(0, plan.routing.token)

@@ -111,16 +111,12 @@ class Table:
         self._device_grads_NG = sent(torch.from_numpy(self._grads_NG), device)
 
     def rewrite(self, rows: LoraRows) -> None:
-        """Become the table of other rows in the tensors that are here, so that launches which were captured with them
+        """Of a single table: become the table of other rows in the tensors that are here, so that launches which were captured with them
         serve those rows. These must have the same offsets, and adapters of the same `forms`; none may be trained."""
         other = Table(rows, self._device)
         names_N = [other._index[name] for name in self._names]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
         pairs += [(self._device_weights_NG, sent(torch.from_numpy(other._weights_NG[names_N]), self._device))]
-        for has, mine in self._dense_blocks.items():
-            name = next(name for name, groups in self._signatures.items() if groups == has)
-            for (own, blocks), (new, others) in zip(mine, other.blocks(name), strict=True):
-                pairs += [(own.active_G, new.active_G), (blocks.segment, others.segment), (blocks.first, others.first)]
         for tensor, new_tensor in pairs:
             tensor.copy_(new_tensor)
 

@@ -65,6 +65,9 @@ class SingleProducts:
     def max_rank(self) -> int:
         return self.table.max_rank
 
+    def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        return like.new_empty(len(like), stack * self.max_rank)
+
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T."""
         wide, table = x.shape[1], self.table
