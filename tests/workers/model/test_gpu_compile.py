@@ -31,7 +31,7 @@ POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
 
 def base(capability, precision, dtype):
     fixed = {"PRECISION": precision, "BLOCK_M": EXPERT_ROWS, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
-    types = dict.fromkeys(("block_expert", "first_block", "start"), "*i64") | dict.fromkeys(fixed, "constexpr")
+    types = dict.fromkeys(("block_expert", "first_block", "ends"), "*i32") | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("x", "weight", "y"), "*" + dtype)
     return built(kernels.experts, fixed, types, capability)
 
@@ -46,9 +46,20 @@ def of_row(name, capability, wide, dtype):
     types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
     return built(getattr(single_kernels, name), fixed, types, capability)
 
+def of_experts(name, capability, pairs):
+    tensors = ("chosen", "experts", "order", "inverse", "token")
+    types = dict.fromkeys(tensors, "*i64") | dict.fromkeys(("ends", "block_expert", "first_block"), "*i32")
+    if name == "sort_pairs":
+        fixed = {"BLOCK": experts.TOGETHER, "BLOCK_P": pairs}
+    else:
+        fixed = {"BLOCK_M": EXPERT_ROWS, "BLOCK_E": pairs, "BLOCK_B": experts.TOGETHER}
+    return built(getattr(kernels, name), fixed, types | dict.fromkeys(fixed, "constexpr"), capability)
+
 def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
     if name == "experts":
         return base(capability, precision, dtype)
+    if name in ("expert_blocks", "sort_pairs"):
+        return of_experts(name, capability, rows)
     if hasattr(single_kernels, name):
         return of_row(name, capability, rows, dtype)
     kernel = getattr(kernels, name)
@@ -80,6 +91,7 @@ FORMS: list[tuple[Any, ...]] = [
     # Of experts, whose runs are short.
     *((name, 90, 16, "tf32", "fp32", 16) for name in ("shrink", "expand", "outer")),
     ("outer", 80, 128, "tf32", "fp32", 16),
+    *((name, gpu, 0, "", "", 1024) for name in ("expert_blocks", "sort_pairs") for gpu in (80, 90)),
     # Of decode steps, by the width of the base.
     *((name, 90, 0, "", "fp32", wide) for name in ("shrink_row", "expand_row") for wide in (768, 4096, 151936)),
     *((name, 80, 0, "", "bf16", 40) for name in ("shrink_row", "expand_row")),

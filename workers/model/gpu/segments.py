@@ -111,8 +111,9 @@ class Table:
         self._device_grads_NG = sent(torch.from_numpy(self._grads_NG), device)
 
     def rewrite(self, rows: LoraRows) -> None:
-        """Of a single table: become the table of other rows in the tensors that are here, so that launches which were captured with them
-        serve those rows. These must have the same offsets, and adapters of the same `forms`; none may be trained."""
+        """Of a single table: become that of other rows in the tensors that are here, so that launches which were
+        captured with them serve those rows. These must have the same offsets, and adapters of the same `forms`; none
+        may be trained."""
         other = Table(rows, self._device)
         names_N = [other._index[name] for name in self._names]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]

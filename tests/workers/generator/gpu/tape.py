@@ -20,7 +20,7 @@ from workers.model.gpu import single_kernels
 
 T = TypeVar("T")
 
-KERNELS = [(adapter_kernels, name) for name in ("shrink", "expand", "experts")]
+KERNELS = [(adapter_kernels, name) for name in ("shrink", "expand", "experts", "expert_blocks", "sort_pairs")]
 KERNELS += [(single_kernels, name) for name in ("shrink_row", "expand_row")]
 KERNELS += [(decode_kernels, name) for name in ("store", "partial", "combine")]
 
