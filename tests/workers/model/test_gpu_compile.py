@@ -29,8 +29,8 @@ POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
      "expert"), "*i64"
 )
 
-def base(capability, precision, dtype):
-    fixed = {"PRECISION": precision, "BLOCK_M": EXPERT_ROWS, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
+def base(capability, dtype):
+    fixed = {"BLOCK_M": EXPERT_ROWS, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
     types = dict.fromkeys(("block_expert", "first_block", "ends"), "*i32") | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("x", "weight", "y"), "*" + dtype)
     return built(kernels.experts, fixed, types, capability)
@@ -57,7 +57,7 @@ def of_experts(name, capability, pairs):
 
 def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
     if name == "experts":
-        return base(capability, precision, dtype)
+        return base(capability, dtype)
     if name in ("expert_blocks", "sort_pairs"):
         return of_experts(name, capability, rows)
     if hasattr(single_kernels, name):
@@ -95,7 +95,7 @@ FORMS: list[tuple[Any, ...]] = [
     # Of decode steps, by the width of the base.
     *((name, 90, 0, "", "fp32", wide) for name in ("shrink_row", "expand_row") for wide in (768, 4096, 151936)),
     *((name, 80, 0, "", "bf16", 40) for name in ("shrink_row", "expand_row")),
-    *(("experts", gpu, 0, *of) for gpu, of in ((90, ("tf32", "bf16")), (80, ("ieee", "fp32")))),
+    *(("experts", gpu, 0, "", dtype) for gpu, dtype in ((90, "bf16"), (80, "fp32"))),
 ]
 
 

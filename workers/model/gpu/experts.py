@@ -53,7 +53,6 @@ def expert_mm(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         experts,
         inner,
         out,
-        PRECISION="ieee" if x_PI.dtype == torch.float32 else "tf32",  # which holds bfloat16 exactly
         BLOCK_M=EXPERT_ROWS,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,

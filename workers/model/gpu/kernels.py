@@ -200,7 +200,6 @@ def experts(
     num_experts,
     inner,
     wide,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -221,7 +220,7 @@ def experts(
             x_mk = tl.load(x + row[:, None] * stride_x + k[None], own[:, None] & (k < inner)[None], 0.0)
             at = w + n[None].to(tl.int64) * stride_n + k[:, None].to(tl.int64) * stride_k
             w_kn = tl.load(at, (k < inner)[:, None] & inside[None], 0.0)
-            total = tl.dot(x_mk.to(tl.float32), w_kn.to(tl.float32), total, input_precision=PRECISION)
+            total = tl.dot(x_mk, w_kn, total, input_precision="ieee")
         tl.store(y + row[:, None] * stride_y + n[None], total.to(y.dtype.element_ty), own[:, None] & inside[None])
 
 
