@@ -80,7 +80,7 @@ def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
 
 def add_adapters(y_TO: Tensor, x_TI: Tensor, site: Site, products: LoraProducts) -> Tensor:
     """Add scale * (x A^T) B^T of each group to its rows of y in place. Returns x A^T, which the backward needs."""
-    u = x_TI.new_zeros(len(x_TI), len(site.b) * products.max_rank, dtype=torch.float32)
+    u = products.room(x_TI, len(site.b))
     products.add(y_TO[:, : sum(site.sizes)], x_TI, u, site.a, site.parts, scaled=True)
     return u
 

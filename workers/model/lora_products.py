@@ -26,6 +26,9 @@ class LoraProducts(Protocol):
     def experts(self, routing: Routing, rows: LoraRows) -> LoraProducts:
         """The same groups over the (token, expert) pairs of `routing`, each with the factor of its group and expert."""
 
+    def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        """A `u` for `shrink`, of as many rows as `like` has. `expand` reads nothing of it but what `shrink` writes."""
+
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
 
@@ -53,5 +56,8 @@ def on_device(weight: Tensor) -> bool:
 
 def _on_device(rows: LoraRows, name: str, base: torch.dtype) -> LoraProducts:
     from workers.model.gpu.launch import TritonProducts  # Triton: only a GPU needs it
+    from workers.model.gpu.segments import table_of
+    from workers.model.gpu.single import SingleProducts
 
-    return TritonProducts.dense(rows, name, base)
+    table = table_of(rows)
+    return SingleProducts(table) if table.single else TritonProducts.dense(rows, name, base)

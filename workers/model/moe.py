@@ -170,8 +170,7 @@ class Sorted(NamedTuple):
         experts, names = self.experts, self.names
         gate_up_PG = self._base(x_TD.index_select(0, self.routing.token), experts.gate_up_EGD)
         if (fused := self._fused(gate_up_PG, u_P)) is not None:
-            h_PF = fused.activate()
-            return *self._down(h_PF), (gate_up_PG, u_P)
+            return *self._down(fused.activate()), (gate_up_PG, u_P)
         gate_up_PG = gate_up_PG.to(torch.float32)
         if experts.gate_up_bias_EG is not None:
             gate_up_PG = gate_up_PG + experts.gate_up_bias_EG[self.routing.experts]
@@ -184,7 +183,7 @@ class Sorted(NamedTuple):
         """y_PD and v_P."""
         y_PD, v_P = self._base(h_PF, self.experts.down_EDF), None
         if self.paired is not None:
-            v_P = h_PF.new_zeros(len(h_PF), self.paired.max_rank, dtype=torch.float32)
+            v_P = self.paired.room(h_PF)
             self.paired.shrink(h_PF, v_P, self.names.down_a, scaled=False)
         return y_PD, v_P
 
@@ -195,8 +194,7 @@ class Sorted(NamedTuple):
             return None
         from workers.model.gpu.gate import Inside  # Triton: only a GPU needs it
 
-        paired = self.paired if u_P is not None else None
-        return Inside(gate_up_PG, u_P, cast(Any, paired), self.names.inner_b, self.names.down_a)
+        return Inside.of(gate_up_PG, u_P, self.paired, self.names.inner_b, self.names.down_a)
 
     def backward(
         self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
@@ -266,7 +264,7 @@ def _forward(
 def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
     """scale * x A^T of each pair, [P, Sr]."""
     stack = len(plan.names.inner_b)
-    u_T = x_TD.new_zeros(len(x_TD), stack * adapters.paired.max_rank)
+    u_T = adapters.paired.room(x_TD, stack)
     if adapters.shared is not None:
         adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=stack, scaled=True)
     u_P = u_T.index_select(0, plan.routing.token)

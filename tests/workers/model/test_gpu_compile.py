@@ -21,22 +21,47 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.model.gpu import experts, kernels, launch
+from workers.model.gpu import experts, kernels, launch, single, single_kernels
 from workers.model.gpu.segments import DENSE_ROWS, EXPERT_ROWS
 
 POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
-    ("addresses", "ranks", "block_segment", "first_block", "segment_start", "owner_start", "owner_groups"), "*i64"
+    ("addresses", "ranks", "block_segment", "first_block", "segment_start", "owner_start", "owner_groups", "token",
+     "expert"), "*i64"
 )
 
-def base(capability, precision, dtype):
-    fixed = {"PRECISION": precision, "BLOCK_M": EXPERT_ROWS, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
-    types = dict.fromkeys(("block_expert", "first_block", "start"), "*i64") | dict.fromkeys(fixed, "constexpr")
+def base(capability, dtype):
+    fixed = {"BLOCK_M": EXPERT_ROWS, "BLOCK_N": experts.BLOCK_N, "BLOCK_K": experts.BLOCK_K}
+    types = dict.fromkeys(("block_expert", "first_block", "ends"), "*i32") | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("x", "weight", "y"), "*" + dtype)
     return built(kernels.experts, fixed, types, capability)
 
+def of_row(name, capability, wide, dtype):
+    fixed = {"PAIRED": True, "STACK": 1, "SCALED": True}
+    if name == "shrink_row":
+        piece = single.shrink_piece(wide)
+        fixed |= {"BLOCK_R": piece.ranks, "BLOCK_K": piece.columns}
+    else:
+        piece = single.expand_piece(wide)
+        fixed |= {"BLOCK_R": piece.ranks, "BLOCK_N": piece.columns}
+    types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
+    return built(getattr(single_kernels, name), fixed, types, capability)
+
+def of_experts(name, capability, pairs):
+    tensors = ("chosen", "experts", "order", "inverse", "token")
+    types = dict.fromkeys(tensors, "*i64") | dict.fromkeys(("ends", "block_expert", "first_block"), "*i32")
+    if name == "sort_pairs":
+        fixed = {"BLOCK": experts.TOGETHER, "BLOCK_P": pairs}
+    else:
+        fixed = {"BLOCK_M": EXPERT_ROWS, "BLOCK_E": pairs, "BLOCK_B": experts.TOGETHER}
+    return built(getattr(kernels, name), fixed, types | dict.fromkeys(fixed, "constexpr"), capability)
+
 def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
     if name == "experts":
-        return base(capability, precision, dtype)
+        return base(capability, dtype)
+    if name in ("expert_blocks", "sort_pairs"):
+        return of_experts(name, capability, rows)
+    if hasattr(single_kernels, name):
+        return of_row(name, capability, rows, dtype)
     kernel = getattr(kernels, name)
     fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": rows, "BLOCK_R": rank_block}
     if name == "shrink":
@@ -66,7 +91,11 @@ FORMS: list[tuple[Any, ...]] = [
     # Of experts, whose runs are short.
     *((name, 90, 16, "tf32", "fp32", 16) for name in ("shrink", "expand", "outer")),
     ("outer", 80, 128, "tf32", "fp32", 16),
-    *(("experts", gpu, 0, *of) for gpu, of in ((90, ("tf32", "bf16")), (80, ("ieee", "fp32")))),
+    *((name, gpu, 0, "", "", 1024) for name in ("expert_blocks", "sort_pairs") for gpu in (80, 90)),
+    # Of decode steps, by the width of the base.
+    *((name, 90, 0, "", "fp32", wide) for name in ("shrink_row", "expand_row") for wide in (768, 4096, 151936)),
+    *((name, 80, 0, "", "bf16", 40) for name in ("shrink_row", "expand_row")),
+    *(("experts", gpu, 0, "", dtype) for gpu, dtype in ((90, "bf16"), (80, "fp32"))),
 ]
 
 

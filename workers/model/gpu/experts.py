@@ -8,14 +8,17 @@ Shapes: P rows sorted by expert, E experts, O out, I in.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from workers.model.gpu import kernels
-from workers.model.gpu.segments import EXPERT_ROWS, Segments
+from workers.model.gpu.segments import EXPERT_ROWS
 
 #: Columns of the output and of the input that a block has at a time.
 BLOCK_N, BLOCK_K = 64, 64
+
+#: Pairs, or blocks of rows, that are compared with all others, or with all experts, at a time.
+TOGETHER = 16
 
 
 def expert_mm(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -24,25 +27,52 @@ def expert_mm(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     y_PO = x_PI.new_empty(len(x_PI), out)
     if not len(x_PI):
         return y_PO
-    segments = Segments(F.pad(ends_E.long(), (1, 0)), 1, experts, len(x_PI), EXPERT_ROWS)
-    blocks = segments.blocks(torch.ones(1, dtype=torch.bool, device=x_PI.device))
+    most = max(1, len(x_PI) // EXPERT_ROWS + min(experts, len(x_PI)))
+    block_expert, first_block = (ends_E.new_empty(size) for size in (most, experts))
+    kernels.expert_blocks[-(-most // TOGETHER),](
+        ends_E,
+        block_expert,
+        first_block,
+        experts,
+        most,
+        BLOCK_M=EXPERT_ROWS,
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_B=TOGETHER,
+    )
     x_PI = x_PI.contiguous()
-    kernels.experts[len(blocks.segment), -(-out // BLOCK_N)](
+    kernels.experts[most, -(-out // BLOCK_N)](
         x_PI,
         x_PI.stride(0),
         weight_EOI,
         *weight_EOI.stride(),
         y_PO,
         y_PO.stride(0),
-        blocks.segment,
-        blocks.first,
-        segments.start,
+        block_expert,
+        first_block,
+        ends_E,
         experts,
         inner,
         out,
-        PRECISION="ieee" if x_PI.dtype == torch.float32 else "tf32",  # which holds bfloat16 exactly
-        BLOCK_M=blocks.block_rows,
+        BLOCK_M=EXPERT_ROWS,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
     )
     return y_PO
+
+
+def sort_pairs(experts_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, ...]:
+    """`Routing`'s experts, order, inverse, token and ends_E, in one launch, for few pairs."""
+    pairs = len(experts_P)
+    found = [torch.empty_like(experts_P), *(experts_P.new_empty(pairs, dtype=torch.int64) for _ in range(3))]
+    ends_E = experts_P.new_empty(num_experts, dtype=torch.int32)
+    kernels.sort_pairs[-(-max(pairs, num_experts) // TOGETHER),](
+        experts_P,
+        *found,
+        ends_E,
+        pairs,
+        choices,
+        num_experts,
+        BLOCK=TOGETHER,
+        BLOCK_P=triton.next_power_of_2(pairs),
+    )
+    return *found, ends_E

@@ -11,17 +11,16 @@ Shapes: P pairs sorted by expert, F expert width, G = 2F (gate beside up), r ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from workers.model.gpu import fused_kernels
+from workers.model.gpu.launch import TritonProducts
 from workers.model.gpu.segments import EXPERT_ROWS
-
-if TYPE_CHECKING:
-    from workers.model.gpu.launch import TritonProducts
+from workers.model.lora_products import LoraProducts
 
 #: Columns of F that a block has at a time.
 WIDTH = 64
@@ -36,11 +35,31 @@ class Inside(NamedTuple):
     paired: TritonProducts | None
     inner_b: tuple[str, ...]
     down_a: str
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        gate_up_PG: Tensor,
+        u_P: Tensor | None,
+        products: LoraProducts | None,
+        inner_b: tuple[str, ...],
+        down_a: str,
+    ) -> Inside:
+        """Products that are not tiled, those of a decode step, are added before."""
+        dtype = gate_up_PG.dtype
+        if products is None or u_P is None:
+            return cls(gate_up_PG, None, None, inner_b, down_a, dtype)
+        if isinstance(products, TritonProducts):
+            return cls(gate_up_PG, u_P, products, inner_b, down_a, dtype)
+        gate_up_PG = gate_up_PG.to(torch.float32)
+        products.add(gate_up_PG, None, u_P, "", [(name, gate_up_PG.shape[1] // 2) for name in inner_b], scaled=False)
+        return cls(gate_up_PG, None, None, inner_b, down_a, dtype)
 
     def activate(self) -> Tensor:
-        """h_PF = silu(gate) * up, of gate and up with their low-rank parts, in the dtype of `gate_up_PG`."""
+        """h_PF = silu(gate) * up, of gate and up with their low-rank parts, in `dtype`, that of base's products."""
         pairs, wide = len(self.gate_up_PG), self.gate_up_PG.shape[1] // 2
-        h_PF = self.gate_up_PG.new_empty(pairs, wide)
+        h_PF = self.gate_up_PG.new_empty(pairs, wide, dtype=self.dtype)
         for blocks, where, fixed in self._launches():
             fused_kernels.swiglu[blocks, triton.cdiv(wide, WIDTH)](self.gate_up_PG, *where, h_PF, wide, **fixed)
         return h_PF

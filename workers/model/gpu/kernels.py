@@ -196,11 +196,10 @@ def experts(
     stride_y,
     block_expert,
     first_block,
-    start,
+    ends,
     num_experts,
     inner,
     wide,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -209,7 +208,9 @@ def experts(
     index = tl.program_id(0)
     expert = tl.load(block_expert + index)
     if expert < num_experts:
-        row, own = _block(expert, first_block, start, index, BLOCK_M)
+        start = tl.load(ends + expert - 1, expert > 0, 0).to(tl.int64)
+        row = start + (index - tl.load(first_block + expert)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        own = row < tl.load(ends + expert)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < wide
         w = weight + expert.to(tl.int64) * stride_e
@@ -219,5 +220,59 @@ def experts(
             x_mk = tl.load(x + row[:, None] * stride_x + k[None], own[:, None] & (k < inner)[None], 0.0)
             at = w + n[None].to(tl.int64) * stride_n + k[:, None].to(tl.int64) * stride_k
             w_kn = tl.load(at, (k < inner)[:, None] & inside[None], 0.0)
-            total = tl.dot(x_mk.to(tl.float32), w_kn.to(tl.float32), total, input_precision=PRECISION)
+            total = tl.dot(x_mk, w_kn, total, input_precision="ieee")
         tl.store(y + row[:, None] * stride_y + n[None], total.to(y.dtype.element_ty), own[:, None] & inside[None])
+
+
+@triton.jit(do_not_specialize=["num_experts", "most"])
+def expert_blocks(
+    ends,
+    block_expert,
+    first_block,
+    num_experts,
+    most,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Which expert each of the `most` blocks of at most BLOCK_M rows belongs to, num_experts where there is nothing to
+    do, and each expert's first block: of rows that end at ends[e]. BLOCK_E is at least num_experts."""
+    e = tl.arange(0, BLOCK_E)
+    rows = tl.load(ends + e, e < num_experts, 0) - tl.load(ends + e - 1, (e > 0) & (e < num_experts), 0)
+    needed = (rows + BLOCK_M - 1) // BLOCK_M
+    after = tl.cumsum(needed, 0)
+    if tl.program_id(0) == 0:
+        tl.store(first_block + e, after - needed, e < num_experts)
+    index = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    expert = tl.sum(((after[None] <= index[:, None]) & (e < num_experts)[None]).to(tl.int32), 1)
+    tl.store(block_expert + index, expert, index < most)
+
+
+@triton.jit(do_not_specialize=["pairs", "choices", "num_experts"])
+def sort_pairs(
+    chosen,
+    experts,
+    order,
+    inverse,
+    token,
+    ends,
+    pairs,
+    choices,
+    num_experts,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """What Routing is made of, for few pairs: the place of each is counted, in blocks of BLOCK that compare it with all
+    others. BLOCK_P is at least `pairs`."""
+    every = tl.arange(0, BLOCK_P)
+    other = tl.load(chosen + every, every < pairs, 1 << 30)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(chosen + pair, pair < pairs, 1 << 30)
+    before = (other[None] < own[:, None]) | ((other[None] == own[:, None]) & (every[None] < pair[:, None]))
+    at = tl.sum(before.to(tl.int32), 1)
+    tl.store(experts + at, own, pair < pairs)
+    tl.store(order + at, pair.to(tl.int64), pair < pairs)
+    tl.store(inverse + pair, at.to(tl.int64), pair < pairs)
+    tl.store(token + at, (pair // choices).to(tl.int64), pair < pairs)
+    # The blocks have an expert each, too, and take turns.
+    tl.store(ends + pair, tl.sum((other[None] <= pair[:, None]).to(tl.int32), 1), pair < num_experts)

@@ -90,7 +90,9 @@ class RankClass:
 class Table:
     """The adapters of one batch. A LoraRows has one for as long as it lives."""
 
-    def __init__(self, rows: LoraRows, device: torch.device) -> None:
+    def __init__(self, rows: LoraRows, device: torch.device, *, single: bool = False) -> None:
+        #: Whether each row is a group of its own, and always will be.
+        self.single = single
         # Not the rows themselves: they are the weak key of this table.
         self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
@@ -109,18 +111,24 @@ class Table:
         self._device_grads_NG = sent(torch.from_numpy(self._grads_NG), device)
 
     def rewrite(self, rows: LoraRows) -> None:
-        """Become the table of other rows in the tensors that are here, so that launches which were captured with them
-        serve those rows. These must have the same offsets, and adapters of the same `forms`; none may be trained."""
+        """Of a single table: become that of other rows in the tensors that are here, so that launches which were
+        captured with them serve those rows. These must have the same offsets, and adapters of the same `forms`; none
+        may be trained."""
         other = Table(rows, self._device)
         names_N = [other._index[name] for name in self._names]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
         pairs += [(self._device_weights_NG, sent(torch.from_numpy(other._weights_NG[names_N]), self._device))]
-        for has, mine in self._dense_blocks.items():
-            name = next(name for name, groups in self._signatures.items() if groups == has)
-            for (own, blocks), (new, others) in zip(mine, other.blocks(name), strict=True):
-                pairs += [(own.active_G, new.active_G), (blocks.segment, others.segment), (blocks.first, others.first)]
         for tensor, new_tensor in pairs:
             tensor.copy_(new_tensor)
+
+    @property
+    def addresses(self) -> Tensor:
+        """int64 [N, G]: the address of each group's tensors; 0 where there is none."""
+        return self._device_weights_NG
+
+    def index(self, name: str) -> int:
+        """Which row of `addresses` is this tensor's."""
+        return self._index[name]
 
     def weights(self, name: str) -> Tensor:
         """int64 [G]: the address of each group's tensor; 0 where there is none."""
@@ -195,7 +203,7 @@ def rewritable(shapes: Collection[AdapterShape], num_rows: int, device: torch.de
     Until then the adapters are shapes without memory."""
     ghosts: list[Adapter | None] = [Adapter.zeros(shape, device="meta") for shape in shapes]
     rows = LoraRows(range(num_rows + 1), ghosts + [None] * (num_rows - len(ghosts)))
-    table = _TABLES[rows] = Table(rows, device)
+    table = _TABLES[rows] = Table(rows, device, single=True)
     return rows, table
 
 

@@ -131,6 +131,9 @@ class NativeProducts:
     def max_rank(self) -> int:
         return self.table.max_rank
 
+    def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        return like.new_zeros(len(like), stack * self.max_rank, dtype=torch.float32)
+
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
         if (native := _native(x, u)) is not None:

@@ -30,7 +30,7 @@ from workers.generator.gpu.capture import Capture
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
 from workers.generator.torch_engine import TorchEngine
-from workers.model import base_mm, lora_products
+from workers.model import base_mm, lora_products, routing
 from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
@@ -51,6 +51,7 @@ def device_code() -> Iterator[None]:
         patch.setattr(base_mm, "product", lambda *given, **more: None)
         patch.setattr(gate, "serves", lambda gate_up_PG: False)
         patch.setattr(lora_products, "on_device", lambda weight: True)
+        patch.setattr(routing, "counts", lambda experts_TK: True)
         patch.setattr(base_mm, "in_triton", lambda x_PI: base_mm._replayed.get())
         yield
 

@@ -1,0 +1,136 @@
+"""The low-rank products of a decode step, where every row is a group of its own.
+
+What a row costs is to read its factors once, so nothing is tiled over rows, and tensor cores have no part: a block
+multiplies one row with a piece of one factor, found by address, in float32. One launch serves all ranks and up to PARTS
+factors side by side, and none is needed to find rows: a row's group is its number, a pair's that of its token.
+
+What a row gets follows from it and its adapter alone: blocks follow from the widths of the base, and sums over the rank
+go RANKS at a time. These products are those of `rewritable` tables (segments.py), so of decode steps whatever rows they
+have, and of nothing else: how a group is computed does not follow from how long the others are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from workers.model.gpu import single_kernels
+from workers.model.gpu.segments import Table
+from workers.model.lora_rows import LoraRows
+from workers.model.native.launch import Parts
+from workers.model.routing import Routing
+
+#: The most factors that one launch of `expand_row` takes.
+PARTS = 4
+
+#: Rows of a factor that `expand_row` adds up at a time.
+RANKS = 8
+
+
+class Piece(NamedTuple):
+    """What a block takes of a factor, [ranks, columns] at a time, with so many warps."""
+
+    ranks: int
+    columns: int
+    warps: int
+
+
+def shrink_piece(wide: int) -> Piece:
+    """A block of `shrink_row` adds up whole rows of a factor, few enough that every row of the batch keeps several
+    blocks busy."""
+    columns = min(2048, max(16, triton.next_power_of_2(wide)))
+    return Piece(min(4, 4096 // columns), columns, 4)
+
+
+def expand_piece(wide: int) -> Piece:
+    """Of `expand_row`, for the widest of its parts."""
+    return Piece(RANKS, min(1024 if wide > 1 << 15 else 512, max(16, triton.next_power_of_2(wide))), 4)
+
+
+@dataclass(frozen=True)
+class SingleProducts:
+    """`LoraProducts` of rows that are a group each, or of the (token, expert) pairs of such rows."""
+
+    table: Table
+    token: Tensor | None = None
+    expert: Tensor | None = None
+
+    def experts(self, routing: Routing, rows: LoraRows) -> SingleProducts:
+        return replace(self, token=routing.token, expert=routing.experts)
+
+    @property
+    def max_rank(self) -> int:
+        return self.table.max_rank
+
+    def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        return like.new_empty(len(like), stack * self.max_rank, dtype=torch.float32)
+
+    def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """u[:, part] = x W^T."""
+        wide, table = x.shape[1], self.table
+        piece = shrink_piece(wide)
+        single_kernels.shrink_row[len(x), -(-stack * self.max_rank // piece.ranks)](
+            x,
+            x.stride(0),
+            u,
+            u.stride(0),
+            table.addresses,
+            table.index(name),
+            *self._where(u),
+            wide,
+            part,
+            PAIRED=self.token is not None,
+            STACK=stack,
+            SCALED=scaled,
+            BLOCK_R=piece.ranks,
+            BLOCK_K=piece.columns,
+            num_warps=piece.warps,
+        )
+
+    def expand(self, y: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        """y += u[:, part] W."""
+        self._expand(y, u, [(name, y.shape[1])], part=part, stack=stack, scaled=scaled)
+
+    def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        if x is not None:
+            self.shrink(x, u, a, stack=len(parts), scaled=False)
+        column = 0
+        for part in range(0, len(parts), PARTS):
+            taken = parts[part : part + PARTS]
+            self._expand(y[:, column:], u, taken, part=part, scaled=scaled)
+            column += sum(wide for _, wide in taken)
+
+    def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
+        raise NotImplementedError("decode steps train nothing")
+
+    def _expand(self, y: Tensor, u: Tensor, parts: Parts, *, part: int, stack: int = 1, scaled: bool) -> None:
+        widest, table = max(wide for _, wide in parts), self.table
+        piece, last = expand_piece(widest), [parts[-1]] * (PARTS - len(parts))
+        every = [*parts, *last]
+        single_kernels.expand_row[len(y), -(-widest // piece.columns), len(parts)](
+            y,
+            y.stride(0),
+            u,
+            u.stride(0),
+            table.addresses,
+            *(table.index(name) for name, _ in every),
+            *(wide for _, wide in every),
+            *self._where(u),
+            part,
+            PAIRED=self.token is not None,
+            STACK=stack,
+            SCALED=scaled,
+            BLOCK_R=piece.ranks,
+            BLOCK_N=piece.columns,
+            num_warps=piece.warps,
+        )
+
+    def _where(self, u: Tensor) -> tuple[Tensor | int, ...]:
+        """Without pairs, something in their place that is not read."""
+        token = self.token if self.token is not None else self.table.ranks_G
+        expert = self.expert if self.expert is not None else self.table.ranks_G
+        return self.table.ranks_G, self.table.scales_G, token, expert, len(self.table.ranks_G)
