@@ -91,6 +91,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
     found = {name: Launches() for name in ("shrink", "expand", "outer")}
     for name, kernel in found.items():
         monkeypatch.setattr(kernels, name, kernel)
+    for name in ("experts", "expert_blocks", "sort_pairs"):
+        monkeypatch.setattr(kernels, name, Launches())
 
     def addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], Any, Any]:
         """A fake tensor lies nowhere."""
