@@ -19,6 +19,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu import kernels as adapter_kernels
+from workers.model.gpu import single_kernels
 from workers.model.gpu.segments import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -41,6 +42,9 @@ def test_a_decode_step_stays_on_the_device_and_never_waits(
         monkeypatch.setattr(kernels, name, kernel)
     experts_launched = Launches()
     monkeypatch.setattr(adapter_kernels, "experts", experts_launched)
+    of_rows = {name: Launches() for name in ("shrink_row", "expand_row")}
+    for name, kernel in of_rows.items():
+        monkeypatch.setattr(single_kernels, name, kernel)
     with FakeTensorMode(), Indexing(), torch.inference_mode():
         decoder = Decoder(config, dtype, CUDA)
         cache = KVCache(
@@ -58,8 +62,9 @@ def test_a_decode_step_stays_on_the_device_and_never_waits(
         assert logits.shape == (8, config.vocab_size)
     assert experts_launched.count == 2 * len(config.mixture_layers)
     assert {kernel.count for kernel in own.values()} == {config.num_layers}
-    # Two rank classes (4 and 8, 40), five products of x and eight of outputs.
-    assert (launches["shrink"].count, launches["expand"].count) == ((2 * 5, 2 * 8) if adapted else (0, 0))
+    # Of a layer four linears, or two and the experts, and the unembedding, of all ranks at once.
+    assert [kernel.count for kernel in of_rows.values()] == ([5, 5] if adapted else [0, 0])
+    assert (launches["shrink"].count, launches["expand"].count) == (0, 0)
 
 
 def test_nothing_is_read_before_all_is_drawn() -> None:

@@ -38,7 +38,6 @@ from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
-from workers.model.gpu import kernels as adapter_kernels
 from workers.model.gpu.segments import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -203,7 +202,6 @@ def test_a_prefill_stays_on_the_device_and_never_waits(
     own = {name: Launches() for name in ("store_blocks", "attend_tiles")}
     for name, kernel in own.items():
         monkeypatch.setattr(prefill_kernels, name, kernel)
-    monkeypatch.setattr(adapter_kernels, "experts", Launches())
     with FakeTensorMode(), Indexing(), torch.inference_mode():
         decoder, cache = Decoder(config, dtype, CUDA), cache_of(config, CUDA, dtype)
         batch = waiting(config, [(0, 70), (64, 150), (0, 1)], CUDA)
