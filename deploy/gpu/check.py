@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import venv
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -31,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / ".gpu-bundle"
 #: Of all steps together; a machine that is lent ends a command after ten minutes.
 LIMIT_S = 535.0
+#: What a step has, once its time is over, to tell how far it came.
+LAST_WORDS_S = 8.0
 
 TESTS = [*sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py")), ROOT / "tests/workers/model/test_base_mm.py"]
 TESTS += [ROOT / "tests/workers/generator/gpu", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
@@ -76,19 +80,31 @@ def run(todo: Sequence[Step], out: Path, environment: dict[str, str], limit_s: f
         left_s, start = limit_s - (time.monotonic() - began), time.monotonic()
         log = out / f"{step.name}.log"
         with log.open("w") as stream:
+            process = subprocess.Popen(
+                step.command, cwd=ROOT, env={**environment, **step.environment}, stdout=stream, stderr=stream,
+                start_new_session=True,
+            )  # fmt: skip
             try:
-                done = subprocess.run(
-                    step.command, cwd=ROOT, env={**environment, **step.environment}, stdout=stream, stderr=stream,
-                    timeout=max(1.0, min(step.limit_s, left_s)),
-                )  # fmt: skip
-                outcome = "passed" if done.returncode == 0 else f"failed with code {done.returncode}"
+                code = process.wait(max(1.0, min(step.limit_s, left_s)))
+                outcome = "passed" if code == 0 else f"failed with code {code}"
             except subprocess.TimeoutExpired:
                 outcome = "ended, its time was over"
+                end(process)
         ended = log.read_text().splitlines()[-3:]
         found[step.name] = {"outcome": outcome, "seconds": round(time.monotonic() - start, 1), "log": ended}
         print(f"{step.name:11} {outcome}: {' | '.join(ended[-1:])}", flush=True)
         (out / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
     return found
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupted, pytest still tells what has failed and what took longest. Nothing of the step's session is left."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WORDS_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> list[str]:

@@ -7,13 +7,26 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from zipfile import ZipFile
 
+import psutil
 import pytest
 import torch
 
+from store.settings import load_settings
+
+#: Says what it has to say when it is interrupted, and has started a process that goes on.
+LONG = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"])
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print(os.environ["SAYS"], child.pid, sep="\\n")
+"""
 SCRIPT = Path(__file__).parents[2] / "deploy" / "gpu" / "check.py"
 
 
@@ -35,21 +48,44 @@ def test_it_says_that_there_is_no_device(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_every_step_ends_and_is_told(check: ModuleType, tmp_path: Path) -> None:
     python = [sys.executable, "-c"]
     todo = [
         check.Step("good", [*python, "print('3 passed')"], 60),
         check.Step("bad", [*python, "raise SystemExit(4)"], 60),
-        check.Step("long", [*python, "import time; time.sleep(60)"], 0.2),
+        check.Step("long", [*python, LONG], 3, {"SAYS": "12 passed so far"}),
     ]
     check.run(todo, tmp_path, dict(os.environ))
     found = json.loads((tmp_path / "summary.json").read_text())
     assert [each["outcome"] for each in found.values()] == ["passed", "failed with code 4", "ended, its time was over"]
     assert found["good"]["log"] == ["3 passed"]
+    *said, child = found["long"]["log"]
+    assert said == ["12 passed so far"]
+    deadline = time.monotonic() + 10
+    while runs(int(child)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert sum(step.limit_s for step in check.steps(tmp_path)) <= check.LIMIT_S < 9 * 60
     assert all(
         path.exists() for path in [*check.TESTS, *map(Path, check.steps(tmp_path)[1].command[-len(check.SERVED) :])]
     )
+
+
+def test_servers_of_the_tests_compute_as_it_says(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (served,) = (step for step in check.steps(tmp_path) if step.name == "served")
+    for name, value in served.environment.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings(None, data_dir=tmp_path)
+    assert settings.trainer.dtype == settings.generator.dtype == "float32"
 
 
 def test_only_what_is_missing_comes_from_the_bundle(check: ModuleType, tmp_path: Path) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import torch
 from tinker import types
+
+#: How far what a run computes may be off in other company: on a CPU not at all, whatever is computed beside it. On a
+#: GPU products round by the size of their batch (workers/model/isolation.py), and steps of Adam enlarge that.
+OFF_IN_COMPANY = 1e-3 if torch.cuda.is_available() else 0.0
 
 
 def supervised(sequences: int = 4, length: int = 12, seed: int = 0) -> list[types.Datum]:
@@ -14,6 +22,10 @@ def supervised(sequences: int = 4, length: int = 12, seed: int = 0) -> list[type
         return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
     return [datum(i) for i in range(sequences)]
+
+
+def assert_as_in_other_company(found: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=OFF_IN_COMPANY, atol=OFF_IN_COMPANY)
 
 
 def prompt(length: int = 8) -> types.ModelInput:
