@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CUDA = torch.device("cuda", 0)
 KERNELS = {
     kernels: ("shrink", "expand", "outer", "experts", "expert_blocks", "sort_pairs"),
-    fused_kernels: ("swiglu", "swiglu_backward", "combine", "turn", "turn_backward"),
+    fused_kernels: ("swiglu", "swiglu_backward", "gather_sum", "turn", "turn_backward"),
 }
 
 
@@ -157,7 +157,7 @@ def test_a_pass_stays_on_the_device_and_never_waits(
     # between their products is one pass, and one more for the group without an adapter.
     moe = bool(config.num_experts)
     counts = {"shrink": 2 * (5 + 8), "expand": 2 * ((6 + 4) if moe else (8 + 5)), "outer": 2 * (5 + 8)}
-    counts |= {"swiglu": 3 * moe, "swiglu_backward": 3 * moe, "combine": 4 * moe, "turn": 2, "turn_backward": 2}
+    counts |= {"swiglu": 3 * moe, "swiglu_backward": 3 * moe, "gather_sum": 4 * moe, "turn": 2, "turn_backward": 2}
     assert {name: kernel.count for name, kernel in launches.items() if name in counts} == counts
 
 

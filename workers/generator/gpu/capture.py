@@ -7,15 +7,21 @@ never captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Operations whose result has a size, or is a number, that the host must know; copies, where they are between devices.
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal"}
+COPIES = {"copy_", "_to_copy"}
 
 #: Captures what a function launches. Returns a function that launches it again, and what the captured function
 #: returned, whose tensors each launch overwrites.
@@ -54,7 +60,7 @@ class CudaGraphs(Generic[T]):
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        with _waiting_fails():
+        with NeverWaits():  # type: ignore[no-untyped-call]
             function()
         graph = torch.cuda.CUDAGraph()
         # Another thread may be reading an adapter to the device meanwhile.
@@ -63,11 +69,16 @@ class CudaGraphs(Generic[T]):
         return graph.replay, found
 
 
-@contextmanager
-def _waiting_fails() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, on this thread, what would wait for the device raises RuntimeError. (torch's own sync debug mode is for
+    all threads: it would fail the reading of an adapter beside.)"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        crosses = name in COPIES and len({leaf.device.type for leaf in tensors}) > 1
+        masked = name.startswith("index") and any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tensors)
+        if name in WAITS or crosses or masked:
+            raise RuntimeError(f"{name} waits for the device")
+        return found

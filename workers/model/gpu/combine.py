@@ -22,7 +22,7 @@ def combined(y_PI: Tensor, inverse_P: Tensor, choices: int, weights_TK: Tensor |
     if tokens:
         block = min(WIDTH, triton.next_power_of_2(wide))
         weights = weights_TK.contiguous() if weights_TK is not None else out_TI
-        fused_kernels.combine[tokens, triton.cdiv(wide, block)](
+        fused_kernels.gather_sum[tokens, triton.cdiv(wide, block)](
             y_PI, y_PI.stride(0), inverse_P, weights, out_TI, wide,
             CHOICES=choices, WEIGHTED=weights_TK is not None, BLOCK_N=block,
         )  # fmt: skip

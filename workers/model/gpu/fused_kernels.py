@@ -147,7 +147,7 @@ def swiglu_backward(
 
 
 @triton.jit
-def combine(
+def gather_sum(
     y,
     stride_y,
     inverse,

@@ -40,15 +40,14 @@ class Piece(NamedTuple):
 
 
 def shrink_piece(wide: int) -> Piece:
-    """A block of `shrink_row` adds up whole rows of a factor, few enough that every row of the batch keeps several
-    blocks busy."""
+    """A block of `shrink_row` adds up whole rows of a factor. As fast as any on an H100, for 64 rows of a 30B model."""
     columns = min(2048, max(16, triton.next_power_of_2(wide)))
-    return Piece(min(4, 4096 // columns), columns, 4)
+    return Piece(1 if columns == 2048 else 8, columns, 4)
 
 
 def expand_piece(wide: int) -> Piece:
     """Of `expand_row`, for the widest of its parts."""
-    return Piece(RANKS, min(1024 if wide > 1 << 15 else 512, max(16, triton.next_power_of_2(wide))), 4)
+    return Piece(RANKS, min(128, max(16, triton.next_power_of_2(wide))), 1)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_leaves
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from workers.generator.gpu import kernels as decode_kernels
 from workers.generator.gpu import prefill_kernels
+from workers.model.gpu import fused_kernels, single_kernels
 from workers.model.gpu import kernels as adapter_kernels
-from workers.model.gpu import single_kernels
 
 KERNELS: dict[ModuleType, tuple[str, ...]] = {
     adapter_kernels: ("shrink", "expand", "experts", "expert_blocks", "sort_pairs"),
     single_kernels: ("shrink_row", "expand_row"),
+    fused_kernels: ("swiglu", "gather_sum", "turn", "log_sum"),
     decode_kernels: ("store", "partial", "combine"),
     prefill_kernels: ("store_blocks", "attend_tiles", "copy_pages"),
 }

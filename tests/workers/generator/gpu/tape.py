@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from workers.generator.gpu import kernels as decode_kernels
+from workers.model.gpu import fused_kernels, single_kernels
 from workers.model.gpu import kernels as adapter_kernels
-from workers.model.gpu import single_kernels
 
 T = TypeVar("T")
 
 KERNELS = [(adapter_kernels, name) for name in ("shrink", "expand", "experts", "expert_blocks", "sort_pairs")]
 KERNELS += [(single_kernels, name) for name in ("shrink_row", "expand_row")]
+KERNELS += [(fused_kernels, name) for name in ("swiglu", "gather_sum", "turn", "log_sum")]
 KERNELS += [(decode_kernels, name) for name in ("store", "partial", "combine")]
 
 #: What would make the host wait for a device.
