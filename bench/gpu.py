@@ -137,11 +137,12 @@ class Pass:
 
 
 def base_step(decoder: Decoder, lengths: list[list[int]]) -> Callable[[], None]:
-    """The frozen model: the embedding gets a gradient, or there would be no backward, and a rank-1 adapter of the head
-    alone makes the decoder save memory as it does in training."""
+    """The frozen model: the embedding gets a gradient, or there would be no backward. An adapter without rows makes the
+    decoder save memory as it does in training, and costs nothing."""
     shape = AdapterShape(decoder.config, 1, train_attn=False, train_mlp=False)
     adapter, grad = (Adapter.zeros(shape, device=decoder.device) for _ in range(2))
-    of = Pass.of(decoder, [[length for own in lengths for length in own]], [adapter], [grad])
+    every = [length for own in lengths for length in own]
+    of = Pass(decoder, [every], LoraRows([0, 0, sum(every)], [adapter, None], [grad, None]))
 
     def run() -> None:
         decoder.embed.requires_grad_(True)
@@ -195,7 +196,7 @@ def training(decoder: Decoder, args: argparse.Namespace) -> dict[str, Any]:
         "tokens": args.tokens,
         "sequence": args.sequence,
         "peak_tflops": args.peak_tflops,
-        "saving": choose_saving(decoder.config, args.tokens, decoder.device).value,
+        "saving": choose_saving(decoder.config, args.tokens, (decoder.device, decoder.dtype)).value,
         "results": [row for rank in args.ranks for row in run_rank(decoder, rank, args)],
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
 
 from store.blobs.folder import FolderBlobs
@@ -74,14 +75,16 @@ def test_only_the_last_n_are_scored(official: Official) -> None:
         given, 1, ONE, include_prompt_logprobs=True, prompt_logprobs_last_n=5, topk_prompt_logprobs=3
     ).result()
     assert last.prompt_logprobs[:75] == last.topk_prompt_logprobs[:75] == [None] * 75
-    assert last.prompt_logprobs[75:] == whole.prompt_logprobs[75:]
+    exact = 0.0 if not torch.cuda.is_available() else 1e-5  # the base's products round by the size of the batch
+    assert last.prompt_logprobs[75:] == pytest.approx(whole.prompt_logprobs[75:], abs=exact)
     assert last.prompt_cache_hit_tokens == 64
-    assert sampler.compute_logprobs(given, 5).result() == last.prompt_logprobs
+    again = sampler.compute_logprobs(given, 5).result()
+    assert again[:75] == [None] * 75
+    assert again[75:] == pytest.approx(last.prompt_logprobs[75:], abs=exact)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_chosen_tokens_are_scored_in_the_layout_they_came_in(official: Official, sparse: bool) -> None:
-    torch = pytest.importorskip("torch")
     sampler = base(official)
     given = tokens(12, seed=3)
     ids = torch.full((11, 4), -1, dtype=torch.int64)

@@ -95,9 +95,9 @@ class Decoder(nn.Module):
         lora, mixture = self.arranged(lora), self.config.mixture_layers
         x_TD = F.embedding(tokens_T, self.embed).float()
         angles = self.rotary(positions_T)
-        saving = Saving.KEEP
+        saving, where = Saving.KEEP, (self.device, self.dtype)
         if torch.is_grad_enabled() and lora is not None and any(grad is not None for grad in lora.grads):
-            saving = choose_saving(self.config, len(tokens_T), self.device, self.activation_budget_bytes)
+            saving = choose_saving(self.config, len(tokens_T), where, self.activation_budget_bytes)
         if self.begin_step is not None and self.begin_step(lora, saving is not Saving.KEEP) and saving is Saving.KEEP:
             saving = Saving.RECOMPUTE
         with save_on_cpu(pin_memory=True) if saving is Saving.OFFLOAD else nullcontext():

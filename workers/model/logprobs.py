@@ -92,30 +92,33 @@ class _Head:
         return of_RV if self.divisor_U is None else of_RV.div_(self.divisor_U[cut.a : cut.b, None])
 
 
-def _logprobs(logits_RV: Tensor, row_of: Tensor, targets: Tensor) -> Tensor:
+def _logprobs(logits_RV: Tensor, row_of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """And, on a device, the log of each row's sum, which the backward needs."""
     if lora_products.on_device(logits_RV):
         from workers.model.gpu.softmax import log_sums  # Triton: only a GPU needs it
 
-        return logits_RV[row_of, targets] - log_sums(logits_RV)[row_of]
-    return torch.log_softmax(logits_RV, dim=-1)[row_of, targets]
+        sums_R = log_sums(logits_RV)
+        return logits_RV[row_of, targets] - sums_R[row_of], sums_R
+    return torch.log_softmax(logits_RV, dim=-1)[row_of, targets], None
 
 
-def _softmax_times(logits_RV: Tensor, factors_R: Tensor) -> Tensor:
+def _softmax_times(logits_RV: Tensor, log_sums_R: Tensor | None, factors_R: Tensor) -> Tensor:
     """factors * softmax(logits); the logits are not needed any more."""
-    if lora_products.on_device(logits_RV):
-        from workers.model.gpu.softmax import log_sums, softmax_times_
+    if log_sums_R is not None:
+        from workers.model.gpu.softmax import softmax_times_
 
-        return softmax_times_(logits_RV, log_sums(logits_RV), factors_R)
+        return softmax_times_(logits_RV, log_sums_R, factors_R)
     return torch.softmax(logits_RV, dim=-1).mul_(factors_R[:, None])
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_UD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
-        logprobs_P = hidden_UD.new_empty(len(targets_P))
+        logprobs_P, ctx.log_sums = hidden_UD.new_empty(len(targets_P)), []
         for cut in head.cuts:
             logits_RV, _ = head.logits(hidden_UD[cut.a : cut.b], cut)
-            logprobs_P[cut.p : cut.q] = _logprobs(logits_RV, cut.row_of, targets_P[cut.p : cut.q])
+            logprobs_P[cut.p : cut.q], log_sums_R = _logprobs(logits_RV, cut.row_of, targets_P[cut.p : cut.q])
+            ctx.log_sums.append(log_sums_R)
         ctx.save_for_backward(hidden_UD, targets_P)
         ctx.head = head
         return logprobs_P
@@ -125,12 +128,12 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, dlogprobs_P: Tensor) -> tuple[Tensor | None, ...]:
         hidden_UD, targets_P = ctx.saved_tensors
         dhidden_UD = torch.empty_like(hidden_UD)
-        for cut in ctx.head.cuts:
+        for cut, log_sums_R in zip(ctx.head.cuts, ctx.log_sums, strict=True):
             logits_RV, u = ctx.head.logits(hidden_UD[cut.a : cut.b], cut)
             dlogprobs, targets = dlogprobs_P[cut.p : cut.q], targets_P[cut.p : cut.q]
             # d lp / d (divided logits) = onehot(target) - softmax, added up over the targets of a row
             total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
-            dlogits_RV = _softmax_times(logits_RV, -total_R)
+            dlogits_RV = _softmax_times(logits_RV, log_sums_R, -total_R)
             dlogits_RV.view(-1).index_add_(0, cut.row_of * dlogits_RV.shape[1] + targets, dlogprobs)
             dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], u, cut)
         return dhidden_UD, None, None, None

@@ -16,7 +16,7 @@ import torch
 
 from workers.model.config import DecoderConfig
 from workers.model.planning import machine
-from workers.model.planning.check import kept_bytes
+from workers.model.planning.check import kept_bytes, kept_on_device
 
 #: Share of the free memory that activations may fill; gradients, logits and other work need the rest.
 SHARE = 0.5
@@ -37,9 +37,14 @@ class Saving(Enum):
     OFFLOAD = "offload"
 
 
-def choose_saving(config: DecoderConfig, tokens: int, device: torch.device, budget_bytes: int | None = None) -> Saving:
-    """How to run a forward of `tokens` tokens; `budget_bytes` replaces the share of the free memory."""
-    kept = tokens * config.num_layers * kept_bytes(config)
+def choose_saving(
+    config: DecoderConfig, tokens: int, where: tuple[torch.device, torch.dtype], budget_bytes: int | None = None
+) -> Saving:
+    """How to run a forward of `tokens` tokens with weights on such a device, of this dtype; `budget_bytes` replaces the
+    share of the free memory."""
+    device, dtype = where
+    per_token = kept_on_device(config, dtype.itemsize) if device.type == "cuda" else kept_bytes(config)
+    kept = tokens * config.num_layers * per_token
     if budget_bytes is None:
         if kept <= ALWAYS_FITS_BYTES:
             return Saving.KEEP

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import DEVICE
+from tests.workers.model.models import ours, reference
+from tests.workers.model.test_memory import train
+from workers.model import lora_products
 from workers.model.config import RopeConfig
 from workers.model.gpu.combine import combined
 from workers.model.gpu.heads import Heads
 from workers.model.gpu.softmax import log_sums, softmax_times_
 from workers.model.parts.rotary import Rotary, turn
+from workers.model.planning.check import kept_bytes, kept_on_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -73,3 +79,14 @@ def test_softmax_over_more_than_a_block_has() -> None:
     torch.testing.assert_close(found.cpu(), logits.logsumexp(1))
     wanted = logits.softmax(1) * factors[:, None]
     torch.testing.assert_close(softmax_times_(ours, found, factors.to(DEVICE)).cpu(), wanted)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what is kept is counted in the host's memory")
+@pytest.mark.parametrize("family", ["moe", "moe-wide"])
+def test_the_estimate_is_near_what_a_device_keeps(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = ours(reference(family), tmp_path)
+    monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
+    kept = train(decoder, [120, 9])[2]
+    estimate = 129 * decoder.config.num_layers * kept_on_device(decoder.config, 4)
+    assert 0.5 < estimate / kept < 2
+    assert estimate < 129 * decoder.config.num_layers * kept_bytes(decoder.config)

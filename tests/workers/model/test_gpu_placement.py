@@ -153,7 +153,7 @@ def test_a_pass_stays_on_the_device_and_never_waits(
         logits = decoder.logits(hidden, rows)
         gradients = [gradient for backward in reversed(recorded) for gradient in backward() if gradient is not None]
         assert all(tensor.device == CUDA for tensor in (hidden, logits, *gradients))
-    # Two rank classes (4 and 8, 40), in a layer four linears with six outputs, and the unembedding. With experts what is
+    # Two rank classes (4 and 8, 40), in a layer four linears with six outputs, and the unembedding. Of experts what is
     # between their products is one pass, and one more for the group without an adapter.
     moe = bool(config.num_experts)
     counts = {"shrink": 2 * (5 + 8), "expand": 2 * ((6 + 4) if moe else (8 + 5)), "outer": 2 * (5 + 8)}

@@ -18,6 +18,7 @@ from workers.model.memory import Saving, choose_saving, free_bytes
 from workers.model.planning.check import kept_bytes
 
 CPU = torch.device("cpu")
+WHERE, GPU = (CPU, torch.float32), (torch.device("cuda"), torch.float32)
 
 
 def train(decoder: Decoder, lengths: list[int]) -> tuple[Tensor, list[Tensor], int, list[tuple[int, list[int]]]]:
@@ -82,12 +83,12 @@ def test_the_estimate_is_near_what_is_kept(family: str, tmp_path: Path) -> None:
 def test_the_choice_follows_the_memory_at_hand(tmp_path: Path) -> None:
     config = ours(reference("qwen3"), tmp_path).config
     one = config.num_layers * kept_bytes(config)
-    assert choose_saving(config, 1000, CPU) is Saving.KEEP
-    assert choose_saving(config, 1000, CPU, 1000 * one) is Saving.KEEP
-    assert choose_saving(config, 1001, CPU, 1000 * one) is Saving.RECOMPUTE
-    assert choose_saving(config, 1001, torch.device("cuda"), 1000 * one) is Saving.RECOMPUTE
-    assert choose_saving(config, 1000, CPU, 1000) is Saving.RECOMPUTE
-    assert choose_saving(config, 1000, torch.device("cuda"), 1000) is Saving.OFFLOAD
+    assert choose_saving(config, 1000, WHERE) is Saving.KEEP
+    assert choose_saving(config, 1000, WHERE, 1000 * one) is Saving.KEEP
+    assert choose_saving(config, 1001, WHERE, 1000 * one) is Saving.RECOMPUTE
+    assert choose_saving(config, 1001, GPU, 1000 * one) is Saving.RECOMPUTE
+    assert choose_saving(config, 1000, WHERE, 1000) is Saving.RECOMPUTE
+    assert choose_saving(config, 1000, GPU, 1000) is Saving.OFFLOAD
     large = replace(config, num_layers=10**6, hidden_size=4096)
-    assert choose_saving(large, 1 << 20, CPU) is Saving.RECOMPUTE
+    assert choose_saving(large, 1 << 20, WHERE) is Saving.RECOMPUTE
     assert 0 < free_bytes(CPU) < 1 << 50

@@ -19,9 +19,30 @@ from workers.model.lora_rows import LoraRows
 from workers.model.native.launch import Parts, split
 from workers.model.routing import Routing
 
-#: Columns of the long side that one block of `shrink` adds up, and how many at a time. A vocabulary of 150k columns
-#: would otherwise be one block's work for each few rows.
-MAX_SPLIT, STEP = 4096, 64
+#: Columns of the long side that one block of `shrink` adds up. A vocabulary of 150k columns would otherwise be one
+#: block's work for each few rows.
+MAX_SPLIT = 4096
+
+
+class Tile(NamedTuple):
+    """What a block has at a time: so many columns of the long side, with so many warps."""
+
+    columns: int
+    warps: int
+
+    def beside(self, rank_block: int) -> Tile:
+        """Beside ranks of this block: as many columns as keep the sums in registers."""
+        return self if rank_block <= 32 else Tile(64, 4)
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        return {"BLOCK_N": self.columns, "num_warps": self.warps}
+
+
+#: Of each kernel, over the batch's own rows and over (expert, group) segments.
+SHRINK, SHRINK_EXPERTS = Tile(64, 4), Tile(128, 4)
+EXPAND = Tile(128, 4)
+OUTER, OUTER_EXPERTS = Tile(32, 4), Tile(256, 4)
 
 
 class Precision(NamedTuple):
@@ -73,7 +94,8 @@ class TritonProducts:
         wide, table = x.shape[1], self.table
         splits = -(-wide // MAX_SPLIT)
         # As short as possible, in whole steps: the length is compiled into the kernel.
-        split = MAX_SPLIT if splits > 1 else -(-wide // STEP) * STEP
+        step = SHRINK_EXPERTS if self.segments.num_experts > 1 else SHRINK
+        split = MAX_SPLIT if splits > 1 else -(-wide // step.columns) * step.columns
         found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
         for each, blocks in self.blocks:
             if len(x):
@@ -93,8 +115,9 @@ class TritonProducts:
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block,
-                    BLOCK_K=STEP,
+                    BLOCK_K=step.beside(each.block).columns,
                     SPLIT=split,
+                    num_warps=step.beside(each.block).warps,
                 )
         if splits > 1:
             u += found.sum(0)
@@ -105,8 +128,8 @@ class TritonProducts:
         wide, table = y.shape[1], self.table
         for each, blocks in self.blocks:
             if len(y):
-                width = _wide_block(each.block)
-                grid = (len(blocks.segment), -(-wide // width))
+                tile = EXPAND.beside(each.block)
+                grid = (len(blocks.segment), -(-wide // tile.columns))
                 kernels.expand[grid](
                     y,
                     y.stride(0),
@@ -121,7 +144,7 @@ class TritonProducts:
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block,
-                    BLOCK_N=width,
+                    **tile.fixed,
                 )
 
     def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
@@ -138,8 +161,8 @@ class TritonProducts:
             owners = each.owners
             if len(y) and owners.count:
                 # One block adds up all rows of a group; where groups are few and long, narrow ones keep it busy.
-                width = 32 if self.segments.num_experts == 1 else _wide_block(each.block)
-                grid = (owners.count * self.segments.num_experts, -(-wide // width), each.rank_blocks(stack))
+                tile = OUTER if self.segments.num_experts == 1 else OUTER_EXPERTS.beside(each.block)
+                grid = (owners.count * self.segments.num_experts, -(-wide // tile.columns), each.rank_blocks(stack))
                 kernels.outer[grid](
                     u,
                     u.stride(0),
@@ -160,7 +183,7 @@ class TritonProducts:
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block,
-                    BLOCK_N=width,
+                    **tile.fixed,
                 )
 
 
@@ -175,11 +198,6 @@ def _where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | i
         num_segments,
         segments.num_groups,
     )
-
-
-def _wide_block(rank_block: int) -> int:
-    """Columns of the long side at a time: as many as keep the sums in registers."""
-    return 128 if rank_block <= 32 else 64
 
 
 def _check(x: Tensor, u: Tensor) -> None:
