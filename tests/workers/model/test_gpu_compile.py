@@ -21,7 +21,9 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.model.gpu import experts, kernels, launch, single, single_kernels
+from workers.model.gpu import (
+    combine, experts, fused_kernels, gate, heads, kernels, launch, single, single_kernels, softmax
+)
 from workers.model.gpu.segments import DENSE_ROWS, EXPERT_ROWS
 
 POINTERS = {"u": "*fp32", "scales": "*fp32"} | dict.fromkeys(
@@ -60,16 +62,34 @@ def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
         return base(capability, dtype)
     if name in ("expert_blocks", "sort_pairs"):
         return of_experts(name, capability, rows)
+    if hasattr(fused_kernels, name):
+        return fused(name, capability, rank_block, precision, dtype)
     if hasattr(single_kernels, name):
         return of_row(name, capability, rows, dtype)
     kernel = getattr(kernels, name)
     fixed = {"STACK": 3, "SCALED": True, "PRECISION": precision, "BLOCK_M": rows, "BLOCK_R": rank_block}
     if name == "shrink":
-        fixed |= {"BLOCK_K": launch.STEP, "SPLIT": launch.MAX_SPLIT}
+        fixed |= {"BLOCK_K": launch.SHRINK.columns, "SPLIT": launch.MAX_SPLIT}
     else:
-        fixed |= {"BLOCK_N": launch._wide_block(rank_block)}
+        outer = launch.OUTER_EXPERTS if rows == EXPERT_ROWS else launch.OUTER
+        fixed |= {"BLOCK_N": (launch.EXPAND if name == "expand" else outer).beside(rank_block).columns}
     types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
     return built(kernel, fixed, types, capability)
+
+def fused(name, capability, rank_block, precision, dtype):
+    kernel, names = getattr(fused_kernels, name), set(getattr(fused_kernels, name).arg_names)
+    tile = (gate.BACKWARD if "backward" in name else gate.FORWARD).beside(rank_block)
+    fixed = {"ADAPTED": rank_block > 0, "PRECISION": precision, "BLOCK_M": EXPERT_ROWS, "BLOCK_R": rank_block or 16}
+    fixed |= {"CHOICES": 8, "WEIGHTED": True, "NORMED": True, "HEADS": heads.HEADS, "BLOCK_D": 128}
+    wide = {"gather_sum": combine.WIDTH, "log_sum": softmax.WIDTH, "softmax_times": softmax.WIDTH}
+    fixed |= {"BLOCK_N": wide.get(name, tile.columns)}
+    types = POINTERS | dict.fromkeys(("inverse", "gate_b", "up_b", "down_a"), "*i64") | {"eps": "fp32"}
+    types |= dict.fromkeys(("weights", "dweights", "dv", "norm", "cos", "sin", "dx", "logits", "log_sums"), "*fp32")
+    types |= dict.fromkeys(("factors", "found"), "*fp32")
+    types |= dict.fromkeys(("gate_up", "h", "dh", "dgate_up", "y", "dout"), "*" + dtype)
+    types |= {"x": "*fp32", "out": "*" + ("fp32" if name == "gather_sum" else dtype)}
+    fixed = {argument: value for argument, value in fixed.items() if argument in names}
+    return built(kernel, fixed, types | dict.fromkeys(fixed, "constexpr"), capability)
 
 def built(kernel, fixed, types, capability):
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
@@ -84,6 +104,7 @@ for form in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
+GPUS = ((90, "bf16"), (80, "fp32"))
 FORMS: list[tuple[Any, ...]] = [
     *((name, 90, block, "tf32", "fp32") for name in ("shrink", "expand", "outer") for block in (16, 128)),
     *((name, 90, 32, "ieee", "fp32") for name in ("shrink", "expand", "outer")),
@@ -95,7 +116,12 @@ FORMS: list[tuple[Any, ...]] = [
     # Of decode steps, by the width of the base.
     *((name, 90, 0, "", "fp32", wide) for name in ("shrink_row", "expand_row") for wide in (768, 4096, 151936)),
     *((name, 80, 0, "", "bf16", 40) for name in ("shrink_row", "expand_row")),
-    *(("experts", gpu, 0, "", dtype) for gpu, dtype in ((90, "bf16"), (80, "fp32"))),
+    # Of what lies between products, without adapters and beside ranks of a block.
+    *((name, 90, block, "tf32", "bf16") for name in ("swiglu", "swiglu_backward") for block in (0, 16, 128)),
+    *((name, 80, 32, "ieee", "fp32") for name in ("swiglu", "swiglu_backward")),
+    *((name, gpu, 16, "", dtype) for name in ("turn", "turn_backward", "gather_sum") for gpu, dtype in GPUS),
+    *((name, gpu, 0, "", "fp32") for name in ("log_sum", "softmax_times") for gpu, _ in GPUS),
+    *(("experts", gpu, 0, "", dtype) for gpu, dtype in GPUS),
 ]
 
 

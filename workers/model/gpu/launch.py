@@ -39,10 +39,9 @@ class Tile(NamedTuple):
         return {"BLOCK_N": self.columns, "num_warps": self.warps}
 
 
-#: Of each kernel, over the batch's own rows and over (expert, group) segments.
-SHRINK, SHRINK_EXPERTS = Tile(64, 4), Tile(128, 4)
-EXPAND = Tile(128, 4)
-OUTER, OUTER_EXPERTS = Tile(32, 4), Tile(256, 4)
+#: Of each kernel; `outer` also over (expert, group) segments. As fast as any on an H100, for 64 adapters of rank 8 on a
+#: 30B model.
+SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(64, 4), Tile(128, 4), Tile(128, 4), Tile(256, 4)
 
 
 class Precision(NamedTuple):
@@ -94,8 +93,7 @@ class TritonProducts:
         wide, table = x.shape[1], self.table
         splits = -(-wide // MAX_SPLIT)
         # As short as possible, in whole steps: the length is compiled into the kernel.
-        step = SHRINK_EXPERTS if self.segments.num_experts > 1 else SHRINK
-        split = MAX_SPLIT if splits > 1 else -(-wide // step.columns) * step.columns
+        split = MAX_SPLIT if splits > 1 else -(-wide // SHRINK.columns) * SHRINK.columns
         found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
         for each, blocks in self.blocks:
             if len(x):
@@ -115,9 +113,9 @@ class TritonProducts:
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block,
-                    BLOCK_K=step.beside(each.block).columns,
+                    BLOCK_K=SHRINK.columns,
                     SPLIT=split,
-                    num_warps=step.beside(each.block).warps,
+                    num_warps=SHRINK.warps,
                 )
         if splits > 1:
             u += found.sum(0)
@@ -161,7 +159,7 @@ class TritonProducts:
             owners = each.owners
             if len(y) and owners.count:
                 # One block adds up all rows of a group; where groups are few and long, narrow ones keep it busy.
-                tile = OUTER if self.segments.num_experts == 1 else OUTER_EXPERTS.beside(each.block)
+                tile = (OUTER if self.segments.num_experts == 1 else OUTER_EXPERTS).beside(each.block)
                 grid = (owners.count * self.segments.num_experts, -(-wide // tile.columns), each.rank_blocks(stack))
                 kernels.outer[grid](
                     u,
