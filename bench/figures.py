@@ -291,6 +291,31 @@ def recurrences() -> str:
     return taken(found) + "\n\n" + grid(head, rows)
 
 
+def on_gpu() -> str:
+    trained, decoded = read("gpu"), read("gpu_decode")
+    passes = [
+        (each["variant"].replace("tenants ", "tenants: "), number(1e3 * each["seconds"]), round(each["tokens_per_s"]),
+         number(each["limit"]), f"{100 * each['model_flop_utilisation']:.0f} %", each["distinct"])
+        for each in trained["results"]
+    ]  # fmt: skip
+    steps = [
+        (each["rows"], each["variant"].partition(",")[0], number(each["ms_per_step"]), round(each["tokens_per_s"]),
+         number(each["limit"]))
+        for each in decoded["results"]
+        if each["variant"].endswith("replayed")
+    ]  # fmt: skip
+    head = f"training, {trained['layers']} of 48 layers, {trained['tokens']} tokens a pass"
+    of_steps = f"decoding at {decoded['length']} positions, {decoded['layers']} layers: rows"
+    return "\n\n".join(
+        (
+            taken(trained),
+            grid((head, "ms", "tokens/s", "of the base", "of the peak", "adapters"), passes),
+            taken(decoded),
+            grid((of_steps, "adapters", "ms", "tokens/s", "of the base"), steps),
+        )
+    )
+
+
 def quarters(runs: list[list[float]]) -> tuple[float, float]:
     """Means over seeds, and over the first and the last quarter of the batches."""
     count = max(1, len(runs[0]) // 4)
@@ -382,6 +407,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "path": lambda: claims("path"),
     "families": families,
     "recurrences": recurrences,
+    "gpu": on_gpu,
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,

@@ -62,13 +62,13 @@ class Step:
 
 def steps(out: Path, python: str = sys.executable) -> list[Step]:
     test = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--tb=short"]
-    bench = [python, str(ROOT / "bench" / "gpu.py"), "--rounds", "3"]
+    bench = [python, str(ROOT / "bench" / "gpu.py"), "--rounds", "3", "--ranks", "8"]
     served = [str(ROOT / f"tests/e2e/test_{name}.py") for name in SERVED]
     return [
         Step("tests", [*test, "-n", "10", *map(str, TESTS)], 160),
         Step("served", [*test, "-n", "6", *served], 145, IN_FLOAT32),
-        Step("training", [*bench, "--tenants", "1", "64", "--out", str(out / "training.json")], 140),
-        Step("decoding", [*bench, "--decode", "--out", str(out / "decoding.json")], 90),
+        Step("training", [*bench, "--layers", "16", "--out", str(out / "training.json")], 140),
+        Step("decoding", [*bench, "--decode", "--layers", "24", "--out", str(out / "decoding.json")], 90),
     ]
 
 
