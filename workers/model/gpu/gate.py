@@ -22,7 +22,7 @@ from workers.model.gpu.launch import Tile, TritonProducts
 from workers.model.gpu.segments import EXPERT_ROWS
 from workers.model.lora_products import LoraProducts
 
-#: As fast as any on an H100, for 64 adapters on a 30B model.
+#: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
 FORWARD, BACKWARD = Tile(256, 4), Tile(128, 4)
 
 

@@ -39,15 +39,21 @@ class Piece(NamedTuple):
     warps: int
 
 
+#: Of `shrink_row`, for factors at least that wide and for others, and of `expand_row`. As fast as any on an H100, for
+#: 64 rows of a 30B model (bench/gpu_tiles.py).
+SHRINK_WIDE, SHRINK, EXPAND = Piece(1, 2048, 4), Piece(8, 1024, 4), Piece(RANKS, 128, 1)
+
+
 def shrink_piece(wide: int) -> Piece:
-    """A block of `shrink_row` adds up whole rows of a factor. As fast as any on an H100, for 64 rows of a 30B model."""
-    columns = min(2048, max(16, triton.next_power_of_2(wide)))
-    return Piece(1 if columns == 2048 else 8, columns, 4)
+    """A block of `shrink_row` adds up whole rows of a factor."""
+    if wide > SHRINK.columns:
+        return SHRINK_WIDE
+    return SHRINK._replace(columns=min(SHRINK.columns, max(16, triton.next_power_of_2(wide))))
 
 
 def expand_piece(wide: int) -> Piece:
     """Of `expand_row`, for the widest of its parts."""
-    return Piece(RANKS, min(128, max(16, triton.next_power_of_2(wide))), 1)
+    return EXPAND._replace(columns=min(EXPAND.columns, max(16, triton.next_power_of_2(wide))))
 
 
 @dataclass(frozen=True)
