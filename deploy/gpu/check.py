@@ -82,7 +82,7 @@ def run(todo: Sequence[Step], out: Path, environment: dict[str, str], limit_s: f
         with log.open("w") as stream:
             process = subprocess.Popen(
                 step.command, cwd=ROOT, env={**environment, **step.environment}, stdout=stream, stderr=stream,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=interruptible,
             )  # fmt: skip
             try:
                 code = process.wait(max(1.0, min(step.limit_s, left_s)))
@@ -95,6 +95,11 @@ def run(todo: Sequence[Step], out: Path, environment: dict[str, str], limit_s: f
         print(f"{step.name:11} {outcome}: {' | '.join(ended[-1:])}", flush=True)
         (out / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
     return found
+
+
+def interruptible() -> None:
+    """In a process that begins: one that was started in the background may have been told to ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

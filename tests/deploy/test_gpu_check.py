@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,7 +57,9 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_every_step_ends_and_is_told(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_ends_and_is_told(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     ready = tmp_path / "ready"
 
     class Patient(subprocess.Popen[bytes]):
@@ -70,6 +73,8 @@ def test_every_step_ends_and_is_told(check: ModuleType, tmp_path: Path, monkeypa
             return super().wait(timeout)
 
     monkeypatch.setattr(check.subprocess, "Popen", Patient)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where all of this is started in the background
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     python = [sys.executable, "-c"]
     todo = [
         check.Step("good", [*python, "print('3 passed')"], 60),
