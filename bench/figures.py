@@ -240,7 +240,7 @@ def simulated() -> str:
 
 def simulated_trainers() -> str:
     parts = []
-    for name in ("simulated_queues", "simulated_costs"):
+    for name in ("simulated_queues", "simulated_costs", "simulated_together"):
         found, rows = read(name), dict[str, dict[str, str]]()
         for each in found["claims"]:
             load, _, what = each["name"].partition(": ")
