@@ -167,7 +167,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "intermediate_size": 64,
             "sliding_window": 12,
-            # A field of OpenAI's config (gpt_oss/torch/model.py). transformers 5.17 knows none and computes with 7.0.
+            # transformers 5.17 has no such field and computes with 7.0.
             "swiglu_limit": 0.5 if hasattr(GptOssConfig, "swiglu_limit") else 7.0,
             "rope_parameters": {**YARN, "truncate": False},
         },

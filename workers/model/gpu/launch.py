@@ -158,7 +158,7 @@ class TritonProducts:
         for each, blocks in self.blocks:
             owners = each.owners
             if len(y) and owners.count:
-                # One block adds up all rows of a group; where groups are few and long, narrow ones keep it busy.
+                # One block adds up all rows of a group.
                 tile = (OUTER if self.segments.num_experts == 1 else OUTER_EXPERTS).beside(each.block)
                 grid = (owners.count * self.segments.num_experts, -(-wide // tile.columns), each.rank_blocks(stack))
                 kernels.outer[grid](
