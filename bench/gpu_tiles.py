@@ -1,7 +1,7 @@
 """Which tiles of the adapters' kernels are fastest on this GPU: for one kernel after the other, by its own time in a
 pass of 64 tenants, or in a decode step of 64 rows, each with an adapter.
 
-    python bench/gpu_tiles.py [--layers 4] [--rank 8]
+    python bench/gpu_tiles.py [--layers 4] [--rank 8] [--tenants 64] [--tokens 8192]
 
 For another GPU, or after a kernel has changed. Prints milliseconds of each, the fastest first; constants are changed by
 hand, in the modules that it names. The shape is that of Qwen3-30B-A3B, of which a few layers are enough. Exits with
@@ -43,12 +43,15 @@ def trained() -> list[Choice]:
     def tiles(*of: tuple[int, int]) -> list[Any]:
         return [launch.Tile(*each) for each in of]
 
+    few = (64, 4), (128, 8), (128, 4), (256, 4)
     return [
-        Choice(gate, "FORWARD", "swiglu", tiles((64, 4), (128, 4), (256, 4), (256, 8))),
-        Choice(gate, "BACKWARD", "swiglu_backward", tiles((64, 4), (128, 4), (128, 8), (256, 4))),
-        Choice(launch, "OUTER_EXPERTS", "outer", tiles((64, 4), (128, 4), (256, 4), (256, 8))),
+        Choice(launch, "FEW_RANKS", "swiglu", [16, 0, 32]),
+        Choice(gate, "FORWARD", "swiglu", tiles(*few)),
+        Choice(gate, "BACKWARD", "swiglu_backward", tiles(*few)),
+        Choice(launch, "OUTER_EXPERTS", "outer", tiles(*few)),
         Choice(launch, "OUTER", "outer", tiles((32, 4), (64, 4), (128, 4))),
-        Choice(launch, "EXPAND", "expand", tiles((64, 2), (128, 4), (256, 4), (256, 8))),
+        Choice(launch, "OUTER_ROWS", "outer", [32, 64, 128]),
+        Choice(launch, "EXPAND", "expand", tiles(*few)),
         Choice(launch, "SHRINK", "shrink", tiles((64, 4), (128, 4), (256, 4), (128, 8))),
     ]
 
@@ -85,7 +88,7 @@ def compared(choices: Sequence[Choice], work: Callable[[], object]) -> None:
             taken.append((kernel_ms(choice.kernel, work), value))
         taken.sort(key=lambda each: each[0])
         setattr(choice.module, choice.constant, taken[0][1])
-        found = ", ".join(f"{ms:.3f} {tuple(value)}" for ms, value in taken)
+        found = ", ".join(f"{ms:.3f} {value if isinstance(value, int) else tuple(value)}" for ms, value in taken)
         print(f"{choice.module.__name__}.{choice.constant} ({choice.kernel}): {found}", flush=True)
 
 
@@ -93,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tiles of the adapters' kernels on this GPU.")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--tenants", type=int, default=TENANTS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(f"bench/gpu_tiles.py needs a CUDA device; torch {torch.__version__} finds none", file=sys.stderr)
@@ -100,10 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     decoder = random_decoder(replace(SHAPES["qwen3-30b-a3b"], num_layers=args.layers), device, torch.bfloat16)
     shape = AdapterShape(decoder.config, args.rank)
-    adapters = [Adapter.init(shape, seed, scale=2.0, device=device) for seed in range(TENANTS)]
+    adapters = [Adapter.init(shape, seed, scale=2.0, device=device) for seed in range(args.tenants)]
     grads = [Adapter.zeros(shape, device=device) for _ in adapters]
-    compared(trained(), Pass.of(decoder, lengths_of(TOKENS, TENANTS, SEQUENCE), adapters, grads).step)
-    decode(decoder, adapters)
+    compared(trained(), Pass.of(decoder, lengths_of(args.tokens, args.tenants, SEQUENCE), adapters, grads).step)
+    if args.tenants == TENANTS:
+        decode(decoder, adapters)
     return 0
 
 

@@ -9,24 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.model.gpu.kernels import VARYING, _block
-
-
-@triton.jit
-def _low_rank(total, u, row, column, factor, rank, wide, own, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
-    """total + u[m, column : column + rank] factor[:, n], whose row m begins at `row`."""
-    for start in range(0, rank, BLOCK_R):
-        i = start + tl.arange(0, BLOCK_R)
-        real = i < rank
-        u_mi = tl.load(u + row[:, None] + column + i[None], own[:, None] & real[None], 0.0)
-        w_in = tl.load(factor + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & (n < wide)[None], 0.0)
-        total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit
-def _factor(addresses, group, expert, rank, wide):
-    return tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * rank * wide
+from workers.model.gpu.kernels import VARYING, _block, _factor, _low_rank
 
 
 @triton.jit(do_not_specialize=[*VARYING, "rows"])
@@ -46,6 +29,7 @@ def swiglu(
     h,
     wide,
     ADAPTED: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -71,8 +55,9 @@ def swiglu(
             group, expert = segment % num_groups, segment // num_groups
             rank = tl.load(ranks + group)
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
-            g = _low_rank(g, u, row * stride_u, 0, of_gate, rank, wide, own, n, PRECISION, BLOCK_R)
-            up = _low_rank(up, u, row * stride_u, rank, of_up, rank, wide, own, n, PRECISION, BLOCK_R)
+            u_m = u + row * stride_u
+            g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
+            up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
         tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
 
 
@@ -100,6 +85,7 @@ def swiglu_backward(
     dweights,
     wide,
     ADAPTED: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -117,6 +103,7 @@ def swiglu_backward(
             group, expert = segment % num_groups, segment // num_groups
             rank = tl.load(ranks + group)
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
+            u_m = u + row * stride_u
             of_down = _factor(down_a, group, expert, rank, wide)
         else:
             row = index.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -131,9 +118,9 @@ def swiglu_backward(
             up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
             d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
             if ADAPTED:
-                g = _low_rank(g, u, row * stride_u, 0, of_gate, rank, wide, own, n, PRECISION, BLOCK_R)
-                up = _low_rank(up, u, row * stride_u, rank, of_up, rank, wide, own, n, PRECISION, BLOCK_R)
-                d = _low_rank(d, dv, row * stride_dv, 0, of_down, rank, wide, own, n, PRECISION, BLOCK_R)
+                g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
+                up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
+                d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
             sigmoid = tl.sigmoid(g)
             silu = g * sigmoid
             active = silu * up

@@ -27,6 +27,43 @@ def _block(segment, first_block, segment_start, index, BLOCK_M: tl.constexpr):
     return row.to(tl.int64), row < tl.load(segment_start + segment + 1)
 
 
+@triton.jit
+def _factor(addresses, group, expert, count, wide):
+    """A group's factor for an expert, of `count` rows. Tensors of an arena begin at cache lines: numbers of a row come
+    as vectors."""
+    first = tl.multiple_of(tl.load(addresses + group).to(tl.pointer_type(tl.float32)), 16)
+    return first + expert.to(tl.int64) * count * wide
+
+
+#: What is not multiplied by tensor cores is multiplied number by number in float32, so many ranks, or rows, at a time.
+EACH = tl.constexpr(8)
+
+
+@triton.jit
+def _low_rank(
+    total, u_m, w, count, scale, wide, own, n, DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """total + sum over i < count of scale u_m[m][i] w[i, n], where u_m points to each row."""
+    inside = n < wide
+    if DOT:
+        for start in range(0, count, BLOCK_R):
+            i = start + tl.arange(0, BLOCK_R)
+            real = i < count
+            u_mi = tl.load(u_m[:, None] + i[None], own[:, None] & real[None], 0.0) * scale
+            w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & inside[None], 0.0)
+            total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
+    else:
+        # How many each row of `total` and each column takes.
+        of_m, of_n = tl.where(own, count, 0), tl.where(inside, count, 0)
+        for start in range(0, count, EACH):
+            for j in tl.static_range(EACH):
+                i = start + j
+                u_i = tl.load(u_m + i, i < of_m, 0.0) * scale
+                w_n = tl.load(w + i.to(tl.int64) * wide + n, i < of_n, 0.0)
+                total += u_i[:, None] * w_n[None]
+    return total
+
+
 #: Arguments that change with the batch; specialised, Triton would compile again for 1 and for multiples of 16.
 VARYING = ["num_segments", "num_groups", "part"]
 
@@ -65,7 +102,7 @@ def shrink(
         rank = tl.load(ranks + group)
         i = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         real = i < STACK * rank
-        w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
+        w = _factor(addresses, group, expert, STACK * rank, wide)
         row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
         total = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
         for start in range(0, SPLIT, BLOCK_K):
@@ -97,6 +134,7 @@ def expand(
     part,
     STACK: tl.constexpr,
     SCALED: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -108,21 +146,15 @@ def expand(
     if segment < num_segments:
         group, expert = segment % num_groups, segment // num_groups
         rank = tl.load(ranks + group)
-        w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
+        w = _factor(addresses, group, expert, STACK * rank, wide)
         row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = n < wide
-        total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        for start in range(0, STACK * rank, BLOCK_R):
-            i = start + tl.arange(0, BLOCK_R)
-            real = i < STACK * rank
-            u_mi = tl.load(u + row[:, None] * stride_u + part * rank + i[None], own[:, None] & real[None], 0.0)
-            w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & inside[None], 0.0)
-            total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
-        if SCALED:
-            total = total * tl.load(scales + group)
-        at, mask = y + row[:, None] * stride_y + n[None], own[:, None] & inside[None]
-        tl.store(at, (tl.load(at, mask, 0.0).to(tl.float32) + total).to(y.dtype.element_ty), mask)
+        at, mask = y + row[:, None] * stride_y + n[None], own[:, None] & (n < wide)[None]
+        total = tl.load(at, mask, 0.0).to(tl.float32)
+        factor = tl.load(scales + group) if SCALED else 1.0
+        u_m = u + row * stride_u + part * rank
+        total = _low_rank(total, u_m, w, STACK * rank, factor, wide, own, n, DOT, PRECISION, BLOCK_R)
+        tl.store(at, total.to(y.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["num_owners", "num_groups", "part"])
@@ -143,6 +175,7 @@ def outer(
     part,
     STACK: tl.constexpr,
     SCALED: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -164,20 +197,30 @@ def outer(
     if (rows > 0) & (tl.program_id(2) * BLOCK_R < STACK * rank):
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         real, inside = i < STACK * rank, n < wide
-        w = tl.load(addresses + group).to(tl.pointer_type(tl.float32)) + expert.to(tl.int64) * STACK * rank * wide
+        w = _factor(addresses, group, expert, STACK * rank, wide)
         dw, mask = w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & inside[None]
         dw_in = tl.load(dw, mask, 0.0)
         for at in range(first, last):
             group = tl.load(owner_groups + at)
             segment = expert * num_groups + group
-            stop = tl.load(segment_start + segment + 1)
+            start, stop = tl.load(segment_start + segment), tl.load(segment_start + segment + 1)
+            u_m = u + part * rank
             total = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
-            for start in range(tl.load(segment_start + segment), stop, BLOCK_M):
-                row = start + tl.arange(0, BLOCK_M).to(tl.int64)
-                own = row < stop
-                u_im = tl.load(u + row[None] * stride_u + part * rank + i[:, None], real[:, None] & own[None], 0.0)
-                y_mn = tl.load(y + row[:, None] * stride_y + n[None], own[:, None] & inside[None], 0.0)
-                total = tl.dot(u_im, y_mn.to(tl.float32), total, input_precision=PRECISION)
+            if DOT:
+                for begin in range(start, stop, BLOCK_M):
+                    row = begin + tl.arange(0, BLOCK_M).to(tl.int64)
+                    own = row < stop
+                    u_im = tl.load(u_m + row[None] * stride_u + i[:, None], real[:, None] & own[None], 0.0)
+                    y_mn = tl.load(y + row[:, None] * stride_y + n[None], own[:, None] & inside[None], 0.0)
+                    total = tl.dot(u_im, y_mn.to(tl.float32), total, input_precision=PRECISION)
+            else:
+                of_i, of_n = tl.where(real, stop, 0), tl.where(inside, stop, 0)
+                for begin in range(start, stop, EACH):
+                    for j in tl.static_range(EACH):
+                        row = begin + j
+                        u_i = tl.load(u_m + row * stride_u + i, row < of_i, 0.0)
+                        y_n = tl.load(y + row * stride_y + n, row < of_n, 0.0)
+                        total += u_i[:, None] * y_n.to(tl.float32)[None]
             if SCALED:
                 total = total * tl.load(scales + group)
             dw_in += total

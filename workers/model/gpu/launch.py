@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +39,23 @@ class Tile(NamedTuple):
         return {"BLOCK_N": self.columns, "num_warps": self.warps}
 
 
-#: Of each kernel; `outer` also over (expert, group) segments. As fast as any on an H100, for 64 adapters of rank 8 on a
-#: 30B model (bench/gpu_tiles.py).
-SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(64, 4), Tile(128, 4), Tile(128, 4), Tile(256, 4)
+#: Up to this many ranks are multiplied number by number: tensor cores wait for what is rearranged for them. A tile then
+#: has fewer columns than threads, which read a factor where they need it.
+FEW_RANKS = 16
+
+#: Rows of a factor that `outer` has at a time then.
+RANKS_EACH = 8
+
+#: Of each kernel; `outer` also over (expert, group) segments.
+SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(64, 4), Tile(128, 8), Tile(128, 4), Tile(128, 8)
+
+#: Rows that `outer` adds up at a time, and its columns where one arena, or few, are all.
+OUTER_ROWS, NARROW, FEW_BLOCKS = 64, 32, 256
+
+
+def dot(rank_block: int) -> bool:
+    """Whether tensor cores multiply ranks of this block."""
+    return rank_block > FEW_RANKS
 
 
 class Precision(NamedTuple):
@@ -139,6 +153,7 @@ class TritonProducts:
                     part,
                     STACK=stack,
                     SCALED=scaled,
+                    DOT=dot(each.block),
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block,
@@ -155,12 +170,12 @@ class TritonProducts:
         """Add u[:, part]^T y to the gradients."""
         _check(y, u)
         wide, table = y.shape[1], self.table
-        for each, blocks in self.blocks:
+        for each, _ in self.blocks:
             owners = each.owners
             if len(y) and owners.count:
                 # One block adds up all rows of a group.
-                tile = (OUTER if self.segments.num_experts == 1 else OUTER_EXPERTS).beside(each.block)
-                grid = (owners.count * self.segments.num_experts, -(-wide // tile.columns), each.rank_blocks(stack))
+                form, columns = self._outer_form(each, wide)
+                grid = (owners.count * self.segments.num_experts, columns, -(-stack * each.most // form["BLOCK_R"]))
                 kernels.outer[grid](
                     u,
                     u.stride(0),
@@ -179,10 +194,20 @@ class TritonProducts:
                     STACK=stack,
                     SCALED=scaled,
                     PRECISION=self.precision.name,
-                    BLOCK_M=blocks.block_rows,
-                    BLOCK_R=each.block,
-                    **tile.fixed,
+                    **form,
                 )
+
+    def _outer_form(self, each: RankClass, wide: int) -> tuple[dict[str, Any], int]:
+        """What is compiled into `outer`, and how many tiles are beside each other."""
+        form: dict[str, Any] = {"DOT": True, "BLOCK_M": OUTER_ROWS, "BLOCK_R": each.block}
+        if self.segments.block_rows == EXPERT_ROWS:
+            tile, rows = OUTER_EXPERTS.beside(each.block), self.segments.block_rows
+            form = {"DOT": dot(each.block), "BLOCK_M": rows, "BLOCK_R": each.block if dot(each.block) else RANKS_EACH}
+        else:
+            tile = OUTER.beside(each.block)
+            if each.owners.count * -(-wide // tile.columns) < FEW_BLOCKS:
+                tile = Tile(NARROW, tile.warps)
+        return form | tile.fixed, -(-wide // tile.columns)
 
 
 def _where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | int, ...]:
