@@ -43,14 +43,12 @@ def trained() -> list[Choice]:
     def tiles(*of: tuple[int, int]) -> list[Any]:
         return [launch.Tile(*each) for each in of]
 
-    few = (64, 4), (128, 8), (128, 4), (256, 4)
+    few = (128, 2), (128, 4), (256, 4), (256, 8)
     return [
-        Choice(launch, "FEW_RANKS", "swiglu", [16, 0, 32]),
         Choice(gate, "FORWARD", "swiglu", tiles(*few)),
         Choice(gate, "BACKWARD", "swiglu_backward", tiles(*few)),
         Choice(launch, "OUTER_EXPERTS", "outer", tiles(*few)),
         Choice(launch, "OUTER", "outer", tiles((32, 4), (64, 4), (128, 4))),
-        Choice(launch, "OUTER_ROWS", "outer", [32, 64, 128]),
         Choice(launch, "EXPAND", "expand", tiles(*few)),
         Choice(launch, "SHRINK", "shrink", tiles((64, 4), (128, 4), (256, 4), (128, 8))),
     ]
@@ -88,7 +86,7 @@ def compared(choices: Sequence[Choice], work: Callable[[], object]) -> None:
             taken.append((kernel_ms(choice.kernel, work), value))
         taken.sort(key=lambda each: each[0])
         setattr(choice.module, choice.constant, taken[0][1])
-        found = ", ".join(f"{ms:.3f} {value if isinstance(value, int) else tuple(value)}" for ms, value in taken)
+        found = ", ".join(f"{ms:.3f} {tuple(value)}" for ms, value in taken)
         print(f"{choice.module.__name__}.{choice.constant} ({choice.kernel}): {found}", flush=True)
 
 

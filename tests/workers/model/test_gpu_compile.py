@@ -73,18 +73,14 @@ def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
     else:
         outer = launch.OUTER_EXPERTS if rows == EXPERT_ROWS else launch.OUTER
         tile = (launch.EXPAND if name == "expand" else outer).beside(rank_block)
-        fixed |= {"BLOCK_N": tile.columns, "DOT": launch.dot(rank_block)}
-        if name == "outer" and rows == DENSE_ROWS:
-            fixed |= {"DOT": True, "BLOCK_M": launch.OUTER_ROWS}
-        elif name == "outer" and not launch.dot(rank_block):
-            fixed |= {"BLOCK_R": launch.RANKS_EACH}
+        fixed |= {"BLOCK_N": tile.columns} | ({"STAGES": 1 if rows == EXPERT_ROWS else 3} if name == "outer" else {})
     types = POINTERS | {"x": "*" + dtype, "y": "*" + dtype} | dict.fromkeys(fixed, "constexpr")
     return built(kernel, fixed, types, capability)
 
 def fused(name, capability, rank_block, precision, dtype):
     kernel, names = getattr(fused_kernels, name), set(getattr(fused_kernels, name).arg_names)
     tile = (gate.BACKWARD if "backward" in name else gate.FORWARD).beside(rank_block)
-    fixed = {"ADAPTED": rank_block > 0, "DOT": launch.dot(rank_block), "PRECISION": precision}
+    fixed = {"ADAPTED": rank_block > 0, "PRECISION": precision}
     fixed |= {"BLOCK_M": EXPERT_ROWS, "BLOCK_R": rank_block or 16}
     fixed |= {"CHOICES": 8, "WEIGHTED": True, "NORMED": True, "HEADS": heads.HEADS, "BLOCK_D": 128}
     wide = {"gather_sum": combine.WIDTH, "log_sum": softmax.WIDTH, "softmax_times": softmax.WIDTH}

@@ -29,7 +29,6 @@ def swiglu(
     h,
     wide,
     ADAPTED: tl.constexpr,
-    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -56,8 +55,8 @@ def swiglu(
             rank = tl.load(ranks + group)
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
             u_m = u + row * stride_u
-            g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
-            up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
+            g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+            up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
         tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
 
 
@@ -85,7 +84,6 @@ def swiglu_backward(
     dweights,
     wide,
     ADAPTED: tl.constexpr,
-    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -118,9 +116,9 @@ def swiglu_backward(
             up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
             d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
             if ADAPTED:
-                g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
-                up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
-                d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, DOT, PRECISION, BLOCK_R)
+                g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+                up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+                d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
             sigmoid = tl.sigmoid(g)
             silu = g * sigmoid
             active = silu * up

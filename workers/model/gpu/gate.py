@@ -18,12 +18,12 @@ import triton
 from torch import Tensor
 
 from workers.model.gpu import fused_kernels
-from workers.model.gpu.launch import Tile, TritonProducts, dot
+from workers.model.gpu.launch import Tile, TritonProducts
 from workers.model.gpu.segments import EXPERT_ROWS
 from workers.model.lora_products import LoraProducts
 
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
-FORWARD, BACKWARD = Tile(128, 8), Tile(128, 8)
+FORWARD, BACKWARD = Tile(256, 4), Tile(256, 4)
 
 
 class Inside(NamedTuple):
@@ -94,7 +94,7 @@ class Inside(NamedTuple):
             yield (
                 triton.cdiv(pairs, EXPERT_ROWS),
                 unused,
-                fixed | {"ADAPTED": False, "DOT": False, "PRECISION": "ieee", "BLOCK_R": 16},
+                fixed | {"ADAPTED": False, "PRECISION": "ieee", "BLOCK_R": 16},
             )
         if products is None or self.u_P is None:
             return
@@ -104,4 +104,4 @@ class Inside(NamedTuple):
             where = (blocks.segment, blocks.first, segments.start, segments.num_experts * segments.num_groups)
             arguments = (self.u_P, self.u_P.stride(0), gate, up, table.ranks_G, *where, segments.num_groups, pairs)
             of = {"ADAPTED": True, "PRECISION": products.precision.name, "BLOCK_R": each.block}
-            yield len(blocks.segment), arguments, fixed | of | {"DOT": dot(each.block)}
+            yield len(blocks.segment), arguments, fixed | of

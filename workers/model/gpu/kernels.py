@@ -35,32 +35,16 @@ def _factor(addresses, group, expert, count, wide):
     return first + expert.to(tl.int64) * count * wide
 
 
-#: What is not multiplied by tensor cores is multiplied number by number in float32, so many ranks, or rows, at a time.
-EACH = tl.constexpr(8)
-
-
 @triton.jit
-def _low_rank(
-    total, u_m, w, count, scale, wide, own, n, DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr
-):  # fmt: skip
-    """total + sum over i < count of scale u_m[m][i] w[i, n], where u_m points to each row."""
-    inside = n < wide
-    if DOT:
-        for start in range(0, count, BLOCK_R):
-            i = start + tl.arange(0, BLOCK_R)
-            real = i < count
-            u_mi = tl.load(u_m[:, None] + i[None], own[:, None] & real[None], 0.0) * scale
-            w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & inside[None], 0.0)
-            total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
-    else:
-        # How many each row of `total` and each column takes.
-        of_m, of_n = tl.where(own, count, 0), tl.where(inside, count, 0)
-        for start in range(0, count, EACH):
-            for j in tl.static_range(EACH):
-                i = start + j
-                u_i = tl.load(u_m + i, i < of_m, 0.0) * scale
-                w_n = tl.load(w + i.to(tl.int64) * wide + n, i < of_n, 0.0)
-                total += u_i[:, None] * w_n[None]
+def _low_rank(total, u_m, w, count, scale, wide, own, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
+    """total + sum over i < count of scale u_m[m][i] w[i, n], where u_m points to each row. As a rule one block of ranks
+    is all: there is nothing to fetch ahead."""
+    for start in tl.range(0, count, BLOCK_R, num_stages=1):
+        i = start + tl.arange(0, BLOCK_R)
+        real = i < count
+        u_mi = tl.load(u_m[:, None] + i[None], own[:, None] & real[None], 0.0) * scale
+        w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & (n < wide)[None], 0.0)
+        total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
     return total
 
 
@@ -134,7 +118,6 @@ def expand(
     part,
     STACK: tl.constexpr,
     SCALED: tl.constexpr,
-    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -153,7 +136,7 @@ def expand(
         total = tl.load(at, mask, 0.0).to(tl.float32)
         factor = tl.load(scales + group) if SCALED else 1.0
         u_m = u + row * stride_u + part * rank
-        total = _low_rank(total, u_m, w, STACK * rank, factor, wide, own, n, DOT, PRECISION, BLOCK_R)
+        total = _low_rank(total, u_m, w, STACK * rank, factor, wide, own, n, PRECISION, BLOCK_R)
         tl.store(at, total.to(y.dtype.element_ty), mask)
 
 
@@ -175,7 +158,7 @@ def outer(
     part,
     STACK: tl.constexpr,
     SCALED: tl.constexpr,
-    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -206,21 +189,12 @@ def outer(
             start, stop = tl.load(segment_start + segment), tl.load(segment_start + segment + 1)
             u_m = u + part * rank
             total = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
-            if DOT:
-                for begin in range(start, stop, BLOCK_M):
-                    row = begin + tl.arange(0, BLOCK_M).to(tl.int64)
-                    own = row < stop
-                    u_im = tl.load(u_m + row[None] * stride_u + i[:, None], real[:, None] & own[None], 0.0)
-                    y_mn = tl.load(y + row[:, None] * stride_y + n[None], own[:, None] & inside[None], 0.0)
-                    total = tl.dot(u_im, y_mn.to(tl.float32), total, input_precision=PRECISION)
-            else:
-                of_i, of_n = tl.where(real, stop, 0), tl.where(inside, stop, 0)
-                for begin in range(start, stop, EACH):
-                    for j in tl.static_range(EACH):
-                        row = begin + j
-                        u_i = tl.load(u_m + row * stride_u + i, row < of_i, 0.0)
-                        y_n = tl.load(y + row * stride_y + n, row < of_n, 0.0)
-                        total += u_i[:, None] * y_n.to(tl.float32)[None]
+            for begin in tl.range(start, stop, BLOCK_M, num_stages=STAGES):
+                row = begin + tl.arange(0, BLOCK_M).to(tl.int64)
+                own = row < stop
+                u_im = tl.load(u_m + row[None] * stride_u + i[:, None], real[:, None] & own[None], 0.0)
+                y_mn = tl.load(y + row[:, None] * stride_y + n[None], own[:, None] & inside[None], 0.0)
+                total = tl.dot(u_im, y_mn.to(tl.float32), total, input_precision=PRECISION)
             if SCALED:
                 total = total * tl.load(scales + group)
             dw_in += total

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,23 +39,12 @@ class Tile(NamedTuple):
         return {"BLOCK_N": self.columns, "num_warps": self.warps}
 
 
-#: Up to this many ranks are multiplied number by number: tensor cores wait for what is rearranged for them. A tile then
-#: has fewer columns than threads, which read a factor where they need it.
-FEW_RANKS = 16
+#: Of each kernel; `outer` also over (expert, group) segments. As fast as any on an H100, for 64 adapters of rank 8 on a
+#: 30B model (bench/gpu_tiles.py).
+SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(256, 4), Tile(64, 4), Tile(256, 4)
 
-#: Rows of a factor that `outer` has at a time then.
-RANKS_EACH = 8
-
-#: Of each kernel; `outer` also over (expert, group) segments.
-SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(64, 4), Tile(128, 8), Tile(128, 4), Tile(128, 8)
-
-#: Rows that `outer` adds up at a time, and its columns where one arena, or few, are all.
-OUTER_ROWS, NARROW, FEW_BLOCKS = 64, 32, 256
-
-
-def dot(rank_block: int) -> bool:
-    """Whether tensor cores multiply ranks of this block."""
-    return rank_block > FEW_RANKS
+#: Columns of `outer` where few arenas would be few blocks.
+NARROW, FEW_BLOCKS = 32, 256
 
 
 class Precision(NamedTuple):
@@ -153,7 +142,6 @@ class TritonProducts:
                     part,
                     STACK=stack,
                     SCALED=scaled,
-                    DOT=dot(each.block),
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block,
@@ -170,12 +158,12 @@ class TritonProducts:
         """Add u[:, part]^T y to the gradients."""
         _check(y, u)
         wide, table = y.shape[1], self.table
-        for each, _ in self.blocks:
+        for each, blocks in self.blocks:
             owners = each.owners
             if len(y) and owners.count:
                 # One block adds up all rows of a group.
                 form, columns = self._outer_form(each, wide)
-                grid = (owners.count * self.segments.num_experts, columns, -(-stack * each.most // form["BLOCK_R"]))
+                grid = (owners.count * self.segments.num_experts, columns, each.rank_blocks(stack))
                 kernels.outer[grid](
                     u,
                     u.stride(0),
@@ -194,20 +182,20 @@ class TritonProducts:
                     STACK=stack,
                     SCALED=scaled,
                     PRECISION=self.precision.name,
+                    BLOCK_M=blocks.block_rows,
+                    BLOCK_R=each.block,
                     **form,
                 )
 
-    def _outer_form(self, each: RankClass, wide: int) -> tuple[dict[str, Any], int]:
+    def _outer_form(self, each: RankClass, wide: int) -> tuple[dict[str, int], int]:
         """What is compiled into `outer`, and how many tiles are beside each other."""
-        form: dict[str, Any] = {"DOT": True, "BLOCK_M": OUTER_ROWS, "BLOCK_R": each.block}
-        if self.segments.block_rows == EXPERT_ROWS:
-            tile, rows = OUTER_EXPERTS.beside(each.block), self.segments.block_rows
-            form = {"DOT": dot(each.block), "BLOCK_M": rows, "BLOCK_R": each.block if dot(each.block) else RANKS_EACH}
+        if self.segments.block_rows == EXPERT_ROWS:  # a few rows: there is nothing to fetch ahead
+            tile, stages = OUTER_EXPERTS.beside(each.block), 1
         else:
-            tile = OUTER.beside(each.block)
+            tile, stages = OUTER.beside(each.block), 3
             if each.owners.count * -(-wide // tile.columns) < FEW_BLOCKS:
                 tile = Tile(NARROW, tile.warps)
-        return form | tile.fixed, -(-wide // tile.columns)
+        return {"STAGES": stages} | tile.fixed, -(-wide // tile.columns)
 
 
 def _where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | int, ...]:
