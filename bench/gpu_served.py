@@ -54,7 +54,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.base.files import remove_unused
 from workers.model.card import config_card
 from workers.model.config import DecoderConfig
-from workers.model.planning.machine import free_bytes
+from workers.model.planning.machine import cuda_bytes, free_bytes
 from workers.model.planning.plan import Plan
 
 import tinker  # isort: skip  (after serving, which sets its environment)
@@ -177,42 +177,45 @@ def rates(works: dict[str, list[Callable[[], int]]], seconds: float) -> dict[str
 
 @dataclass
 class Device:
-    """What nvidia-smi says of the first GPU."""
+    """The first GPU, as nvidia-smi sees it; where there is none, as torch does, which knows no other processes."""
 
     total_bytes: int
-    name: str
+    smi: str | None
 
     @classmethod
     def here(cls) -> Device | None:
-        if not torch.cuda.is_available():
-            return None
-        name, total = _smi("--query-gpu=name,memory.total")[0]
-        return cls(int(total) << 20, name)
+        return cls(cuda_bytes()[0], shutil.which("nvidia-smi")) if torch.cuda.is_available() else None
+
+    @property
+    def name(self) -> str:
+        return self._asked("--query-gpu=name")[0][0] if self.smi else torch.cuda.get_device_name(0)
 
     def used_bytes(self) -> int:
-        return int(_smi("--query-gpu=memory.used")[0][0]) << 20
+        if self.smi:
+            return int(self._asked("--query-gpu=memory.used")[0][0]) << 20
+        free, total = torch.cuda.mem_get_info(0)
+        return total - free
 
-    def processes(self) -> list[dict[str, Any]]:
+    def processes(self) -> list[dict[str, str]]:
         """In a container nvidia-smi may not know them."""
         found = []
-        for pid, used in _smi("--query-compute-apps=pid,used_memory"):
+        for pid, used in self._asked("--query-compute-apps=pid,used_memory") if self.smi else []:
             name = ""
             with suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
             found.append({"pid": pid, "name": name, "used_mib": used})
         return found
 
-
-def _smi(query: str) -> list[list[str]]:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--id=0"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [[cell.strip() for cell in line.split(",")] for line in lines]
+    def _asked(self, query: str) -> list[list[str]]:
+        command = [str(self.smi), query, "--format=csv,noheader,nounits", "--id=0"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [[cell.strip() for cell in line.split(",")] for line in lines]
 
 
 @contextmanager
 def model_folder(args: argparse.Namespace, config: DecoderConfig) -> Iterator[Path]:
     """The model, made if it is not there, and removed if it was made."""
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="weft-model-"))
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="weft-model-", dir=_spacious(size_of(config))))
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "config.json").is_file():
         say(f"model: {folder} is there already")
@@ -228,6 +231,13 @@ def model_folder(args: argparse.Namespace, config: DecoderConfig) -> Iterator[Pa
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _spacious(size_bytes: int) -> Path | None:
+    """In memory where half of what is free is enough; else on the disk."""
+    memory = Path("/dev/shm")
+    free = min(shutil.disk_usage(memory).free, free_bytes() // 2) if memory.is_dir() else 0
+    return memory if size_bytes <= free else None
 
 
 def check_room(folder: Path, model_bytes: int, saved_bytes: int) -> None:
@@ -340,7 +350,7 @@ class Bench:
         off = np.abs(np.concatenate(after) - np.concatenate(before))
         with log.open() as lines:
             lines.seek(logged)
-            came = [line for line in lines if "[trainer]" in line and f"{MODEL}: " in line]
+            came = [line.strip() for line in lines if "[trainer]" in line and f"{MODEL}: " in line]
         loaded = sum(": loaded," in line for line in came)
         found = {"first_result_s": round(min(took), 2), "all_results_s": round(max(took), 2)}
         self.known(
@@ -411,7 +421,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One weftd on one GPU, training and sampling with one base.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has; 0: all")
-    parser.add_argument("--folder", type=Path, help="the model's; one that has a config.json is used as it is")
+    parser.add_argument("--folder", type=Path, help="the model's; one with a config.json is used as it is")
     parser.add_argument("--keep", action="store_true", help="the model's folder")
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--rank", type=int, default=32)

@@ -6,18 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import gpu
+from bench import gpu, gpu_served
 from bench.parts.published import size_of, write_folder
 from workers.model.base.weights import load_decoder
 from workers.model.card import read_card
 from workers.model.decoder import PackedAttend
 from workers.model.logprobs import target_logprobs
+from workers.model.planning.plan import Device, Part, Plan
 
 ROOT = Path(__file__).parents[2]
 TINY = gpu.SHAPES["tiny"]
@@ -44,6 +46,31 @@ def test_other_libraries_read_the_folder_as_we_do(tmp_path: Path) -> None:
 def test_of_the_published_shape() -> None:
     """As Qwen3-30B-A3B's model card says: 30.5 billion parameters."""
     assert size_of(gpu.SHAPES["qwen3-30b-a3b"]) / 2 == pytest.approx(30.5e9, rel=0.005)
+
+
+@pytest.mark.parametrize(("used_gib", "copies", "holds"), [(33, 1.0, True), (53, 2.0, False)])
+def test_copies_are_what_is_used_beside_the_plan(tmp_path: Path, used_gib: int, copies: float, holds: bool) -> None:
+    """16 layers take 20 GiB. 10 are planned for keys and values, 2 for processes; 1 was used before."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\ncase $1 in *compute-apps*) echo "$$, 512"; echo "1, [N/A]";; '
+        f"*memory.used*) echo {used_gib << 10};; *) echo NVIDIA H200;; esac\n"
+    )
+    smi.chmod(0o755)
+    device = gpu_served.Device(139 << 30, str(smi))
+    assert device.name == "NVIDIA H200"
+    assert [each["used_mib"] for each in device.processes()] == ["512", "[N/A]"]
+    args = gpu_served._arguments(["--out", str(tmp_path / "out.json")])
+    args.began = 0.0
+    config = replace(gpu.SHAPES["qwen3-30b-a3b"], num_layers=16)
+    sizes = {"keys and values": 10, "processes and libraries": 2, "runs in training": 29, "weights": 20}
+    parts = [Part(name, size << 30) for name, size in sizes.items()]
+    plan = Plan(Device("cuda:0", 139 << 30), parts, Part("paged", 0), 64, 1, 1, False)
+    bench = gpu_served.Bench(args, config, device, {"claims": []})
+    bench.start(1.0, plan, before_bytes=1 << 30)
+    (claim,) = json.loads((tmp_path / "out.json").read_text())["claims"]
+    assert claim["value"] == pytest.approx(copies, abs=0.05)
+    assert claim["holds"] is holds
 
 
 @pytest.mark.server
