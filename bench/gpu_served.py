@@ -11,7 +11,7 @@ unmodified `tinker` clients, a tenant each. In this order, each part printed and
 - training: `--steps` steps of every tenant on its own batch, all at once; the losses.
 - agreement: all save and sample at once; log-probabilities of the sampled tokens, the sampler's beside the trainer's.
 - rates: tokens per second of training alone, sampling alone, and both at once, all tenants in each.
-- killed: the trainer's process, by SIGKILL; until each tenant has its next result, and what that differs by.
+- killed: the trainer's process, by SIGKILL; until each tenant has its next result, and how far that is off.
 
 The bound of the agreement: sampler and trainer round differently. A number of bfloat16 has 8 bits, so each of the two
 additions of a layer to the residual stream is off by up to 2**-9 of it; over 2 x 48 of them, at random, by 2 % of a
@@ -65,6 +65,9 @@ MODEL = "published/shape"
 PATIENCE_S = 300.0
 #: Between log-probabilities of sampler and trainer, by device: the median, and a single one.
 BOUNDS = {"cuda": (0.05, 1.0), "cpu": (1e-4, 1e-3)}
+#: How far a loss may be off once a run was trained again from its start in other company: steps of Adam enlarge
+#: rounding (docs/performance.md); on a CPU there is none.
+TRAINED_AGAIN = {"cuda": 0.01, "cpu": 0.0}
 #: Copies of the base on the device that are not two.
 COPIES = 1.3
 GIB = 2**30
@@ -234,9 +237,9 @@ def model_folder(args: argparse.Namespace, config: DecoderConfig) -> Iterator[Pa
 
 
 def _spacious(size_bytes: int) -> Path | None:
-    """In memory where half of what is free is enough; else on the disk."""
+    """In memory, where a third of what is free is left; else on the disk."""
     memory = Path("/dev/shm")
-    free = min(shutil.disk_usage(memory).free, free_bytes() // 2) if memory.is_dir() else 0
+    free = min(shutil.disk_usage(memory).free, 2 * free_bytes() // 3) if memory.is_dir() else 0
     return memory if size_bytes <= free else None
 
 
@@ -289,8 +292,8 @@ class Bench:
         self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return BOUNDS["cuda" if self.device else "cpu"]
+    def kind(self) -> str:
+        return "cuda" if self.device else "cpu"
 
     def start(self, ready_s: float, plan: Plan, before_bytes: int) -> None:
         parts = {part.name: part.size_bytes for part in plan.parts}
@@ -316,19 +319,13 @@ class Bench:
         first = max(at_once([tenant.sample for tenant in tenants])[1])
         say(f"all saved in {saved:.1f} s, and sampled a first time in {first:.1f} s")
         found = np.concatenate(at_once([tenant.disagreement for tenant in tenants])[0])
+        median, most, (bound, worst) = float(np.median(found)), float(found.max()), BOUNDS[self.kind]
         self.known(
             "agreement",
             {"saved_s": round(saved, 2), "first_samples_s": round(first, 2), "differences": spread(found)},
-            *self.differs("sampler and trainer", found),
+            claim("log-probabilities of sampler and trainer: median difference", median, bound, median <= bound),
+            claim("the largest", most, worst, most <= worst),
         )
-
-    def differs(self, who: str, found: Floats) -> list[dict[str, Any]]:
-        median, most = float(np.median(found)), float(found.max())
-        bound, worst = self.bounds
-        return [
-            claim(f"{who}: median difference of a log-probability", median, bound, median <= bound),
-            claim(f"{who}: largest", most, worst, most <= worst),
-        ]
 
     def rates(self, tenants: Sequence[Tenant]) -> None:
         train = [tenant.step for tenant in tenants]
@@ -348,6 +345,8 @@ class Bench:
         worker(server, "trainer").kill()
         after, took = at_once([tenant.logprobs for tenant in tenants])
         off = np.abs(np.concatenate(after) - np.concatenate(before))
+        loss = max(abs(float(own.mean() / was.mean()) - 1) for own, was in zip(after, before, strict=True))
+        bound = TRAINED_AGAIN[self.kind]
         with log.open() as lines:
             lines.seek(logged)
             came = [line.strip() for line in lines if "[trainer]" in line and f"{MODEL}: " in line]
@@ -357,7 +356,7 @@ class Bench:
             "killed",
             found | {"log": came, "differences": spread(off)},
             claim("the base was loaded again, times", loaded, 0, loaded == 0 and bool(came)),
-            *self.differs("before and after the kill", off),
+            claim("a tenant's loss after the kill differs by the share", loss, bound, loss <= bound),
         )
 
 
