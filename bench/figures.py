@@ -316,6 +316,30 @@ def on_gpu() -> str:
     )
 
 
+def gpu_served() -> str:
+    found = read("gpu_served")
+    rates, killed, start = found["rates"], found["killed"], found["start"]
+    rows = [
+        (name, *(number(each[kind]) if kind in each else "" for kind in ("trained", "sampled")))
+        for name, each in rates.items()
+        if isinstance(each, dict)
+    ]
+    times = [
+        ("until the server answered", start["ready_s"]),
+        ("until all had saved their weights", found["agreement"]["saved_s"]),
+        ("from the trainer's death to the first result", killed["first_result_s"]),
+        ("to every tenant's", killed["all_results_s"]),
+    ]
+    of = f"{found['tenants']} tenants of rank {found['rank']}, {found['layers']} layers, tokens/s"
+    return "\n\n".join(
+        (
+            claims("gpu_served"),
+            grid((of, "trained", "sampled"), rows),
+            grid(("", "seconds"), ((what, number(seconds)) for what, seconds in times)),
+        )
+    )
+
+
 def quarters(runs: list[list[float]]) -> tuple[float, float]:
     """Means over seeds, and over the first and the last quarter of the batches."""
     count = max(1, len(runs[0]) // 4)
@@ -430,6 +454,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recovery-production": lambda: kills("production"),
     "recovery-damage": damage,
 }
+if (HERE / "results" / "gpu_served.json").is_file():  # nobody has run it yet
+    TABLES["gpu-served"] = gpu_served
 
 
 def filled(text: str) -> str:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,12 +31,17 @@ os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", TINKER_API_KEY="tml-
 
 
 @contextmanager
-def serve(*options: str, program: Sequence[str] = (str(BIN / "weftd"),)) -> Iterator[tuple[str, Path]]:
-    """Start `weftd serve`, or what stands in its place; yields its address and data folder."""
+def serve(
+    *options: str, program: Sequence[str] = (str(BIN / "weftd"),), shown: bool = False
+) -> Iterator[tuple[str, Path]]:
+    """Start `weftd serve`, or what stands in its place; yields its address and data folder. `shown`: its log is printed
+    as it grows."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         command = [*program, "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", folder, *options]
         with (Path(folder) / "stderr.log").open("w") as log:
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        if shown:
+            threading.Thread(target=_show, args=(Path(folder) / "stderr.log", server), daemon=True).start()
         try:
             assert server.stdout is not None
             line = server.stdout.readline().split()
@@ -45,6 +51,13 @@ def serve(*options: str, program: Sequence[str] = (str(BIN / "weftd"),)) -> Iter
         finally:
             server.terminate()
             server.wait(30)
+
+
+def _show(log: Path, server: subprocess.Popen[str]) -> None:
+    with log.open() as lines:
+        while server.poll() is None:
+            print("".join(f"  {line}" for line in lines), end="", flush=True)
+            time.sleep(0.2)
 
 
 def make_key(data_dir: Path, organisation: str) -> str:

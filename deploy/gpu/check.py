@@ -1,6 +1,7 @@
 """All that there is to try on a GPU, in under nine minutes: `make gpu-check`.
 
     python deploy/gpu/check.py [--only tests served training decoding] [--out gpu-out]
+    python deploy/gpu/check.py --only example       bench/gpu_served.py alone, which takes most of the time
 
 For a bare machine with torch, triton and transformers and no network: what else is imported comes from the wheels in
 .gpu-bundle (`make gpu-bundle`), except what is installed, through a virtual environment of this command's own. Its
@@ -58,17 +59,21 @@ class Step:
     command: Sequence[str]
     limit_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: Whether it is run only when it is named.
+    apart: bool = False
 
 
 def steps(out: Path, python: str = sys.executable) -> list[Step]:
     test = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--tb=short"]
     bench = [python, str(ROOT / "bench" / "gpu.py"), "--rounds", "3", "--ranks", "8"]
+    example = [python, str(ROOT / "bench" / "gpu_served.py"), "--out", str(out / "gpu_served.json")]
     served = [str(ROOT / f"tests/e2e/test_{name}.py") for name in SERVED]
     return [
         Step("tests", [*test, "-n", "10", *map(str, TESTS)], 160),
         Step("served", [*test, "-n", "6", *served], 145, IN_FLOAT32),
         Step("training", [*bench, "--layers", "16", "--out", str(out / "training.json")], 140),
         Step("decoding", [*bench, "--decode", "--layers", "24", "--out", str(out / "decoding.json")], 90),
+        Step("example", example, LIMIT_S, apart=True),
     ]
 
 
@@ -174,7 +179,8 @@ def main() -> int:
         names = unpack(sorted(BUNDLE.glob("*.whl")), packages)
         print(f"gpu-check: {found}; from the bundle: {', '.join(names) or 'nothing'}", flush=True)
         python = environment(Path(folder) / "venv", packages)
-        todo = [step for step in steps(out, str(python)) if step.name in (args.only or [step.name])]
+        every = steps(out, str(python))
+        todo = [step for step in every if (step.name in args.only if args.only else not step.apart)]
         paths = [str(ROOT), str(ROOT / "client_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
         outcomes = run(todo, out, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     return 0 if all(each["outcome"] == "passed" for each in outcomes.values()) else 1

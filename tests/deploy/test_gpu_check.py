@@ -91,7 +91,8 @@ def test_every_step_ends_and_is_told(
     while runs(int(child)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert sum(step.limit_s for step in check.steps(tmp_path)) <= check.LIMIT_S < 9 * 60
+    assert sum(step.limit_s for step in check.steps(tmp_path) if not step.apart) <= check.LIMIT_S < 9 * 60
+    assert all(step.limit_s <= check.LIMIT_S for step in check.steps(tmp_path))
     assert all(
         path.exists() for path in [*check.TESTS, *map(Path, check.steps(tmp_path)[1].command[-len(check.SERVED) :])]
     )

@@ -29,6 +29,9 @@ from workers.model.families.read import read_config
 
 log = logging.getLogger("base")
 
+#: What an operator can do where workers do not share.
+COPIES = 'the plan of memory has one copy of them: with base_dir = "" it has one for each worker'
+
 
 @dataclass(frozen=True)
 class Mapped:
@@ -49,7 +52,7 @@ def base_decoder(path: Path, where: ModelDevice, folder: Path | None) -> tuple[D
     try:
         return (_held if where.device.type in MEMORY else mapped)(path, where, folder)
     except (CannotShare, OSError) as error:  # of a file system without locks; of the checkpoint, then raised again
-        log.warning("%s: weights are not shared: %s", path.name, error)  # before a copy that may not fit
+        log.warning("%s: weights are not shared: %s; %s", path.name, error, COPIES)  # before one that may not fit
         remove_unused(folder, within_s=MEMORY_WITHIN_S)  # of a holder that nobody else uses: it is wanted now
         return load_decoder(path, where.dtype, where.device), f"loaded, a copy of its own: {error}"
 

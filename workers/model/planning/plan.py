@@ -131,7 +131,7 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     _processes(device, wanted, room, len(models) if shares else 0)
     _computed(models, wanted, room)
     packed = _packing(models, device, wanted, room)
-    _caches(device, wanted, room, len(models))
+    _caches(models, device, wanted, room)
     slots, kv_tokens = _keys_and_values(models, device, wanted, room, spread)
     resident, paged = _runs(models, device, wanted, room)
     return Plan(device, room.parts, paged, slots, kv_tokens, resident, packed)
@@ -275,15 +275,17 @@ def _multiplied(model: Check) -> int:
     return model.parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
 
 
-def _caches(device: Device, wanted: Wanted, room: _Room, models: int) -> None:
-    each = wanted.generators * models
+def _caches(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> None:
+    each = wanted.generators * len(models)
     if device.kind == "cuda":
         prompts, way_out = each * wanted.prefix_cache_bytes, "set less, or 0"
         must = f"generator.prefix_cache_bytes = {wanted.prefix_cache_bytes:,}"
         room.take("prompts that are kept", prompts, must=must, way_out=way_out)
     else:
         room.take("prompts that are kept", min(each * wanted.prefix_cache_bytes, room.free_bytes // 8))
-    room.take("adapters in use", min(each * wanted.adapter_cache_bytes, room.free_bytes // 8), "of the generator")
+    size = min(each * wanted.adapter_cache_bytes, room.free_bytes // 8)
+    largest = max(4 * AdapterShape(model.card.config, wanted.rank).numel for model in models)
+    room.take("adapters in use", size, f"of the generator: {size // largest:,} of rank {wanted.rank}")
 
 
 def _keys_and_values(

@@ -296,6 +296,7 @@ def test_what_cannot_be_shared_is_a_copy_of_its_own_and_the_log_says_why(
     decoder, how = base_decoder(TINY, CPU, folder)
     assert "a copy of its own" in how
     assert "invalid device context" in caplog.text
+    assert 'with base_dir = "" it has one for each' in caplog.text
     assert torch.equal(decoder.embed, load_decoder(TINY).embed)
     until(lambda: not holders(folder))  # its memory is wanted
     reference("llama").save_pretrained(tmp_path / "model")

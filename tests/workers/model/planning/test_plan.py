@@ -90,6 +90,9 @@ def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -
     arena = Arena(ArenaKind(AdapterShape(decoder.config, 5), 1.0, 2), torch.device("cpu"))
     note = next(part.note for part in found.parts if part.name == "runs in training")
     assert note.startswith(f"{(1 << 20) // arena.flat.nbytes} of rank 5")
+    kept_adapters = next(part for part in found.parts if part.name == "adapters in use")
+    count = kept_adapters.size_bytes // (arena.flat.nbytes // 4)  # weights without gradient and moments
+    assert kept_adapters.note == f"of the generator: {count:,} of rank 5"
 
 
 def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:

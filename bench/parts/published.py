@@ -1,0 +1,129 @@
+"""A model folder as one downloads it, of any Qwen3-MoE shape, with random weights: what a server makes of a published
+model can be tried where none can be fetched.
+
+config.json, an index, a shard of safetensors for each layer and one for what is around them, in bfloat16, and the
+tokenizer of the built-in model. Weights are drawn where `device` is, a shard at a time, and several shards are written
+at once. They have the sizes of `toy.random_decoder`: numbers stay near one through any number of layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.model.base.weights import places
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder
+from workers.model.tiny import TINY_PATH
+
+#: Shards that are drawn and written at the same time.
+WRITERS = 8
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shards_of(config: DecoderConfig) -> dict[str, Shapes]:
+    """By file: the names and shapes of its tensors."""
+    found: dict[str, Shapes] = {}
+    for name, place in places(Decoder(config, torch.bfloat16, "meta")):
+        layer = int(name.split(".")[2]) + 1 if name.startswith("model.layers.") else 0
+        file = f"model-{layer + 1:05}-of-{config.num_layers + 1:05}.safetensors"
+        found.setdefault(file, {})[name] = tuple(place.target.shape)
+    return found
+
+
+def size_of(config: DecoderConfig) -> int:
+    """Bytes of all tensors."""
+    return sum(2 * math.prod(shape) for shapes in shards_of(config).values() for shape in shapes.values())
+
+
+def write_folder(
+    folder: Path, config: DecoderConfig, device: str, tell: Callable[[str], None] = lambda line: None
+) -> int:
+    """Bytes of all tensors. config.json comes last: a folder that has one is complete."""
+    shards, began, written = shards_of(config), time.monotonic(), 0
+    with ThreadPoolExecutor(WRITERS) as pool:
+        drawn = [
+            pool.submit(_write_shard, folder / file, shapes, device, seed)
+            for seed, (file, shapes) in enumerate(shards.items())
+        ]
+        for number, shard in enumerate(as_completed(drawn), start=1):
+            written += shard.result()
+            if number % WRITERS == 0 or number == len(drawn):
+                rate = written / (time.monotonic() - began)
+                tell(f"shard {number} of {len(drawn)}, {written / 2**30:.1f} GiB at {rate / 2**30:.2f} GiB/s")
+    index = {"metadata": {"total_size": written}, "weight_map": {name: f for f in shards for name in shards[f]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_PATH / name, folder)
+    (folder / "config.json").write_text(json.dumps(_as_published(config), indent=2))
+    return written
+
+
+def _write_shard(path: Path, shapes: Shapes, device: str, seed: int) -> int:
+    """One file: the length of its header, the header, and all tensors, one behind the other."""
+    values, header, start = _drawn(shapes, device, seed), dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, shape in shapes.items():
+        end = start + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        start = end
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    with path.open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        file.write(values.view(torch.uint8).numpy().data)
+    return start
+
+
+def _drawn(shapes: Mapping[str, tuple[int, ...]], device: str, seed: int) -> Tensor:
+    """The numbers of all these tensors, on the host."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).normal_(0.0, 0.02, generator=generator)
+    for name, part in zip(shapes, values.split(sizes), strict=True):
+        if "norm" in name:
+            part.fill_(1.0)
+        elif "embed_tokens" in name:
+            part.mul_(50.0)
+        elif name.endswith("mlp.gate.weight"):
+            part.mul_(2.5)
+    if device == "cpu":
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
+
+
+def _as_published(config: DecoderConfig) -> dict[str, Any]:
+    c = config
+    return {
+        "architectures": [c.architecture],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "dtype": "bfloat16",
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.context_length,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "norm_topk_prob": c.norm_topk,
+        "num_attention_heads": c.num_heads,
+        "num_experts": c.num_experts,
+        "num_experts_per_tok": c.experts_per_token,
+        "num_hidden_layers": c.num_layers,
+        "num_key_value_heads": c.num_kv_heads,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope.theta,
+        "tie_word_embeddings": c.tie_embeddings,
+        "vocab_size": c.vocab_size,
+    }
