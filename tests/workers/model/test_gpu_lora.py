@@ -143,6 +143,7 @@ def test_rank_beyond_one_block() -> None:
 
 def test_long_sums_are_split_at_fixed_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_SPLIT", 64)
+    monkeypatch.setattr(launch, "SHRINK", launch.SHRINK._replace(columns=64))
     ours, theirs = twice(mixed_rows(DENSE))
     y, dx = through(OURS, DOWN, ours)
     wanted_y, wanted_dx = through(THEIRS, DOWN, theirs)
