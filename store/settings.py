@@ -59,11 +59,13 @@ class TrainerSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: Tokens that one pass takes at most, over all runs in it.
+    #: Tokens that one pass takes at most, over all runs in it. Where it is not set, a server whose trainers are on a GPU
+    #: takes twice what they compute at once.
     pass_tokens: Positive = 4096
     #: A larger operation is cut between its data into slices of about this many tokens.
     slice_tokens: Positive = 1024
-    #: Tokens that are computed at once: memory grows with it, and beyond some 2k tokens a CPU gets slower.
+    #: Tokens that are computed at once: memory grows with it, and beyond some 2k tokens a CPU gets slower. Where it is
+    #: not set, up to 8,192 on a GPU, as memory allows (`weftd plan`).
     microbatch_tokens: Positive = 2048
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536

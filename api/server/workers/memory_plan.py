@@ -27,7 +27,7 @@ def planned(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "")
             continue
         found = plan_on(device, settings, cards, alone=alone)
         tables.append("\n".join(found.lines()))
-        settings = _with(settings, found, trains and not alone, samples)
+        settings = _with(settings, found, trains, samples, alone)
     return settings, tables
 
 
@@ -65,7 +65,7 @@ def plan_on(
         prefix_cache_bytes=generator.prefix_cache_bytes,
         packed=None if generator.packed == "auto" else generator.packed,
         resident_bytes=trainer.resident_bytes,
-        microbatch_tokens=trainer.microbatch_tokens,
+        microbatch_tokens=trainer.microbatch_tokens if "microbatch_tokens" in trainer.model_fields_set else 0,
         tenants=tenants,
         rank=rank,
         vllm_bytes=taken_bytes(device, settings, cards, alone) if known else 0,
@@ -107,10 +107,15 @@ def _place(asked: str, cuda: bool) -> str:
     return "cuda:0" if name == "cuda" else name
 
 
-def _with(settings: Settings, found: Plan, trains: bool, samples: bool) -> Settings:
+def _with(settings: Settings, found: Plan, trains: bool, samples: bool, alone: str) -> Settings:
+    """What a pass takes follows from what is computed at once, where the settings leave it open."""
     trainer, generator = settings.trainer, settings.generator
     if trains:
-        trainer = trainer.model_copy(update={"resident_bytes": found.resident_bytes})
+        tokens = {"microbatch_tokens": found.microbatch_tokens}
+        if "pass_tokens" not in trainer.model_fields_set:
+            tokens["pass_tokens"] = max(trainer.pass_tokens, 2 * found.microbatch_tokens)
+        memory = {} if alone else {"resident_bytes": found.resident_bytes}
+        trainer = trainer.model_copy(update=tokens | memory)
     if samples:
         chosen = {"slots": found.slots, "kv_tokens": found.kv_tokens, "packed": found.packed}
         generator = generator.model_copy(update=chosen)

@@ -4,7 +4,10 @@ state is paged, and whether the trainer that goes on is the one that began. Held
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +18,7 @@ import torch
 from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, TrainOp
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, run_spec, sliced
 from workers.trainer.runs import held
+from workers.trainer.runs.state import save_snapshot
 
 MakeBench = Callable[..., Bench]
 FIRST, SECOND = ce_data([9, 7, 8], 1), ce_data([6, 5, 7], 2)
@@ -83,6 +87,7 @@ def test_an_operation_that_never_comes_to_its_end_leaves_nothing(bench: Bench) -
 @pytest.fixture
 def saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "SAVE_AGAIN_S", 0.0)
+    monkeypatch.setattr(held, "SAVING_SHARE", math.inf)
 
 
 def again(op: TrainOp) -> TrainOp:
@@ -158,6 +163,28 @@ def test_replays_save_how_far_they_are(bench: Bench) -> None:
         bench.go(restore(bench, bench.snapshots[-1]), *map(replayed, history[number : number + 2]))
     for one, other in zip(arenas(bench.run("a")), wanted, strict=True):
         assert torch.equal(one, other)
+
+
+def test_runs_that_take_long_to_save_are_not_saved_most_of_the_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on a GPU: four runs of 6 GB each were saved again and again while they were rebuilt. Here a save takes a
+    second, and a step nothing."""
+    clock = SimpleNamespace(now=time.monotonic())
+
+    def slow(*args: Any) -> None:
+        clock.now += 1.0
+        save_snapshot(*args)
+
+    monkeypatch.setattr(held, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(held, "save_snapshot", slow)
+    bench.ok(bench.create("a"), bench.create("b"))
+    bench.snapshots.clear()
+    for _ in range(40):
+        clock.now += 1.0
+        bench.go(*(again(bench.fb(run_id, SECOND)) for run_id in "ab"))
+    assert 3 <= len(bench.snapshots) <= 5
+    assert {snapshot.run_id for snapshot in bench.snapshots} == {"a", "b"}
 
 
 def asides(bench: Bench) -> list[SetAside]:

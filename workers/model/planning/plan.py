@@ -24,6 +24,9 @@ SPARE = 0.1
 PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 768 << 20}
 #: Beside the workers on a CPU: the server, and a successor behind each worker.
 SERVER_BYTES, SUCCESSOR_BYTES = 256 << 20, 160 << 20
+#: The most tokens that are chosen to be trained at once: beyond some 2k a CPU gets slower, a GPU has then as much to do
+#: as its launches take. A GPU that has not an eighth of its memory for them takes fewer.
+MOST_TRAINED, LEAST_TRAINED = {"cpu": 2048, "cuda": 8192}, 2048
 #: The most slots that are chosen: beyond, a step takes longer for everybody in it.
 MOST_SLOTS = {"cpu": 32, "cuda": 64}
 #: Slots are chosen for sequences of this length; the youngest make way when they all grow longer.
@@ -76,7 +79,7 @@ class Wanted:
     prefix_cache_bytes: int = 512 << 20
     packed: bool | None = None
     resident_bytes: int = 0
-    microbatch_tokens: int = 2048
+    microbatch_tokens: int = 0
     tenants: int = 16
     rank: int = 32
     vllm_bytes: int = 0
@@ -99,6 +102,7 @@ class Plan:
     slots: int
     kv_tokens: int
     resident_bytes: int
+    microbatch_tokens: int
     packed: bool
 
     @property
@@ -117,6 +121,7 @@ class Plan:
             f"generator.slots = {self.slots}",
             f"generator.kv_tokens = {self.kv_tokens}",
             *([f"generator.packed = {str(self.packed).lower()}"] if self.device.kind == "cpu" else []),
+            f"trainer.microbatch_tokens = {self.microbatch_tokens}",
             f"trainer.resident_bytes = {self.resident_bytes}",
         ]
 
@@ -129,12 +134,12 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     alone = wanted.trainers if device.count == 1 else 0
     shares = wanted.one_base and not spread and wanted.generators + alone > 0
     _processes(device, wanted, room, len(models) if shares else 0)
-    _computed(models, wanted, room)
+    tokens = _computed(models, wanted, room)
     packed = _packing(models, device, wanted, room)
     _caches(models, device, wanted, room)
     slots, kv_tokens = _keys_and_values(models, device, wanted, room, spread)
     resident, paged = _runs(models, device, wanted, room)
-    return Plan(device, room.parts, paged, slots, kv_tokens, resident, packed)
+    return Plan(device, room.parts, paged, slots, kv_tokens, resident, tokens, packed)
 
 
 class _Room:
@@ -227,20 +232,26 @@ def _processes(device: Device, wanted: Wanted, room: _Room, shared: int) -> None
     room.take("processes and libraries", size, must=must, way_out=way_out)
 
 
-def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
+def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> int:
     """The largest model's, for one is computed at a time. The trainer keeps everything of a forward where that takes a
-    small part of the memory; else the layers' inputs, with the inside of one layer (`memory.py`)."""
-    configs = [model.card.config for model in models]
+    small part of the memory; else the layers' inputs, with the inside of one layer (`memory.py`). Returns how many
+    tokens that are trained at once."""
+    configs, part = [model.card.config for model in models], room.free_bytes // 8
+
+    def inputs(tokens: int) -> int:
+        return max(tokens * (c.num_layers * c.hidden_size * 4 + 2 * kept_bytes(c)) for c in configs)
+
+    trained = wanted.microbatch_tokens or MOST_TRAINED[room.device.kind]
+    while not wanted.microbatch_tokens and trained > LEAST_TRAINED and inputs(trained) * wanted.trainers > part:
+        trained //= 2
     if wanted.trainers:
-        tokens = wanted.microbatch_tokens
         logits = max(LOGIT_COPIES * LOGIT_ROWS * c.vocab_size * 4 for c in configs)
-        all_of_it = max(2 * tokens * c.num_layers * kept_bytes(c) for c in configs)
-        inputs = max(tokens * (c.num_layers * c.hidden_size * 4 + 2 * kept_bytes(c)) for c in configs)
-        kept = all_of_it <= room.free_bytes // 8 // wanted.trainers
-        note = f"{tokens:,} tokens, {'kept' if kept else 'layers computed again'}"
-        must, way_out = f"trainer.microbatch_tokens = {tokens:,}", "set less, at least the longest sequence"
-        travel = max(map(_travelling_bytes, models)) * tokens if wanted.owned else 0
-        size = wanted.trainers * ((all_of_it if kept else inputs) + logits + travel)
+        all_of_it = max(2 * trained * c.num_layers * kept_bytes(c) for c in configs)
+        kept = all_of_it <= part // wanted.trainers
+        note = f"{trained:,} tokens, {'kept' if kept else 'layers computed again'}"
+        must, way_out = f"trainer.microbatch_tokens = {trained:,}", "set less, at least the longest sequence"
+        travel = max(map(_travelling_bytes, models)) * trained if wanted.owned else 0
+        size = wanted.trainers * ((all_of_it if kept else inputs(trained)) + logits + travel)
         room.take("activations of the trainer", size, note, must=must, way_out=way_out)
     if wanted.generators:
         tokens = wanted.prefill_tokens
@@ -248,6 +259,7 @@ def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> None:
         size = wanted.generators * (max(tokens * kept_bytes(c) for c in configs) + scores)
         must = f"generator.prefill_tokens = {tokens:,}"
         room.take("activations of the generator", size, f"{tokens:,} tokens", must=must, way_out="set less")
+    return trained
 
 
 def _travelling_bytes(model: Check) -> int:

@@ -23,8 +23,8 @@ from workers.trainer.runs.state import RunState, save_snapshot
 
 log = logging.getLogger(__name__)
 #: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
-#: saved this often, so that even trainers which die again soon make progress.
-SAVE_AGAIN_S = 2.0
+#: saved this often, so that even trainers which die again soon make progress; but for a tenth of the time at most.
+SAVE_AGAIN_S, SAVING_SHARE = 2.0, 0.1
 
 #: Tells the server one thing.
 Tell = Callable[[msgspec.Struct], None]
@@ -44,6 +44,7 @@ class HeldRuns:
         self.open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self.residency = resident_within(bounds, pages_dir or blobs.root.with_name("pages"), device)
         self._blobs, self._bounds = blobs, bounds
+        self._next_save_at = 0.0  # of runs that are saved often
         #: Frees what is in memory for other ranks; whether there was anything.
         self.give_way: Callable[[], bool] = lambda: False
 
@@ -139,7 +140,8 @@ class HeldRuns:
         """Whether the run's state is to be saved; `again`: it is being rebuilt after a trainer was lost."""
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
             return False  # the failed operation is about to end and leaves nothing to save
-        often = again and time.monotonic() - run.saved_at >= SAVE_AGAIN_S
+        now = time.monotonic()
+        often = again and now - run.saved_at >= SAVE_AGAIN_S and now >= self._next_save_at
         return self._is_changed(run) and (often or run.unsaved_tokens >= self._bounds.snapshot_every_tokens)
 
     def _is_changed(self, run: RunState) -> bool:
@@ -150,6 +152,7 @@ class HeldRuns:
         run_id = run.spec.run_id
         part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
+        began = time.monotonic()
         try:
             # A snapshot of that name may be the journal's current one: it stays until the journal knows the new one.
             ref = f"{name}-{secrets.token_hex(4)}" if self._blobs.exists(name) else name
@@ -161,6 +164,7 @@ class HeldRuns:
             log.exception("run %s could not be saved; the next step tries again", run_id)
             return False
         run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
+        self._next_save_at = run.saved_at + (run.saved_at - began) / SAVING_SHARE
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
         send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
         return True
