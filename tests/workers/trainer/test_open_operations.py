@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -180,11 +181,12 @@ def test_runs_that_take_long_to_save_are_not_saved_most_of_the_time(
     monkeypatch.setattr(held, "save_snapshot", slow)
     bench.ok(bench.create("a"), bench.create("b"))
     bench.snapshots.clear()
-    for _ in range(40):
+    for _ in range(60):
         clock.now += 1.0
         bench.go(*(again(bench.fb(run_id, SECOND)) for run_id in "ab"))
-    assert 3 <= len(bench.snapshots) <= 5
-    assert {snapshot.run_id for snapshot in bench.snapshots} == {"a", "b"}
+    saved = Counter(snapshot.run_id for snapshot in bench.snapshots)
+    assert set(saved) == {"a", "b"}
+    assert all(3 <= count <= 4 for count in saved.values())
 
 
 def asides(bench: Bench) -> list[SetAside]:

@@ -44,7 +44,7 @@ class HeldRuns:
         self.open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self.residency = resident_within(bounds, pages_dir or blobs.root.with_name("pages"), device)
         self._blobs, self._bounds = blobs, bounds
-        self._next_save_at = 0.0  # of runs that are saved often
+        self._saved_in_s = 0.0  # the last time that one was saved
         #: Frees what is in memory for other ranks; whether there was anything.
         self.give_way: Callable[[], bool] = lambda: False
 
@@ -140,8 +140,8 @@ class HeldRuns:
         """Whether the run's state is to be saved; `again`: it is being rebuilt after a trainer was lost."""
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
             return False  # the failed operation is about to end and leaves nothing to save
-        now = time.monotonic()
-        often = again and now - run.saved_at >= SAVE_AGAIN_S and now >= self._next_save_at
+        apart_s = max(SAVE_AGAIN_S, self._saved_in_s * len(self.runs) / SAVING_SHARE)
+        often = again and time.monotonic() - run.saved_at >= apart_s
         return self._is_changed(run) and (often or run.unsaved_tokens >= self._bounds.snapshot_every_tokens)
 
     def _is_changed(self, run: RunState) -> bool:
@@ -164,7 +164,7 @@ class HeldRuns:
             log.exception("run %s could not be saved; the next step tries again", run_id)
             return False
         run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
-        self._next_save_at = run.saved_at + (run.saved_at - began) / SAVING_SHARE
+        self._saved_in_s = run.saved_at - began
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
         send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
         return True
