@@ -292,33 +292,30 @@ def recurrences() -> str:
 
 
 def on_gpu() -> str:
-    trained, decoded = read("gpu"), read("gpu_decode")
-    passes = [
-        (each["variant"].replace("tenants ", "tenants: "), number(1e3 * each["seconds"]), round(each["tokens_per_s"]),
-         number(each["limit"]), f"{100 * each['model_flop_utilisation']:.0f} %", each["distinct"])
-        for each in trained["results"]
-    ]  # fmt: skip
+    found, decoded = [], read("gpu_decode")
+    for trained in (read("gpu"), read("gpu_large")):
+        passes = [
+            (each["variant"].replace("tenants ", "tenants: "), number(1e3 * each["seconds"]),
+             round(each["tokens_per_s"]), number(each["limit"]), f"{100 * each['model_flop_utilisation']:.0f} %",
+             each["distinct"])
+            for each in trained["results"]
+        ]  # fmt: skip
+        head = f"training, {trained['layers']} of 48 layers, {trained['tokens']} tokens a pass"
+        found += [taken(trained), grid((head, "ms", "tokens/s", "of the base", "of the peak", "adapters"), passes)]
     steps = [
         (each["rows"], each["variant"].partition(",")[0], number(each["ms_per_step"]), round(each["tokens_per_s"]),
          number(each["limit"]))
         for each in decoded["results"]
         if each["variant"].endswith("replayed")
     ]  # fmt: skip
-    head = f"training, {trained['layers']} of 48 layers, {trained['tokens']} tokens a pass"
     of_steps = f"decoding at {decoded['length']} positions, {decoded['layers']} layers: rows"
-    return "\n\n".join(
-        (
-            taken(trained),
-            grid((head, "ms", "tokens/s", "of the base", "of the peak", "adapters"), passes),
-            taken(decoded),
-            grid((of_steps, "adapters", "ms", "tokens/s", "of the base"), steps),
-        )
-    )
+    found += [taken(decoded), grid((of_steps, "adapters", "ms", "tokens/s", "of the base"), steps)]
+    return "\n\n".join(found)
 
 
 def gpu_served() -> str:
     found = read("gpu_served")
-    rates, killed, start = found["rates"], found["killed"], found["start"]
+    rates, start = found["rates"], found["start"]
     rows = [
         (name, *(number(each[kind]) if kind in each else "" for kind in ("trained", "sampled")))
         for name, each in rates.items()
@@ -327,9 +324,10 @@ def gpu_served() -> str:
     times = [
         ("until the server answered", start["ready_s"]),
         ("until all had saved their weights", found["agreement"]["saved_s"]),
-        ("from the trainer's death to the first result", killed["first_result_s"]),
-        ("to every tenant's", killed["all_results_s"]),
     ]
+    if killed := found.get("killed"):  # the last part, which the time may not have sufficed for
+        times.append(("from the trainer's death to the first result", killed["first_result_s"]))
+        times.append(("to every tenant's", killed["all_results_s"]))
     of = f"{found['tenants']} tenants of rank {found['rank']}, {found['layers']} layers, tokens/s"
     return "\n\n".join(
         (
@@ -432,6 +430,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "recurrences": recurrences,
     "gpu": on_gpu,
+    "gpu-served": gpu_served,
     "decoding": decoding,
     "decoding-peers": decoding_peers,
     "vllm": vllm,
@@ -454,8 +453,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "recovery-production": lambda: kills("production"),
     "recovery-damage": damage,
 }
-if (HERE / "results" / "gpu_served.json").is_file():  # nobody has run it yet
-    TABLES["gpu-served"] = gpu_served
 
 
 def filled(text: str) -> str:

@@ -23,7 +23,7 @@ from workers.model.gpu.segments import EXPERT_ROWS
 from workers.model.lora_products import LoraProducts
 
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
-FORWARD, BACKWARD = Tile(256, 4), Tile(256, 4)
+FORWARD, BACKWARD = Tile(256, 4), Tile(128, 4)
 
 
 class Inside(NamedTuple):

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 #: Of each kernel; `outer` also over (expert, group) segments. As fast as any on an H100, for 64 adapters of rank 8 on a
 #: 30B model (bench/gpu_tiles.py).
-SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(256, 4), Tile(64, 4), Tile(256, 4)
+SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(128, 4), Tile(128, 4), Tile(256, 4)
 
 #: Columns of `outer` where few arenas would be few blocks.
 NARROW, FEW_BLOCKS = 32, 256
