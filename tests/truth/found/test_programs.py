@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.truth.programs import Batch, Create, ForwardBackward
-from tests.truth.schedules import Schedule
+from tests.truth.schedules import Mishap, Schedule
 from tests.truth.search import Bench
 
 
@@ -16,3 +16,11 @@ def test_an_operation_of_two_passes_and_the_next_one_in_the_second(bench: Bench)
     )
     for seed in range(8):
         bench.compare(program, Schedule(pass_tokens=40, patient=False, seed=seed))
+
+
+def test_a_request_that_takes_an_hour_is_sent_again_and_nothing_behind_it_fails(bench: Bench) -> None:
+    """What follows it is given up after ten minutes, if the server has had no other copy of it by then."""
+    program = (Create(0, seed=32), ForwardBackward(0, Batch((6,), 37, "custom")))
+    mishap = Mishap("server", 23, "is slow", 3600)
+    bench.compare(program, Schedule(patient=False, seed=488, mishaps=(mishap,)))
+    assert sum(count for name, count in bench.statistics.items() if name.endswith(" is slow")) == 1
