@@ -290,6 +290,9 @@ class World(RuleBasedStateMachine):
             self.compare(run_id)
         if hasattr(self, "paged"):
             assert set(self.paged.trainer.held.runs) == set(self.optimizers)
+            self.paged.go(release=[*self.optimizers])
+            self.paged.trainer.residency.squeeze()
+            assert self.paged.trainer.residency.size_bytes == 0
 
 
 @pytest.mark.search

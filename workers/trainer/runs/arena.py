@@ -45,8 +45,8 @@ class Arena:
 
     @classmethod
     def of_guest(cls, kind: ArenaKind, weights: Adapter, *, trains: bool) -> Arena:
-        """With the `weights` of a run that is at home on another rank; no moments, and a gradient of its own, which
-        without `trains` is of no memory."""
+        """With the `weights` of a run that is at home on another rank, and no moments. Its gradient is one of its own
+        where it `trains`, and takes no memory where it does not."""
         arena = cls.__new__(cls)
         arena.kind, arena.weights = kind, weights
         arena.flat = torch.empty_like(weights.flat, device=None if trains else "meta")
