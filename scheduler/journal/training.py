@@ -87,7 +87,11 @@ class Training:
         if lane.broken:
             self._fail(op, lane.broken, lane.broken_category)
             return
-        self.queue_units(lane, lane.arrive(op))
+        units = lane.arrive(op)
+        if lane.is_past(op):  # at start-up: what is to be repeated behind it is queued already
+            self.rebuild(lane)
+        else:
+            self.queue_units(lane, units)
         self.gaps.watch(lane)
         self.wake_soon()
 

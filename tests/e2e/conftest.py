@@ -70,7 +70,10 @@ class Weftd:
         found = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # it has died meanwhile
-                if f"-m workers {role} " in " ".join(child.cmdline()) and (child.name() == "weft-standby") == waiting:
+                if f"-m workers {role} " not in " ".join(child.cmdline()):
+                    continue
+                name = child.name()  # the interpreter's at first: nobody knows yet what it is to be
+                if not name.startswith("python") and (name == "weft-standby") == waiting:
                     found.append(child)
         return found
 

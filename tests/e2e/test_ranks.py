@@ -18,7 +18,7 @@ from tests.e2e.test_crashes import billed
 pytestmark = pytest.mark.server
 Start = Callable[..., Weftd]
 TENANTS = ("acme", "globex")
-STEPS = 4
+STEPS = 6
 
 
 def ranks_of(server: Weftd) -> list[psutil.Process]:
@@ -45,8 +45,11 @@ def train(server: Weftd, seed: int, found: dict[str, list[float]], before_step: 
             update.result(timeout=120)
 
 
-#: Before which steps a rank is lost: rank 0, rank 1, and rank 1 to a hang.
-EACH = (1, 2, 3)
+#: Which rank is lost before a step, and to what.
+LOST = {1: (0, signal.SIGKILL), 2: (1, signal.SIGKILL), 3: (1, signal.SIGSTOP), 4: (0, signal.SIGSTOP)}
+#: Before this one a rank hangs, and the server is told to leave and started again.
+LEAVES = 5
+EACH = (*LOST, LEAVES)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
 ) -> None:
     config = tmp_path / "weft.toml"
     bounds = f"threads = 1\npass_limit_s = 8.0\nshard = '{shard}'\n"
-    config.write_text(f"base_dir = '{base_dir}'\n[trainer]\n{bounds}")
+    config.write_text(f"base_dir = '{base_dir}'\ndrain_s = 3.0\n[trainer]\n{bounds}")
     server = own_weftd("--config", str(config), "--trainer-ranks", "2")
     calm: dict[str, list[float]] = {}
     train(server, 7, calm, lambda step: None)
@@ -72,10 +75,16 @@ def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
     def harm(step: int) -> None:
         if step not in losses:
             return
-        process = ranks_of(server)[0 if step == 1 else 1]
+        rank, how = LOST.get(step, (1, signal.SIGSTOP))
+        process = ranks_of(server)[rank]
         lost.append(process.pid)
-        # In the middle of what is about to be asked: the third hangs, and the limit of a pass ends it.
-        threading.Timer(0.1, process.send_signal, [signal.SIGSTOP if step == 3 else signal.SIGKILL]).start()
+        if step == LEAVES:
+            process.send_signal(how)
+            assert server.stop() == 0
+            server.start()
+            return
+        # In the middle of what is about to be asked: who hangs is ended by the limit of a pass.
+        threading.Timer(0.1, process.send_signal, [how]).start()
 
     shaken: dict[str, list[float]] = {}
     train(server, 7, shaken, harm)

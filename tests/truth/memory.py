@@ -56,12 +56,12 @@ def few_guests(most: int) -> Iterator[None]:
     """There is no memory for every so manyth part that is to be computed for another rank; 0: there always is."""
     of_guest, made = arena.Arena.of_guest, 0
 
-    def arena_of(kind: Any, weights: Any) -> arena.Arena:
+    def arena_of(kind: Any, weights: Any, **how: bool) -> arena.Arena:
         nonlocal made
         made += 1
         if most and made % most == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return of_guest(kind, weights)
+        return of_guest(kind, weights, **how)
 
     with mock.patch.object(arena.Arena, "of_guest", arena_of):
         yield

@@ -65,6 +65,10 @@ EOS = (7,)
 _LIFE: ContextVar[Life | None] = ContextVar("life", default=None)
 
 
+#: The official SDK's clients wait so long for an answer.
+PATIENCE_S = 60.0
+
+
 class ServerLost(ConnectionError):
     """The connection broke, or nobody listens."""
 
@@ -355,14 +359,15 @@ class World:
         self._restarting = self.loop.create_task(again())
 
     async def request(self, organisation: str, method: str, path: str, body: bytes, content_type: str) -> Reply:
-        """One HTTP request, as a client's. ServerLost when there is no server, or not long enough."""
+        """One HTTP request, as a client's. ServerLost when there is no server, or not long enough; or when it has not
+        answered after PATIENCE_S, and goes on nevertheless."""
         server = self.server
         if server is None or not self._up.is_set():
             raise ServerLost(path)
         key = self.ground.keys[organisation]
         task = server.spawn(self._serve(server, method, path, body, content_type, key))
-        await asyncio.wait({task})
-        if task.cancelled() or isinstance(task.exception(), Killed) or not server.life.alive:
+        await asyncio.wait({task}, timeout=PATIENCE_S)
+        if not task.done() or task.cancelled() or isinstance(task.exception(), Killed) or not server.life.alive:
             raise ServerLost(path)
         reply: Reply = task.result()
         return reply

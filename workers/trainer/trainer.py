@@ -49,6 +49,7 @@ from workers.trainer.failures import NotResident, cannot_now, cannot_replay, fai
 from workers.trainer.losses.custom import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.packing import leading
 from workers.trainer.progress import Part, Progress, begin
+from workers.trainer.runs.arena import TakeArena
 from workers.trainer.runs.held import HeldRuns, Send, Tell
 from workers.trainer.runs.pages import PageError
 from workers.trainer.runs.residency import Residency
@@ -219,19 +220,20 @@ class Trainer:
             raise NotResident(f"create operation {op.op_id} carries no run specification")
         decoder = self._decoder(spec)
         fresh = not op.source_ref
-        run = create_run(spec, decoder.config, self.residency.take) if fresh else self._load_run(spec, op)
+        with self.residency.taking() as take:
+            run = create_run(spec, decoder.config, take) if fresh else self._load_run(spec, op, take)
         run.last_seq = op.seq
         run.saved_seq = op.seq if fresh or op.replay else -1
         self.held.add(run)
 
     def _load(self, op: TrainOp) -> None:
-        run = self._load_run(self._run(op).spec, op)
+        with self.residency.taking() as take:
+            run = self._load_run(self._run(op).spec, op, take)
         run.last_seq = op.seq
         self.held.add(run)
 
-    def _load_run(self, spec: RunSpec, op: TrainOp) -> RunState:
+    def _load_run(self, spec: RunSpec, op: TrainOp, take: TakeArena) -> RunState:
         config = self._decoder(spec).config
-        take = self.residency.take
         return load_run(spec, config, take, self.blobs, op.source_ref, with_optimizer=op.with_optimizer)
 
     def _compute(self, ops: list[TrainOp], send: Send) -> int:

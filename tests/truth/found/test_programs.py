@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.truth.programs import Batch, Create, ForwardBackward
-from tests.truth.schedules import Schedule
+from tests.truth.programs import Bad, Batch, Create, ForwardBackward, SaveSampler, SaveState, Step
+from tests.truth.schedules import Mishap, Schedule
 from tests.truth.search import Bench
 
 
@@ -16,3 +16,49 @@ def test_an_operation_of_two_passes_and_the_next_one_in_the_second(bench: Bench)
     )
     for seed in range(8):
         bench.compare(program, Schedule(pass_tokens=40, patient=False, seed=seed))
+
+
+def test_a_request_that_takes_an_hour_is_sent_again_and_nothing_behind_it_fails(bench: Bench) -> None:
+    """What follows it is given up after ten minutes, if the server has had no other copy of it by then."""
+    program = (Create(0, seed=32), ForwardBackward(0, Batch((6,), 37, "custom")))
+    mishap = Mishap("server", 23, "is slow", 3600)
+    bench.compare(program, Schedule(patient=False, seed=488, mishaps=(mishap,)))
+    assert sum(count for name, count in bench.statistics.items() if name.endswith(" is slow")) == 1
+
+
+def test_what_was_pending_before_a_restart_is_done_in_its_order(bench: Bench) -> None:
+    """A save was not answered, and the step behind it was: the run was rebuilt with the step, and then saved."""
+    program = (
+        Create(run=0, session=2, seed=40),
+        Create(run=1, seed=43, optimizer="dimuon"),
+        Create(run=2, session=2, seed=13, mlp=False, unembed=False),
+        SaveState(run=1, name=0, overwrite=True),
+        Step(run=1, learning_rate=0.1, beta2=0.999, weight_decay=0.1),
+        ForwardBackward(run=1, batch=Batch(lengths=(17, 1), seed=41, loss="ppo")),
+        ForwardBackward(run=1, batch=Batch(lengths=(8, 11), seed=8)),
+        ForwardBackward(run=2, batch=Batch(lengths=(3, 10, 2, 1, 4, 19, 4, 16), seed=27, loss="custom")),
+        SaveSampler(run=0, sampler=2),
+        Bad(run=2, fault="loss"),
+        ForwardBackward(run=0, batch=Batch(lengths=(10, 16, 17, 8, 15, 13, 11, 16), seed=13), chunks=2),
+        ForwardBackward(run=0, batch=Batch(lengths=(22, 19, 18, 22, 1), seed=11, loss="dro")),
+        ForwardBackward(run=0, batch=Batch(lengths=(15, 16), seed=7, loss="ppo")),
+        ForwardBackward(run=2, batch=Batch(lengths=(5,), seed=5, loss="ppo"), chunks=2),
+        ForwardBackward(run=2, batch=Batch(lengths=(22, 19, 19, 8, 18), seed=21)),
+        Bad(run=0, fault="loss"),
+    )
+    schedule = Schedule(
+        pass_tokens=24,
+        prefix_cache=True,
+        slots=2,
+        lookup=4,
+        patient=False,
+        seed=280,
+        jitter_s=2.0,
+        duplicates=0.3,
+        mishaps=(
+            Mishap(role="trainer", at=96),
+            Mishap(role="server", at=304, kind="dies after"),
+            Mishap(role="database", at=851, kind="fails after", times=2),
+        ),
+    )
+    bench.compare(program, schedule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -165,6 +166,32 @@ def test_a_run_whose_weights_find_no_memory_waits(
             assert (aside.run_id, aside.lasting) == (op.run_id, False)
             assert "Cannot allocate memory" in aside.reason
     bench.ok(bench.create("c"))
+
+
+@pytest.mark.parametrize("error", [*ERRORS, ValueError("not what was saved")], ids=["cuda", "cpu", "python", "bad"])
+def test_a_run_that_is_half_restored_leaves_its_memory(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Of which the gradient of an open operation finds no place, or cannot be read."""
+    bench = make_bench()
+    create, step = bench.create("a"), bench.fb("a", ce_data([5], 7))
+    first, second = sliced(bench.fb("a", ce_data([6, 4], 1)), 1)
+    bench.ok(create, step, first)
+    bench.go(hand_over=["a"])
+    (taken,) = bench.snapshots
+    restore = msgspec.structs.replace(create, replay=True, source_ref=taken.ref, with_optimizer=True, seq=taken.seq)
+
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapter, "zeros", refuse)
+        for _ in range(3):
+            assert bench.go(restore) == {}
+            assert any(isinstance(message, SetAside) for message in bench.sent)
+    bench.trainer.residency.squeeze()
+    assert bench.trainer.residency.size_bytes == 0
+    bench.ok(restore, second)
 
 
 @pytest.mark.parametrize(("refusals", "fails"), [(1, False), (2, True), (99, True)])

@@ -163,6 +163,17 @@ def test_a_full_disk_loses_nothing(make_bench: MakeBench, tmp_path: Path) -> Non
         assert_same(paged, whole, run_id)
 
 
+def test_a_run_that_leaves_before_it_could_be_paged_out_leaves_its_memory(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    bench = make_bench(resident_bytes=1)
+    (tmp_path / "world0-pages").write_text("where a folder should be")
+    bench.ok(bench.create("a"), bench.create("b"), bench.create("c"))
+    bench.go(release=["a", "b", "c"])
+    bench.trainer.residency.squeeze()
+    assert bench.trainer.residency.size_bytes == 0
+
+
 def test_a_lost_page_takes_the_trainer_with_it(make_bench: MakeBench, tmp_path: Path) -> None:
     """The journal rebuilds the run on the next one; nothing else could."""
     bench = make_bench(resident_bytes=1)
@@ -279,6 +290,9 @@ class World(RuleBasedStateMachine):
             self.compare(run_id)
         if hasattr(self, "paged"):
             assert set(self.paged.trainer.held.runs) == set(self.optimizers)
+            self.paged.go(release=[*self.optimizers])
+            self.paged.trainer.residency.squeeze()
+            assert self.paged.trainer.residency.size_bytes == 0
 
 
 @pytest.mark.search

@@ -31,7 +31,7 @@ from workers.model.owned.load import Owned
 #: This rank's part of a base.
 Base = Sharded | Owned | Mapped
 
-#: What may be waited for without end: the next pass. In a pass the watchdog's limit holds.
+#: What may be waited for without end: the next pass, or word. All else is within a limit of the watchdog.
 FOR_EVER = timedelta(days=365)
 
 

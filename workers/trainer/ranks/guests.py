@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -177,8 +178,9 @@ class Ranks:
             weights = with_room(lambda: torch.empty(kind.shape.numel, device=self._device), self.relieve)
             adapter = Adapter(kind.shape, weights, kind.scale)
             for start, stop, tokens in order.parts:
-                arena = with_room(lambda: Arena.of_guest(kind, adapter), self.relieve)
-                guest = Progress(order.op, RunState(order.spec, kind, arena, guest=True), order.batch)
+                guest = Progress(order.op, RunState(order.spec, kind, None, guest=True), order.batch)
+                make = partial(Arena.of_guest, kind, adapter, trains=guest.trains)
+                guest.run.arena = with_room(make, self.relieve)
                 self.welcome(guest)
                 sent.guests.append(Part(guest, start, stop, tokens))
         return weights

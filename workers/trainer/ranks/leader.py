@@ -25,6 +25,7 @@ from workers.trainer.ranks.guests import Ranks
 from workers.trainer.runs.held import Send, Tell
 from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
+from workers.trainer.watchdog import Limit
 
 
 class Word(Enum):
@@ -35,6 +36,9 @@ class Word(Enum):
     STOP = "leave"
 
 
+#: Between passes a rank hears at once what it is told; one that does not is lost, and the group with it.
+HEARS_WITHIN_S = 60.0
+
 #: A trainer of this rank's, with empty hands.
 MakeTrainer = Callable[[Others], Trainer]
 
@@ -43,7 +47,7 @@ class Member:
     """A rank's part in a trainer, for one server."""
 
     def __init__(self, group: Group, bases: Mapping[str, Base], device: torch.device, make: MakeTrainer) -> None:
-        self.group, self._bases = group, bases
+        self.group, self._bases, self._limit_s = group, bases, HEARS_WITHIN_S
         ranks = Ranks(group, device)
         self.trainer = make(ranks)
         ranks.welcome = partial(self.trainer.welcome, send=group.say)
@@ -51,12 +55,14 @@ class Member:
         self.trainer.held.give_way = ranks.give_way
 
     def execute(self, share: Pass) -> None:
-        self.group.base = self._bases.get(share.base_model)
+        self.group.base, self._limit_s = self._bases.get(share.base_model), share.limit_s or math.inf
         self.trainer.execute(share, self.group.say)
 
     def drain(self) -> None:
-        self.trainer.drain(self.group.say)
-        self.group.vote(Want.NOTHING)  # with which the messages leave
+        """It may take as long as the last pass might: what is not saved by then is replayed."""
+        with self.trainer.limit(self._limit_s):
+            self.trainer.drain(self.group.say)
+            self.group.vote(Want.NOTHING)  # with which the messages leave
 
 
 class Homes:
@@ -115,7 +121,7 @@ class Leader:
         send(PassOver(pass_.pass_id, sum(o.tokens for o in overs), sum(o.runs for o in overs), seconds))
 
     def drain(self, send: Tell) -> None:
-        self._group.tell([Word.DRAIN] * self._group.size)
+        announce(self._group, Word.DRAIN, self._member.trainer.limit)
         self._speaking(send, [], self._member.drain)
 
     def _speaking(self, send: Tell, overs: list[PassOver], work: Callable[[], None]) -> None:
@@ -163,10 +169,24 @@ class Leader:
         return shares
 
 
+def announce(group: Group, word: Word, limit: Limit) -> None:
+    """On rank 0: say what is no pass. Returns when all have heard it."""
+    with limit(HEARS_WITHIN_S):
+        group.tell([word] * group.size)
+        group.exchange(None)
+
+
+def _heard(group: Group) -> Pass | Word:
+    word: Pass | Word = group.tell()
+    if isinstance(word, Word):
+        group.exchange(None)
+    return word
+
+
 def follow(group: Group, begin: Callable[[], Member]) -> None:
     """What every rank but 0 does, until it is told to stop. `begin` gives it empty hands."""
     member: Member | None = None
-    while (word := group.tell()) is not Word.STOP:
+    while (word := _heard(group)) is not Word.STOP:
         if word is Word.BEGIN:
             if member is not None:
                 member.trainer.residency.close()

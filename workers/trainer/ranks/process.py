@@ -34,7 +34,7 @@ from workers.trainer.computing import Others
 from workers.trainer.process import StopFlag, serve_all
 from workers.trainer.ranks.group import FOR_EVER, Base, Group
 from workers.trainer.ranks.launch import handed
-from workers.trainer.ranks.leader import Leader, Member, Word, follow
+from workers.trainer.ranks.leader import Leader, Member, Word, announce, follow
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
@@ -76,11 +76,11 @@ def main(door: str, parent: int) -> int:
         signal.signal(signal.SIGTERM, stop.set)
 
         def lead(_: Path) -> Leader:
-            group.tell([Word.BEGIN] * group.size)
+            announce(group, Word.BEGIN, watchdog.limit)
             return Leader(begin(pages))
 
         code = serve_all(config, WorkerLink(link), blobs, stop, lead)
-        group.tell([Word.STOP] * group.size)
+        announce(group, Word.STOP, watchdog.limit)
         return code
 
 

@@ -44,10 +44,12 @@ class Arena:
         self.v: Tensor = moments[1] if kind.moments > 1 else self.flat.new_empty(0)
 
     @classmethod
-    def of_guest(cls, kind: ArenaKind, weights: Adapter) -> Arena:
-        """With the `weights` of a run that is at home on another rank, and a gradient of its own; no moments."""
+    def of_guest(cls, kind: ArenaKind, weights: Adapter, *, trains: bool) -> Arena:
+        """With the `weights` of a run that is at home on another rank, and no moments. Its gradient is one of its own
+        where it `trains`, and takes no memory where it does not."""
         arena = cls.__new__(cls)
-        arena.kind, arena.flat, arena.weights = kind, torch.empty_like(weights.flat), weights
+        arena.kind, arena.weights = kind, weights
+        arena.flat = torch.empty_like(weights.flat, device=None if trains else "meta")
         arena.gradient = Adapter(kind.shape, arena.flat, kind.scale)
         arena.m = arena.v = arena.flat.new_empty(0)
         return arena

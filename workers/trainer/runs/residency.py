@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from scheduler.links.configs import TrainerBounds
 from workers.model.adapters.adapter import Adapter
 from workers.model.memory import free_bytes, with_room
 from workers.trainer.packing import pack
-from workers.trainer.runs.arena import Arena, ArenaKind, Arenas
+from workers.trainer.runs.arena import Arena, ArenaKind, Arenas, TakeArena
 from workers.trainer.runs.pages import PageStore
 from workers.trainer.runs.state import RunState
 
@@ -125,6 +125,22 @@ class Residency:
         allocator has none, runs that are not held make room; OSError when that is not enough, for it may be later."""
         self._make_room(kind.size_bytes)
         return with_room(lambda: self._submit(lambda: self._arenas.take(kind)).result(), self.squeeze)
+
+    @contextmanager
+    def taking(self) -> Iterator[TakeArena]:
+        """`take`, for a run that is made within it: where that fails, what was taken for it comes back."""
+        taken: list[Arena] = []
+
+        def take(kind: ArenaKind) -> Arena:
+            taken.append(self.take(kind))
+            return taken[-1]
+
+        try:
+            yield take
+        except BaseException:
+            for arena in taken:
+                self._release(arena)
+            raise
 
     def add(self, run: RunState) -> None:
         """Add a run with an arena from `take`; it replaces the run of that id, if there is one."""
@@ -252,7 +268,8 @@ class Residency:
         return arena, apart, True
 
     def _drop(self, run_id: str) -> None:
-        self._stuck.pop(run_id, None)
+        if (stuck := self._stuck.pop(run_id, None)) is not None:
+            self._arenas.give(stuck[0])
         self._store.drop(run_id)
 
 

@@ -153,11 +153,11 @@ def poor() -> Iterator[None]:
     turns, parts_here = itertools.count(1), itertools.count(1)
     gradients: weakref.WeakSet[Arena] = weakref.WeakSet()
 
-    def made(kind: Any, weights: Adapter) -> Arena:
+    def made(kind: Any, weights: Adapter, **how: bool) -> Arena:
         if next(turns) % 3 == 0:
             FAILURES.append("no guest")
             raise NO_MEMORY
-        gradients.add(arena := of_guest(kind, weights))
+        gradients.add(arena := of_guest(kind, weights, **how))
         return arena
 
     def run(decoder: Any, parts: Any, *, trains: bool) -> None:

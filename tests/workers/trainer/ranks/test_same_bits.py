@@ -55,6 +55,7 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
         assert all(world["same"]), world
         assert set(world["homes"]) == set(range(ranks))
         assert world["moves"] >= steps, "the large operation was computed at home alone"
+        assert set(world["guests"]) == {"forward without a gradient", "forward_backward with a gradient"}
         share = world["experts"] / ranks + world["total"] - world["experts"] if layout == OWNED else world["total"] / 2
         for size in (*world["held"], *world["read"]):
             assert size <= (1.0 if layout == OWNED else 1.1) * share
@@ -125,8 +126,9 @@ def test_a_rank_that_dies_while_pairs_travel_ends_all_and_fails_no_operation(tmp
     assert out[0] == [], "an operation was answered as failed, or all was done"
 
 
-def test_a_rank_that_takes_no_share_of_a_pass_ends_the_leader_when_its_time_is_over(tmp_path: Path) -> None:
-    processes = start(2, [str(tmp_path)], "stopped")
+@pytest.mark.parametrize("word", ["pass", "begin", "drain", "stop"])
+def test_a_rank_that_does_not_hear_its_word_ends_the_leader_when_its_time_is_over(tmp_path: Path, word: str) -> None:
+    processes = start(2, [str(tmp_path), word], "stopped")
     processes[0].communicate(timeout=60)
     assert processes[0].returncode == -signal.SIGALRM
     processes[1].kill()

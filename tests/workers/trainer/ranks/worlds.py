@@ -38,12 +38,14 @@ from workers.model.base.stored import Stored
 from workers.model.base.weights import load_decoder
 from workers.model.device import ModelDevice
 from workers.model.owned.load import is_of_experts, load_owned
+from workers.trainer.progress import Progress
 from workers.trainer.ranks import guests
 from workers.trainer.ranks.group import Base, Group
-from workers.trainer.ranks.leader import Leader, Member, Word, follow
+from workers.trainer.ranks.leader import Leader, Member, Word, announce, follow
 from workers.trainer.ranks.process import map_together, mesh_of
 from workers.trainer.ranks.spread import spread
 from workers.trainer.trainer import Trainer
+from workers.trainer.watchdog import no_limit
 
 RANK = int(os.environ.get("RANK", "0"))
 DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"), RANK if "RANKS_DEVICE" in os.environ else None)
@@ -152,7 +154,7 @@ def work(bench: Bench, run_id: str, seed: int) -> list[Any]:
         return [bench.fb(run_id, ce_data([5, 4], seed), "custom", loss_id=LOSS_ID)]
     if run_id == "r5":
         return [
-            bench.fb(run_id, ce_data([20, 7], seed), kind=OpKind.FORWARD),
+            *sliced(bench.fb(run_id, ce_data([20, 7, 9, 16, 12, 11], seed), kind=OpKind.FORWARD), 2, 4),
             bench.fb(run_id, rl_data([9], seed), "ppo"),
         ]
     return [bench.fb(run_id, ce_data([3 + seed % 7, 11], seed))]
@@ -171,10 +173,16 @@ def answers(bench: Bench, ops: list[Any]) -> list[bytes]:
             op if op.op_id in waits else replayed(op)
             for run_id, told in aside.items()
             for op in (*log_of(bench), *ops)
-            if op.run_id == run_id and (not told.kept or op.op_id in waits)
+            if op.run_id == run_id and (op.op_id in waits or not told.kept or overtaken(run_id, ops, waits))
         ]
     log_of(bench).extend(ops)
     return [plain(op, done[op.op_id].payload) for op in ops if op.final]
+
+
+def overtaken(run_id: str, ops: list[Any], waits: set[str]) -> bool:
+    """Whether something is answered behind what waits: as in the server (`RunLane.pause`), the run is rebuilt then."""
+    left = [op.op_id in waits for op in ops if op.run_id == run_id]
+    return True in left and False in left[left.index(True) :]
 
 
 def answered(bench: Bench, ops: list[Any]) -> Mapping[str, Done]:
@@ -224,15 +232,28 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
         # The server is told of an uploaded loss at once: by rank 0, which computes it.
         patch("workers.trainer.microbatch.custom_loss", side_effect=AssertionError).start()
     moved: list[int] = []
+    welcome, welcomed = Trainer.welcome, Counter[str]()
+
+    def noted(self: Trainer, guest: Progress, send: Any) -> None:
+        has_gradient = guest.run.own_grad.flat.device == DEVICE
+        welcomed[f"{guest.op.kind} {'with' if has_gradient else 'without'} a gradient"] += 1
+        welcome(self, guest, send)
+
     for name in chosen:
         fault, bounds = scenario(name)
-        with fault(group.rank), patch.object(guests, "spread", counted(spread, moved)):
+        with (
+            fault(group.rank),
+            patch.object(guests, "spread", counted(spread, moved)),
+            patch.object(Trainer, "welcome", noted),
+        ):
             found = play(group, base, little if bounds == LITTLE else usual, folder / name, bounds, steps)
         failures = Counter(each for own in group.exchange(FAILURES) for each in own)
+        came = sum(group.exchange(welcomed), Counter[str]())
         if group.leads:
             found |= {
                 "scenario": name,
                 "moves": sum(moved),
+                "guests": came,
                 "total": total,
                 "experts": experts,
                 "failures": failures,
@@ -241,6 +262,7 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
             found |= {"held": held, "read": files}
             print(json.dumps(found))
         moved.clear()
+        welcomed.clear()
         FAILURES.clear()
         ASIDE.clear()
     dist.barrier()
@@ -301,12 +323,12 @@ def play(
     if not group.leads:
         follow(group, begin)
         return {}
-    group.tell([Word.BEGIN] * group.size)
+    announce(group, Word.BEGIN, no_limit)
     ManyRanks.leader = Leader(begin())
     found = program(ManyRanks(base.decoder, folder / "many", **bounds), steps)
     homes = [ManyRanks.leader.home_of(run_id) for run_id in TENANTS]
     pages = ManyRanks.leader.residency.page_ins
-    group.tell([Word.STOP] * group.size)
+    announce(group, Word.STOP, no_limit)
     return {"same": [x == y for x, y in zip(found, wanted, strict=True)], "homes": homes, "pages": pages}
 
 
