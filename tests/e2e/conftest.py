@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from store.database.db import Database
+from tests.forked import run_forked
 from tests.keys import create_key
 
 # Before the official SDK is imported: nothing is fetched, nothing is reported.
@@ -103,10 +104,9 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
     """Tinker's command line, in a process of its own, as its clients share one loop of a process."""
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}
-    command = [str(BIN / "tinker"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = run_forked("-m", "tinker.cli", *arguments, env=environment)
     if done.returncode == -signal.SIGABRT:  # Tinker's own threads, at its exit, on a machine that is busy
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = run_forked("-m", "tinker.cli", *arguments, env=environment)
     return done
 
 

@@ -1,0 +1,88 @@
+"""Python programs in processes of their own that begin at once: each is forked from one process that has imported what
+most of them would. For tests of what such processes do; how one starts is tested with real ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+#: Who forks. It is started with the first of them.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
+
+
+class Forked:
+    """As `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text."""
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        ours, theirs = zip(*(_pipe(number) for number in range(3)), strict=True)
+        environment = dict(os.environ if env is None else env)
+        self._process = CONTEXT.Process(target=_run, args=(arguments, os.getcwd(), environment, *theirs), daemon=True)
+        self._process.start()
+        for end in theirs:
+            end.close()
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(os.dup(end.fileno()), "r" if number else "w") for number, end in enumerate(ours)
+        )
+        self.pid = self._process.pid
+        for end in ours:
+            end.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"it has not ended within {timeout} s")
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it says on stdout and on stderr, to its end."""
+        if not self.stdin.closed:
+            self.stdin.close()
+            with self.stdout, self.stderr, ThreadPoolExecutor() as beside:
+                complaints = beside.submit(self.stderr.read)
+                self._said = self.stdout.read(), complaints.result()
+        self.wait(timeout)
+        return self._said
+
+
+def run_forked(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of `python` with these arguments, of which all is captured."""
+    forked = Forked(*arguments, env=env)
+    said, complaints = forked.communicate()
+    return subprocess.CompletedProcess(arguments, forked.wait(), said, complaints)
+
+
+def _pipe(number: int) -> tuple[Connection, Connection]:
+    """Our end and theirs."""
+    read, write = CONTEXT.Pipe(duplex=False)
+    return (read, write) if number else (write, read)
+
+
+def _run(arguments: tuple[str, ...], folder: str, environment: dict[str, str], *ends: Connection) -> None:
+    for number, end in enumerate(ends):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin = os.fdopen(0)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    kind, program, *rest = arguments
+    sys.argv = [program if kind == "-m" else kind, *rest]
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(program, {"__name__": "__main__"})

@@ -1,0 +1,8 @@
+"""What is imported by who forks (`tests.forked`)."""
+
+# ruff: noqa: F401
+import tinker.cli.__main__
+
+import tests.billing.money.spender
+import tests.truth.rank
+import tests.workers.trainer.ranks.worlds
