@@ -7,30 +7,45 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
 
 #: Who forks. It is started with the first of them.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
-class Forked:
-    """As `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text."""
+class Around(NamedTuple):
+    """What a process has from whoever starts it."""
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    folder: str
+    environment: dict[str, str]
+    umask: int
+    log: Path | None
+
+
+class Forked:
+    """As `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text. With a
+    `log` its stderr goes to the end of that file."""
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, log: Path | None = None) -> None:
         ours, theirs = zip(*(_pipe(number) for number in range(3)), strict=True)
-        environment = dict(os.environ if env is None else env)
-        self._process = CONTEXT.Process(target=_run, args=(arguments, os.getcwd(), environment, *theirs), daemon=True)
+        os.umask(umask := os.umask(0))
+        around = Around(os.getcwd(), dict(os.environ if env is None else env), umask, log)
+        self._process = CONTEXT.Process(target=_run, args=(arguments, around, *theirs), daemon=True)
         self._process.start()
         for end in theirs:
             end.close()
         self.stdin, self.stdout, self.stderr = (
             os.fdopen(os.dup(end.fileno()), "r" if number else "w") for number, end in enumerate(ours)
         )
+        assert self._process.pid is not None
         self.pid = self._process.pid
         for end in ours:
             end.close()
@@ -38,6 +53,13 @@ class Forked:
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
@@ -72,14 +94,18 @@ def _pipe(number: int) -> tuple[Connection, Connection]:
     return (read, write) if number else (write, read)
 
 
-def _run(arguments: tuple[str, ...], folder: str, environment: dict[str, str], *ends: Connection) -> None:
+def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdin = os.fdopen(0)
+    os.umask(around.umask)
+    if around.log is not None:
+        with around.log.open("a") as log:
+            os.dup2(log.fileno(), 2)
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
+    os.environ.update(around.environment)
+    os.chdir(around.folder)
     kind, program, *rest = arguments
     sys.argv = [program if kind == "-m" else kind, *rest]
     if kind == "-m":
