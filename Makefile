@@ -57,10 +57,10 @@ demo: setup
 # What pytest knows of a run's failures. A run that broke, instead of failing, leaves none.
 FAILED := .pytest_cache/v/cache/lastfailed
 
-# tests/order.py says how the processes, one a core and four at most, share the tests.
+# tests/order.py says how the processes, one a core and one more but four at most, share the tests.
 test: setup
 	@rm -f $(FAILED)
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 -m "not long" || { status=$$?; [ $$status = 1 ] || rm -f $(FAILED); exit $$status; }
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not long" || { status=$$?; [ $$status = 1 ] || rm -f $(FAILED); exit $$status; }
 
 # The tests that failed in the last run, one after another. If none is known, the run itself broke, and so does this.
 retest: setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -80,6 +81,17 @@ def test_without_the_liar_in_between(console: Console, liar: Liar) -> None:
     person(liar.behind, "straight", groups=["weft-acme-admins", "weft-acme"])
     assert sign_in(console, "straight").status_code == 303
     assert memberships(console, "straight@corp.example") == {"Acme Research": "admin"}
+
+
+def test_certificates_are_read_once_and_not_by_each_request(
+    sso: Console, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person(liar.url, "again", groups=["weft-acme"])
+    sign_in(sso, "again")
+    read: list[Any] = []
+    monkeypatch.setattr(ssl, "create_default_context", lambda *args, **options: read.append(options))
+    assert sign_in(sso, "again").status_code == 303
+    assert read == []
 
 
 def test_who_is_in_no_group_is_told_whom_to_ask(sso: Console, liar: Liar) -> None:

@@ -1,4 +1,5 @@
-"""A real `weftd` as a child process, as an operator would start it."""
+"""A real `weftd` as a process of its own. It is forked from one that has imported what it imports (`tests.forked`); its
+workers it starts itself. tests/api/test_cli.py and tests/deploy start it as an operator does."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from store.database.db import Database
+from tests.forked import Forked, run_forked
 from tests.keys import create_key
 
 # Before the official SDK is imported: nothing is fetched, nothing is reported.
@@ -37,15 +39,9 @@ class Weftd:
         SERVERS.append(self)
 
     def start(self) -> Weftd:
-        command = [str(BIN / "weftd"), "serve", "--host", "127.0.0.1", "--port", self._port]
-        with (self.data_dir / "stderr.log").open("a") as log:
-            self.process = subprocess.Popen(
-                [*command, "--data-dir", str(self.data_dir), *self.options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self.process.stdout is not None
+        where = ["--host", "127.0.0.1", "--port", self._port, "--data-dir", str(self.data_dir)]
+        log = self.data_dir / "stderr.log"
+        self.process = Forked("-m", "weft_server", "serve", *where, *self.options, log=log)
         line = self.process.stdout.readline().split()
         assert line[:1] == ["ready"], self.log()
         self.url = line[1]
@@ -106,10 +102,9 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
     """Tinker's command line, in a process of its own, as its clients share one loop of a process."""
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}
-    command = [str(BIN / "tinker"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = run_forked("-m", "tinker.cli", *arguments, env=environment)
     if done.returncode == -signal.SIGABRT:  # Tinker's own threads, at its exit, on a machine that is busy
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = run_forked("-m", "tinker.cli", *arguments, env=environment)
     return done
 
 

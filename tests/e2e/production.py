@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from api.cli import weftd
 from tests.e2e.conftest import BIN
+from tests.forked import Forked
 from tests.servers import OwnStore
 
 CONFIG = """
@@ -45,17 +46,15 @@ class Production:
         self.config = folder / "weft.toml"
         links = "blob_links = true\n" if store else ""
         self.config.write_text(links + CONFIG.format(database=database, redis=redis))
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[subprocess.Popen[str] | Forked] = []
         self._where = self._places(self.config)
 
-    def serve(self, replicas: int) -> dict[str, subprocess.Popen[str]]:
+    def serve(self, replicas: int) -> dict[str, Forked]:
         """Replicas that are ready, by their URLs."""
-        arguments = ("serve", "--host", "127.0.0.1", "--port", "0")
-        started = [self._start(*arguments, stdout=subprocess.PIPE) for _ in range(replicas)]
+        started = [self._serve() for _ in range(replicas)]
         return {self._ready(process): process for process in started}
 
-    def _ready(self, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
+    def _ready(self, process: Forked) -> str:
         line = process.stdout.readline().split()
         assert line[:1] == ["ready"], self.log()
         return line[1]
@@ -117,12 +116,18 @@ class Production:
         secret = {"WEFT_BLOB_URL": self._store.url, "WEFT_SERVER_SECRET": "of all replicas, and 32 letters long"}
         return self._store.environment | secret
 
-    def _start(self, *command: str, stdout: int | None = None, where: list[str] | None = None) -> subprocess.Popen[str]:
-        data = self.folder / (f"data-{next(self._numbers)}" if self._store else "data")
+    def _serve(self) -> Forked:
+        data, log = self._data(), self.folder / "log"
+        arguments = ["serve", "--data-dir", data, *self._where, "--host", "127.0.0.1", "--port", "0"]
+        process = Forked("-m", "weft_server", *arguments, env=os.environ | self._environment(), log=log)
+        self._started.append(process)
+        return process
+
+    def _start(self, *command: str, where: list[str] | None = None) -> subprocess.Popen[str]:
         with (self.folder / "log").open("a") as log:
             process = subprocess.Popen(
-                [str(BIN / "weftd"), command[0], "--data-dir", str(data), *(where or self._where), *command[1:]],
-                stdout=stdout if stdout is not None else log,
+                [str(BIN / "weftd"), command[0], "--data-dir", self._data(), *(where or self._where), *command[1:]],
+                stdout=log,
                 stderr=log,
                 text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | self._environment(),
@@ -130,7 +135,10 @@ class Production:
         self._started.append(process)
         return process
 
+    def _data(self) -> str:
+        return str(self.folder / (f"data-{next(self._numbers)}" if self._store else "data"))
 
-def stop(process: subprocess.Popen[str], within_s: float = 40) -> int:
+
+def stop(process: subprocess.Popen[str] | Forked, within_s: float = 40) -> int:
     process.send_signal(signal.SIGTERM)
     return process.wait(within_s)

@@ -6,7 +6,6 @@ hears of whatever they touch, and each rank has seams of its own, so that a play
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from unittest import mock
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import PullPass
 from scheduler.links.sockets import RECV_BYTES, _Frames, _to_server, frame  # the server's end, which blocks here
+from tests.forked import CONTEXT
 from tests.truth.rank import Memory, main, said_by
 from tests.truth.schedules import RANKS, Kind, Role, Schedule
 from tests.truth.seams import Life
@@ -30,8 +30,6 @@ from tests.truth.strand import Killed, Strand
 LEAVE_WITHIN_S = 60.0
 
 _monotonic = time.monotonic
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["tests.truth.rank"])
 
 
 def real_time() -> AbstractContextManager[Any]:
@@ -72,9 +70,9 @@ class _Group:
         self._roles = RANKS[: config.ranks]
         port = _free_port()
         for rank, role in enumerate(self._roles):
-            ours, theirs = _forked.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             link = far_link if rank == 0 else None
-            started = _forked.Process(target=main, args=(rank, port, config, memory, theirs, link), daemon=True)
+            started = CONTEXT.Process(target=main, args=(rank, port, config, memory, theirs, link), daemon=True)
             with real_time():
                 started.start()
             theirs.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from datetime import UTC, datetime
 
@@ -15,16 +13,16 @@ from billing.money.accounts import Payer
 from billing.money.budgets import Scope, set_budget
 from store import tables
 from tests.billing.conftest import Till
+from tests.forked import Forked
 from tests.search import chance
 
 PAYER = Payer("a", "p", 1)
 LIMIT = 10_000
 
 
-def spenders(till: Till, processes: int, threads: int, times: int, *numbers: int) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.billing.money.spender", till.database.url]
-    command += [str(number) for number in (threads, times, *numbers)]
-    return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+def spenders(till: Till, processes: int, threads: int, times: int, *numbers: int) -> list[Forked]:
+    arguments = [till.database.url, *map(str, (threads, times, *numbers))]
+    return [Forked("-m", "tests.billing.money.spender", *arguments) for _ in range(processes)]
 
 
 def limit(till: Till, by: str) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from bench.memory import TINY
+from tests.forked import Forked
 from tests.workers.model.models import packed, reference
 from workers.model.base import holder, shared
 from workers.model.base.files import CannotShare, at_folder, remove_unused
@@ -90,10 +91,7 @@ class Client:
     """A worker, as far as its weights go."""
 
     def __init__(self, folder: Path, model: Path = TINY) -> None:
-        command = [sys.executable, "-c", CLIENT, str(model), str(folder)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self.process: Forked | subprocess.Popen[str] = Forked("-c", CLIENT, str(model), str(folder))
 
     def said(self) -> tuple[str, float]:
         assert self.process.stdout is not None

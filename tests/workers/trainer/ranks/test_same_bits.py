@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import Forked
 from tests.search import TIMES, chance
 from tests.workers.model.models import reference
 
@@ -143,28 +143,28 @@ def together(ranks: int, args: list[str], **variables: str) -> list[Any]:
     return out[0]
 
 
-def start(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> list[subprocess.Popen[str]]:
+def start(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> list[Forked]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", f"tests.workers.trainer.ranks.{program}", *args],
-            cwd=ROOT,
+        Forked(
+            "-m",
+            f"tests.workers.trainer.ranks.{program}",
+            *args,
             env={**os.environ, **common, **variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for rank in range(ranks)
     ]
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[list[Any]]:
+def ended(processes: list[Forked]) -> list[list[Any]]:
     """What each has printed as JSON."""
     try:
-        out = [process.communicate(timeout=300)[0] for process in processes]
+        said = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [[json.loads(line) for line in lines.splitlines() if line.startswith("{")] for lines in out]
+    print(*(complaints for _, complaints in said), file=sys.stderr)
+    return [[json.loads(line) for line in lines.splitlines() if line.startswith("{")] for lines, _ in said]

@@ -1,0 +1,114 @@
+"""Python programs in processes of their own that begin at once: each is forked from one process that has imported what
+most of them would. For tests of what such processes do; how one starts is tested with real ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+#: Who forks. It is started with the first of them.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
+
+
+class Around(NamedTuple):
+    """What a process has from whoever starts it."""
+
+    folder: str
+    environment: dict[str, str]
+    umask: int
+    log: Path | None
+
+
+class Forked:
+    """As `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text. With a
+    `log` its stderr goes to the end of that file."""
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+        ours, theirs = zip(*(_pipe(number) for number in range(3)), strict=True)
+        os.umask(umask := os.umask(0))
+        around = Around(os.getcwd(), dict(os.environ if env is None else env), umask, log)
+        self._process = CONTEXT.Process(target=_run, args=(arguments, around, *theirs), daemon=True)
+        self._process.start()
+        for end in theirs:
+            end.close()
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(os.dup(end.fileno()), "r" if number else "w") for number, end in enumerate(ours)
+        )
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        for end in ours:
+            end.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"it has not ended within {timeout} s")
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it says on stdout and on stderr, to its end."""
+        if not self.stdin.closed:
+            self.stdin.close()
+            with self.stdout, self.stderr, ThreadPoolExecutor() as beside:
+                complaints = beside.submit(self.stderr.read)
+                self._said = self.stdout.read(), complaints.result()
+        self.wait(timeout)
+        return self._said
+
+
+def run_forked(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of `python` with these arguments, of which all is captured."""
+    forked = Forked(*arguments, env=env)
+    said, complaints = forked.communicate()
+    return subprocess.CompletedProcess(arguments, forked.wait(), said, complaints)
+
+
+def _pipe(number: int) -> tuple[Connection, Connection]:
+    """Our end and theirs."""
+    read, write = CONTEXT.Pipe(duplex=False)
+    return (read, write) if number else (write, read)
+
+
+def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
+    for number, end in enumerate(ends):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin = os.fdopen(0)
+    os.umask(around.umask)
+    if around.log is not None:
+        with around.log.open("a") as log:
+            os.dup2(log.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(around.environment)
+    os.chdir(around.folder)
+    kind, program, *rest = arguments
+    sys.argv = [program if kind == "-m" else kind, *rest]
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(program, {"__name__": "__main__"})

@@ -1,0 +1,13 @@
+"""What is imported by who forks (`tests.forked`)."""
+
+# ruff: noqa: F401
+import tinker.cli.__main__
+
+import api.cli
+import api.server.app
+import api.server.listener
+import api.server.serve
+import migrations.upgrade
+import tests.billing.money.spender
+import tests.truth.rank
+import tests.workers.trainer.ranks.worlds
