@@ -150,7 +150,7 @@ class RunLane:
 
     def is_past(self, op: Operation) -> bool:
         """Whether something behind `op` has been answered already, as if `op` had changed the run."""
-        return any(other.seq > op.seq for other in self._log)
+        return bool(self._log) and self._log[-1].seq > op.seq
 
     def answered(self, op: Operation, ok: bool) -> None:
         self._pending.pop(op.id, None)
