@@ -108,12 +108,13 @@ def _place(asked: str, cuda: bool) -> str:
 
 
 def _with(settings: Settings, found: Plan, trains: bool, samples: bool, alone: str) -> Settings:
-    """What a pass takes follows from what is computed at once, where the settings leave it open."""
+    """Where the settings leave it open, a pass takes what all ranks compute at once, or one twice."""
     trainer, generator = settings.trainer, settings.generator
     if trains:
         tokens = {"microbatch_tokens": found.microbatch_tokens}
         if "pass_tokens" not in trainer.model_fields_set:
-            tokens["pass_tokens"] = max(trainer.pass_tokens, 2 * found.microbatch_tokens)
+            steps = max(2, trainer.ranks * trainer.nodes)
+            tokens["pass_tokens"] = max(trainer.pass_tokens, steps * found.microbatch_tokens)
         memory = {} if alone else {"resident_bytes": found.resident_bytes}
         trainer = trainer.model_copy(update=tokens | memory)
     if samples:

@@ -235,3 +235,28 @@ def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     assert len(tables) == 2
     assert found.trainer.resident_bytes > 50 * GIB
     assert found.generator.slots * 1024 <= found.generator.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told", "tokens"),
+    [
+        ([], {}, (2048, 4096)),  # a CPU
+        ([141], {}, (8192, 16384)),
+        ([80], {}, (4096, 8192)),
+        ([24], {}, (2048, 4096)),
+        ([141], {"ranks": 4}, (8192, 32768)),
+        ([141], {"microbatch_tokens": 512}, (512, 4096)),
+        ([141], {"pass_tokens": 777}, (8192, 777)),
+    ],
+    ids=str,
+)
+def test_a_gpu_trains_as_much_at_once_as_it_has_room_for(
+    folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int], told: dict[str, int], tokens: tuple[int, int],
+) -> None:  # fmt: skip
+    """Seen on an H200: with what a CPU likes, launches took longer than what they launched."""
+    monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [size * GIB for size in sizes])
+    monkeypatch.setattr("api.server.workers.memory_plan.free_bytes", lambda: 64 * GIB)
+    cards = {"4B": config_card("4B", folder_of("4B"))}
+    trainer = planned(load_settings(None, data_dir=tmp_path, trainer=told), cards)[0].trainer
+    assert (trainer.microbatch_tokens, trainer.pass_tokens) == tokens
