@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,23 @@ def import_references() -> None:
 
 
 import_references()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays, so it is not looked through for circles, neither meanwhile nor later; and what comes
+    then no more often than by a server (api/server/serve.py)."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(10_000, 20)
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind says of all that triton has made that it leaks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
