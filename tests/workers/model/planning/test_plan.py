@@ -225,7 +225,8 @@ def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     shared = planned(load_settings(None, data_dir=tmp_path, base_dir=str(tmp_path)), cards)[0]
     assert shared.generator.kv_tokens > settings.generator.kv_tokens
     assert shared.trainer.resident_bytes > settings.trainer.resident_bytes
-    told = load_settings(None, data_dir=tmp_path, generator={"slots": 3, "kv_tokens": 16384, "packed": False})
+    generator = {"slots": 3, "kv_tokens": 16384, "packed": False, "adapter_cache_bytes": 1 << 30}
+    told = load_settings(None, data_dir=tmp_path, generator=generator)
     assert planned(told, cards)[0].generator == told.generator
     alone = planned(load_settings(None, data_dir=tmp_path), cards, "trainer")[0]
     assert alone.trainer.resident_bytes == 0  # it shares its machine with whom it does not know
