@@ -83,9 +83,10 @@ class TorchEngine:
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
-        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
-        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are. `packed`: see
-        `Decoder.pack`. A step tries up to `lookup` tokens more of a sequence; none of models with recurrent layers."""
+        tokens of a step; a longer prompt takes several. `adapter_bytes` limits the adapters in use or kept after it
+        (`requests/admission.py`), `prefix_bytes` the prompts' keys and values that are kept; with 0 no prompts are.
+        `packed`: see `Decoder.pack`. A step tries up to `lookup` tokens more of a sequence; none of models with
+        recurrent layers."""
         config = decoder.config
         self._decoder = decoder
         if packed:
