@@ -134,8 +134,9 @@ class GeneratorSettings(_Section):
     #: On a CPU, a second copy of the weights in the order in which they are multiplied, which is faster. auto: where it
     #: takes less than half of the memory that is left.
     packed: bool | Literal["auto"] = "auto"
-    #: Memory, of each base model, for adapters that were used.
-    adapter_cache_bytes: Positive = 2 << 30
+    #: Memory, of each base model, for adapters that are sampled from, those in use and those that were; 0: as memory
+    #: allows. Requests wait for others to release what they need; one that is larger comes in alone.
+    adapter_cache_bytes: Annotated[int, Field(ge=0)] = 0
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
     prefix_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
 

@@ -67,9 +67,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, tag=True):
 
 class TorchConfig(msgspec.Struct, frozen=True, tag=True):
     """Our own engine. `kv_tokens` are kept of all running sequences (0: as many as full slots take), and up to
-    `prefill_tokens` of prompts are computed between two decode steps. `adapter_bytes` and `prefix_bytes` are kept of
-    adapters and of prompts after their use, for each base model. `packed`: with a second copy of the weights, which
-    makes products faster on a CPU. A step tries up to `lookup` tokens more of each sequence."""
+    `prefill_tokens` of prompts are computed between two decode steps. Adapters take `adapter_bytes` at most, in use or
+    kept, and prompts that are kept `prefix_bytes`, of each base model. `packed`: with a second copy of the weights,
+    which makes products faster on a CPU. A step tries up to `lookup` tokens more of each sequence."""
 
     kv_tokens: int = 0
     prefill_tokens: int = 2048

@@ -1,17 +1,21 @@
 """The adapters an engine has in memory: read on first use, kept for the next request, evicted least recently used.
 
-One thread reads, in the order of the requests; the engine's own thread does everything else and, between two steps,
-installs what has been read. So only requests that need an adapter wait for its disk. An adapter in use, or being read,
-is never evicted; if those alone exceed the cap, the cap is exceeded until they are released.
+One thread reads, one adapter at a time; the engine's own thread does everything else and, between two steps, installs
+what has been read. So only requests that need an adapter wait for its disk. Which adapters may be in memory, and which
+is read next, is decided by `requests.admission`.
+
+In memory, with what is being read, are at most `max_bytes`: or one larger adapter alone; and beside that the newer
+weights of one that is here, while they are read.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,41 +34,65 @@ class AdapterUnusable(Exception):
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """`adapter` may be replaced between steps (`AdapterCache.install`): look it up anew for each. It is not set before
-    the first read has succeeded. `users` is the number of requests that hold it."""
+    """`adapter` may be replaced between steps (`AdapterCache.install`): look it up anew for each. It is there while
+    `weights` is not 0. `users` is the number of requests that hold it."""
 
     name: str
     adapter: Adapter = field(init=False, repr=False)
     size_bytes: int = 0
     version: int = 0
-    #: A number that no other weights have; 0 before any are loaded.
+    #: A number that no other weights have; 0 while none are in memory.
     weights: int = 0
+    source: Weights | None = None  # where these were read
     users: int = 0
-    #: Numbers of the newest read that was requested, and of the newest that has ended, successful or not.
+    #: Numbers of the newest read that was requested, of the newest that has begun, and of the newest that has ended,
+    #: successful or not.
     asked: int = 0
+    begun: int = 0
     ended: int = 0
+    folder: Weights | None = None  # what the read `asked` is to read
+    next_bytes: int | None = None  # that this will take; None: not known before it is tried
     failed: bool = False  # whether the read `ended` failed, so that `weights` are older than requested
 
     @property
     def coming(self) -> bool:
-        """Whether newer weights are being read."""
+        """Whether newer weights are being read, or are to be."""
         return self.ended < self.asked
+
+    @property
+    def waits(self) -> bool:
+        """Whether the newest read has not begun."""
+        return self.begun < self.asked
+
+    @property
+    def needs_bytes(self) -> int | None:
+        """What it takes to be used; None: not known yet."""
+        return self.size_bytes if self.weights else self.next_bytes
 
 
 @dataclass(frozen=True)
-class _Read:
+class Flight:
+    """What is being read, which takes at most `size_bytes`. The result is the adapter and its version, or how many
+    bytes it would take, if these are more."""
+
     number: int
     held: HeldAdapter
-    found: Future[tuple[Adapter, int]]
+    folder: Weights | None
+    size_bytes: int
+    found: Future[tuple[Adapter, int] | int]
 
 
 class AdapterCache:
-    def __init__(self, load: Callable[[Path], tuple[Adapter, int]], max_bytes: int) -> None:
-        """`load` reads the weights in a folder and their policy version, in the reading thread."""
-        self._load = load
-        self._max_bytes = max_bytes
+    def __init__(
+        self, load: Callable[[Path], tuple[Adapter, int]], size: Callable[[Path], int], max_bytes: int
+    ) -> None:
+        """`load` reads the weights in a folder and their policy version, `size` the bytes that they will take; both in
+        the reading thread."""
+        self.max_bytes = max_bytes
+        #: What is being read, or has been and is not installed.
+        self.flight: Flight | None = None
+        self._load, self._size = load, size
         self._here: OrderedDict[str, HeldAdapter] = OrderedDict()
-        self._reads: deque[_Read] = deque()  # that have not been installed, in order
         self._numbers = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
 
@@ -78,79 +106,126 @@ class AdapterCache:
     @property
     def reading(self) -> bool:
         """Whether there is, or will be, something to install."""
-        return bool(self._reads)
+        return self.flight is not None
 
     def acquire(self, name: str, folder: Weights | None) -> HeldAdapter:
-        """The adapter called `name`, being read from `folder` if it is not in memory: it may be used once the read
+        """The adapter called `name`, to be read from `folder` if it is not in memory: it may be used once the read
         `asked` has `ended`. Pair each call with a `release`."""
         held = self._here.setdefault(name, HeldAdapter(name))
         if not held.coming and (held.failed or not held.weights):
-            self._read(held, folder)
+            self._ask(held, folder)
         held.users += 1
         self._here.move_to_end(name)
         return held
 
     def release(self, held: HeldAdapter) -> None:
         held.users -= 1
-        self._evict()
+        self._forget(held)
+        self._shrink()
 
     def swap(self, name: str, folder: Weights) -> None:
-        """Begin to make `name` mean the weights in `folder`, also for requests that hold it. If they cannot be read,
-        those keep the old weights, and the next `acquire` reads from its own folder."""
-        self._read(self._here.setdefault(name, HeldAdapter(name)), folder)
+        """Make `name` mean the weights in `folder`, also for requests that hold it. If they cannot be read, those keep
+        the old weights, and the next `acquire` reads from its own folder. Weights that nobody holds are read when
+        somebody does."""
+        self._ask(self._here.setdefault(name, HeldAdapter(name)), folder)
+
+    def begin(self, held: HeldAdapter, keep: Container[HeldAdapter]) -> None:
+        """Begin to read what was asked for last, which fits beside those to `keep`, or beside its own older weights.
+        Others make room."""
+        size = held.needs_bytes or 0
+        self._shrink(size, keep)
+        self._read(held, size, None)
+
+    def try_to_read(self, held: HeldAdapter) -> None:
+        """Begin to read what may not fit into what is free: if so, `needs_bytes` is known once that is installed."""
+        free = max(0, self.max_bytes - self.size_bytes)
+        self._read(held, free, free)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the next read has ended."""
-        if self._reads:
-            wait([self._reads[0].found], timeout_s)
+        """Wait until the read has ended."""
+        if self.flight is not None:
+            wait([self.flight.found], timeout_s)
 
     def install(self) -> tuple[HeldAdapter, BaseException | None] | None:
-        """Take in the oldest read if it has ended. Returns its adapter and its exception, if it failed: AdapterUnusable
-        is a fault of the files."""
-        if not self._reads or not self._reads[0].found.done():
+        """Take in what has been read, if it has ended. Returns its adapter and its exception, if it failed:
+        AdapterUnusable is a fault of the files."""
+        flight = self.flight
+        if flight is None or not flight.found.done():
             return None
-        read = self._reads.popleft()
-        held, error = read.held, read.found.exception()
-        held.ended, held.failed = read.number, error is not None
-        if error is None:
-            held.adapter, held.version = read.found.result()
-            held.size_bytes = held.adapter.flat.numel() * held.adapter.flat.element_size()
-            held.weights = read.number
-        elif not held.weights and not held.coming:
-            del self._here[held.name]
-        self._evict()
+        self.flight, held, error = None, flight.held, flight.found.exception()
+        found = flight.found.result() if error is None else None
+        if isinstance(found, int):  # there was no room: it waits for it
+            if not held.waits:
+                held.begun, held.next_bytes = held.ended, found
+        else:
+            held.ended, held.failed = flight.number, found is None
+        if isinstance(found, tuple):
+            held.adapter, held.version = found
+            held.size_bytes = found[0].flat.numel() * found[0].flat.element_size()
+            held.weights, held.source = flight.number, flight.folder
+        self._forget(held)
+        self._shrink()
         return held, error
 
     def close(self) -> None:
         """End the thread; pending reads are dropped."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, held: HeldAdapter, folder: Weights | None) -> None:
-        """Begin to read. An older read of this adapter that has not begun is cancelled."""
-        for older in [read for read in self._reads if read.held is held and read.found.cancel()]:
-            self._reads.remove(older)
-        held.asked = next(self._numbers)
-        found = self._thread.submit(self._from_disk, held.name, folder)
-        self._reads.append(_Read(held.asked, held, found))
+    def _ask(self, held: HeldAdapter, folder: Weights | None, size_bytes: int | None = None) -> None:
+        """Have it read. An older read of it that has not begun never does."""
+        if not held.users:
+            self._drop(held)
+        held.asked, held.folder, held.next_bytes = next(self._numbers), folder, size_bytes
 
-    def _from_disk(self, name: str, folder: Weights | None) -> tuple[Adapter, int]:
-        """In the reading thread."""
+    def _read(self, held: HeldAdapter, size_bytes: int, most: int | None) -> None:
+        held.begun = held.asked
+        found = self._thread.submit(self._from_disk, held.name, held.folder, most)
+        self.flight = Flight(held.asked, held, held.folder, size_bytes, found)
+
+    def _from_disk(self, name: str, folder: Weights | None, most: int | None) -> tuple[Adapter, int] | int:
+        """In the reading thread. If it takes more than `most`, how much."""
         try:
             if folder is None:
                 raise FileNotFoundError(name)
+            if isinstance(folder, Path) and (size := self._too_large(folder, most)):
+                return size  # told before all of it is read to be checked
             with reading(folder) as here:
-                return self._load(here)
+                size = 0 if most is None else self._size(here)
+                return size if most is not None and size > most else self._load(here)
         except FileNotFoundError as error:
             raise AdapterUnusable(GONE.format(name=name)) from error
         except (AdapterFileError, Damaged) as error:
             log.warning("sampler weights %r: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
 
-    def _evict(self) -> None:
-        excess = self.size_bytes - self._max_bytes
+    def _too_large(self, folder: Path, most: int | None) -> int:
+        """Its size if that is known to be more than `most`. What is wrong with it is found when it is read."""
+        if most is not None:
+            with suppress(ValueError, OSError):
+                return size if (size := self._size(folder)) > most else 0
+        return 0
+
+    def _forget(self, held: HeldAdapter) -> None:
+        """If nobody holds it, and it is not in memory."""
+        reading = self.flight is not None and self.flight.held is held
+        if not (held.users or held.weights or reading) and self._here.get(held.name) is held:
+            del self._here[held.name]
+
+    def _drop(self, held: HeldAdapter) -> None:
+        if held.weights:
+            del held.adapter
+            held.weights, held.size_bytes = 0, 0
+
+    def _shrink(self, size_bytes: int = 0, keep: Container[HeldAdapter] | None = None) -> None:
+        """Evict what nobody holds, and of the rest what is not to be kept (None: keep that), until `size_bytes` more
+        fit."""
+        excess = self.size_bytes + size_bytes - self.max_bytes
         for held in list(self._here.values()):
             if excess <= 0:
                 return
-            if held.users == 0 and not held.coming:
-                del self._here[held.name]
+            if held.weights and (not held.users or (keep is not None and held not in keep)):
                 excess -= held.size_bytes
+                if held.users and not held.coming:  # who waits with it reads it again
+                    self._ask(held, held.source, held.size_bytes)
+                self._drop(held)
+                self._forget(held)

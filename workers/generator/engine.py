@@ -209,7 +209,7 @@ class Engine(Protocol):
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Requests start in the order they were added, except that one may wait a step or more for
-        another to compute the head of its prompt."""
+        another to compute the head of its prompt, and for its adapter to be read, or others' to make room for it."""
 
     def step(self) -> list[Finished]:
         """Prefill what fits, advance every running sequence by a token, and return the requests that ended. Waits a

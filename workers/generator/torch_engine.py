@@ -31,6 +31,7 @@ from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.cache.page_groups import page_groups
 from workers.generator.cache.prefix_cache import PrefixCache
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
+from workers.generator.requests.admission import Admission
 from workers.generator.requests.open_requests import OpenRequests
 from workers.generator.requests.prefill_queue import PrefillQueue
 from workers.generator.requests.progress import RequestProgress, Row, SequenceProgress
@@ -40,7 +41,7 @@ from workers.generator.tokens.drafts import Drafts, drop
 from workers.generator.tokens.prompt_scores import PromptScores, land
 from workers.generator.tokens.sampling import Draw, SamplingRows, sample
 from workers.generator.tokens.stop import DecodeText, StopRule
-from workers.model.adapters.adapter import Adapter, load_adapter, version_of
+from workers.model.adapters.adapter import Adapter, adapter_bytes, load_adapter, version_of
 from workers.model.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -82,16 +83,18 @@ class TorchEngine:
     ) -> None:
         """`slots` sequences at a time, each of at most `context` tokens, all together of `kv_tokens` (enough for
         `slots` of full length when None; never less than one of full length needs). `prefill_tokens` caps the prompt
-        tokens of a step; a longer prompt takes several. `adapter_bytes` and `prefix_bytes` limit the adapters and the
-        prompts' keys and values that are kept after use; with `prefix_bytes` 0 no prompts are. `packed`: see
-        `Decoder.pack`. A step tries up to `lookup` tokens more of a sequence; none of models with recurrent layers."""
+        tokens of a step; a longer prompt takes several. `adapter_bytes` limits the adapters in use or kept after it
+        (`requests/admission.py`), `prefix_bytes` the prompts' keys and values that are kept; with 0 no prompts are.
+        `packed`: see `Decoder.pack`. A step tries up to `lookup` tokens more of a sequence; none of models with
+        recurrent layers."""
         config = decoder.config
         self._decoder = decoder
         if packed:
             decoder.pack()
         self._eos_token_ids = eos_token_ids
         self._decode_text = decode_text
-        self._adapters = AdapterCache(self._load, adapter_bytes)
+        self._adapters = AdapterCache(self._load, self._size, adapter_bytes)
+        self._admission = Admission(self._adapters)
         weight = next(decoder.parameters())
         self._context = context
         each, groups = pages_of(context), page_groups(config, context)
@@ -126,13 +129,19 @@ class TorchEngine:
     @property
     def free_slots(self) -> int:
         """By rows and by KV pages: waiting sequences are counted with the pages they need to start, new ones with the
-        average of the seated ones."""
+        average of the seated ones. Those that wait for others' adapters to go hold up nobody: as many as there are rows
+        are not counted."""
         seating, waiting = self._seating, self._open.waiting
         if seating.aside:
             return 0
-        needed = sum(seating.pages_for(len(progress.request.prompt)) * progress.unstarted for progress in self._queue)
+        held_up = sum(progress.unstarted for progress in self._queue if progress.held_up and self._admission.short)
+        needed = sum(
+            seating.pages_for(len(progress.request.prompt)) * progress.unstarted
+            for progress in self._queue
+            if not (progress.held_up and self._admission.short)
+        )
         space = (seating.pool.free - needed - seating.pages_to_grow) // seating.pages_each
-        return max(0, min(seating.free_rows - waiting, space))
+        return max(0, min(seating.free_rows - waiting + min(held_up, seating.rows), space))
 
     @property
     def busy(self) -> bool:
@@ -147,6 +156,7 @@ class TorchEngine:
             return
         try:
             self._open.enter(self._progress(request))
+            self._admit()
         except Exception as error:
             self._open.finished.append(failed(request.id, error))
 
@@ -173,6 +183,7 @@ class TorchEngine:
 
     def swap_adapter(self, name: str, folder: Weights) -> None:
         self._adapters.swap(name, folder)
+        self._admit()
 
     def run_moved(self, run: str, version: int) -> None:
         for progress in [p for p in self._open.here.values() if p.request.run == run]:
@@ -200,13 +211,25 @@ class TorchEngine:
         loaded = load_adapter(folder, self._decoder.config, device=self._cache.device)
         return loaded.adapter, version_of(loaded.details)
 
+    def _size(self, folder: Path) -> int:
+        return adapter_bytes(folder, self._decoder.config)
+
     def _install(self) -> None:
         """Install the adapters that have been read; if there is nothing else to do, wait a moment for one."""
+        self._admit()
         if self._open.stuck:
             self._adapters.wait(READ_WAIT_S)
         while (installed := self._adapters.install()) is not None:
             self._plan = None
             self._open.adapter_read(*installed)
+            self._admit()
+
+    def _admit(self) -> None:
+        if not self._unchanged:
+            self._plan = None  # it holds adapters that may have to make room
+            if self._ahead is not None and not self._open.running:
+                self._ahead.flight = None
+        self._admission.decide(self._open.here.values())
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
         limit = self._context - len(request.prompt) + 1

@@ -119,5 +119,6 @@ def _with(settings: Settings, found: Plan, trains: bool, samples: bool, alone: s
         trainer = trainer.model_copy(update=tokens | memory)
     if samples:
         chosen = {"slots": found.slots, "kv_tokens": found.kv_tokens, "packed": found.packed}
+        chosen["adapter_cache_bytes"] = found.adapter_cache_bytes
         generator = generator.model_copy(update=chosen)
     return settings.model_copy(update={"trainer": trainer, "generator": generator})

@@ -28,7 +28,7 @@ from scheduler.links.configs import (
     WorkerConfig,
 )
 from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
-from workers.model.planning.plan import MOST_SLOTS
+from workers.model.planning.plan import LEAST_ADAPTER_BYTES, MOST_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[3]
 #: What glibc reads when a program starts: huge pages where the kernel leaves that to programs, and memory of one pass
@@ -126,7 +126,7 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
     return TorchConfig(
         kv_tokens=generator.kv_tokens,
         prefill_tokens=generator.prefill_tokens,
-        adapter_bytes=generator.adapter_cache_bytes,
+        adapter_bytes=generator.adapter_cache_bytes or LEAST_ADAPTER_BYTES,
         prefix_bytes=generator.prefix_cache_bytes,
         packed=bool(generator.packed),
         lookup=generator.lookup,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,9 @@ def make_engine(request: pytest.FixtureRequest, decoder: Decoder) -> EngineFacto
 def until_read(engine: Engine) -> None:
     """Wait for the adapters that are on their way: the next step has them."""
     assert isinstance(engine, TorchEngine)
-    wait([read.found for read in engine._adapters._reads])
+    while engine._adapters.reading:
+        engine._adapters.wait(60)
+        engine._install()
 
 
 def spell(tokens: object) -> str:

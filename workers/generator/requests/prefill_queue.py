@@ -2,8 +2,8 @@
 
 A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next token; a
 longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in order of
-arrival, with two exceptions: a request whose adapter is still being read lets others go first, and one whose next block
-of prompt is being computed for another request waits to take it from the prefix cache.
+arrival, with two exceptions: a request whose adapter is not there for it yet lets others go first, and one whose next
+block of prompt is being computed for another request waits to take it from the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PrefillQueue:
 
     @property
     def ready(self) -> bool:
-        """Whether any of them can be computed, its adapter having been read."""
-        return any(not progress.awaits for progress in self)
+        """Whether any of them can be computed."""
+        return any(progress.ready for progress in self)
 
     def __iter__(self) -> Iterator[RequestProgress]:
         yield from self._begun
@@ -51,7 +51,7 @@ class PrefillQueue:
         chosen: list[RequestProgress] = []
         computing: set[Hashable] = set()
         left = self._budget
-        for progress in [progress for progress in self if not progress.awaits]:
+        for progress in [progress for progress in self if progress.ready]:
             starting = progress.started == 0
             if starting:
                 self._look_up(progress)

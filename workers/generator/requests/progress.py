@@ -153,6 +153,7 @@ class RequestProgress:
     prompt_version: int | None = None  # policy version of these logits
     given_up: bool = False  # sequences that have not started never will
     awaits: int = 0  # number of the read of its adapter that its prompt waits for; 0: none
+    held_up: bool = False  # whether its adapter is to wait for memory, or to make room (`admission`)
     runs: Runs | None = None  # of the prompt's tokens, once something was looked up in it
     run_version: int = 0  # the newest version of its run that it was told
 
@@ -160,6 +161,16 @@ class RequestProgress:
         if self.adapter is not None and self.adapter.coming:
             self.awaits = self.adapter.asked
         self.sequences = [SequenceProgress(self, sample) for sample in range(self.request.num_samples)]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """By which requests start: by priority, then in order of arrival."""
+        return -self.request.priority, self.number
+
+    @property
+    def ready(self) -> bool:
+        """Whether its adapter is there for it."""
+        return not (self.awaits or self.held_up)
 
     @property
     def unstarted(self) -> int:

@@ -32,6 +32,7 @@ __all__ = [
     "AdapterShape",
     "LoadedAdapter",
     "Slot",
+    "adapter_bytes",
     "load_adapter",
     "policy_version",
     "save_adapter",
@@ -123,17 +124,11 @@ def save_adapter(
 
 def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.device = "cpu") -> LoadedAdapter:
     """Read an adapter of a model with this `config`. AdapterFileError names a bad tensor or field."""
-    if (folder / f"adapter_config.json{ENCRYPTED}").exists():
-        raise AdapterFileError(f"{folder}: is encrypted: only its recipients can read it")
-    fields = read_json(folder / "adapter_config.json")
+    fields = _fields(folder)
     if fields.get("peft_type") == "LORA":
         return _load_export(folder, fields, config, device)
-    if fields.get("format") != FORMAT:
-        raise AdapterFileError(f"{folder}: adapter_config.json has format {fields.get('format')!r}, need {FORMAT!r}")
+    shape = _shape(folder, fields, config)
     try:
-        trained = (fields["train_attn"], fields["train_mlp"], fields["train_unembed"])
-        kept = (fields.get("shared_experts", True), fields.get("whole_projections", False))
-        shape = AdapterShape(config, fields["rank"], *trained, *kept)
         scale, base_model, extra_names = float(fields["scale"]), str(fields["base_model"]), list(fields["extra"])
     except (KeyError, TypeError, ValueError) as error:
         raise AdapterFileError(f"{folder}: adapter_config.json: bad or missing field: {error}") from error
@@ -143,6 +138,32 @@ def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.dev
     if sorted(extra) != extra_names:
         raise AdapterFileError(f"{folder}: extra.safetensors holds {sorted(extra)}, adapter_config.json {extra_names}")
     return LoadedAdapter(adapter, base_model, extra, dict(fields.get("details", {})))
+
+
+def adapter_bytes(folder: Path, config: DecoderConfig) -> int:
+    """What the adapter in a folder takes in memory. AdapterFileError where its shape cannot be told."""
+    fields = _fields(folder)
+    if fields.get("peft_type") == "LORA":  # what it trains is what it has tensors for
+        return 4 * _load_export(folder, fields, config, "meta").adapter.shape.numel
+    return 4 * _shape(folder, fields, config).numel
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    if (folder / f"adapter_config.json{ENCRYPTED}").exists():
+        raise AdapterFileError(f"{folder}: is encrypted: only its recipients can read it")
+    return read_json(folder / "adapter_config.json")
+
+
+def _shape(folder: Path, fields: Mapping[str, Any], config: DecoderConfig) -> AdapterShape:
+    """Of an adapter in our own format."""
+    if fields.get("format") != FORMAT:
+        raise AdapterFileError(f"{folder}: adapter_config.json has format {fields.get('format')!r}, need {FORMAT!r}")
+    try:
+        trained = (fields["train_attn"], fields["train_mlp"], fields["train_unembed"])
+        kept = (fields.get("shared_experts", True), fields.get("whole_projections", False))
+        return AdapterShape(config, fields["rank"], *trained, *kept)
+    except (KeyError, TypeError, ValueError) as error:
+        raise AdapterFileError(f"{folder}: adapter_config.json: bad or missing field: {error}") from error
 
 
 def _load_export(

@@ -31,6 +31,9 @@ MOST_TRAINED, LEAST_TRAINED = {"cpu": 2048, "cuda": 8192}, 2048
 MOST_SLOTS = {"cpu": 32, "cuda": 64}
 #: Slots are chosen for sequences of this length; the youngest make way when they all grow longer.
 USUAL_TOKENS = 1024
+#: For adapters that are sampled from, of each model in each generator, if there is room.
+LEAST_ADAPTER_BYTES = 2 << 30
+ADAPTERS = "adapters in use"
 #: Positions of a page of the cache.
 PAGE_TOKENS = 32
 #: Rows of logits that the trainer has at a time, and how many copies.
@@ -75,7 +78,7 @@ class Wanted:
     context_tokens: int = 8192
     kv_tokens: int = 0
     prefill_tokens: int = 2048
-    adapter_cache_bytes: int = 2 << 30
+    adapter_cache_bytes: int = 0
     prefix_cache_bytes: int = 512 << 20
     packed: bool | None = None
     resident_bytes: int = 0
@@ -101,6 +104,7 @@ class Plan:
     paged: Part
     slots: int
     kv_tokens: int
+    adapter_cache_bytes: int
     resident_bytes: int
     microbatch_tokens: int
     packed: bool
@@ -120,6 +124,7 @@ class Plan:
             f"{self.paged.name:<32}{gib(self.paged.size_bytes):>12}  {self.paged.note}".rstrip(),
             f"generator.slots = {self.slots}",
             f"generator.kv_tokens = {self.kv_tokens}",
+            f"generator.adapter_cache_bytes = {self.adapter_cache_bytes}",
             *([f"generator.packed = {str(self.packed).lower()}"] if self.device.kind == "cpu" else []),
             f"trainer.microbatch_tokens = {self.microbatch_tokens}",
             f"trainer.resident_bytes = {self.resident_bytes}",
@@ -136,10 +141,11 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     _processes(device, wanted, room, len(models) if shares else 0)
     tokens = _computed(models, wanted, room)
     packed = _packing(models, device, wanted, room)
-    _caches(models, device, wanted, room)
-    slots, kv_tokens = _keys_and_values(models, device, wanted, room, spread)
+    more = _caches(models, device, wanted, room)
+    slots, kv_tokens = _keys_and_values(models, device, wanted, room, spread, more)
     resident, paged = _runs(models, device, wanted, room)
-    return Plan(device, room.parts, paged, slots, kv_tokens, resident, tokens, packed)
+    adapters = _adapters(models, wanted, room)
+    return Plan(device, room.parts, paged, slots, kv_tokens, adapters, resident, tokens, packed)
 
 
 class _Room:
@@ -287,7 +293,8 @@ def _multiplied(model: Check) -> int:
     return model.parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
 
 
-def _caches(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> None:
+def _caches(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> int:
+    """Returns what was chosen for adapters beyond the least."""
     each = wanted.generators * len(models)
     if device.kind == "cuda":
         prompts, way_out = each * wanted.prefix_cache_bytes, "set less, or 0"
@@ -295,15 +302,18 @@ def _caches(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room
         room.take("prompts that are kept", prompts, must=must, way_out=way_out)
     else:
         room.take("prompts that are kept", min(each * wanted.prefix_cache_bytes, room.free_bytes // 8))
-    size = min(each * wanted.adapter_cache_bytes, room.free_bytes // 8)
-    largest = max(4 * AdapterShape(model.card.config, wanted.rank).numel for model in models)
-    room.take("adapters in use", size, f"of the generator: {size // largest:,} of rank {wanted.rank}")
+    asked = wanted.adapter_cache_bytes
+    must, way_out = f"generator.adapter_cache_bytes = {asked:,}", "set less, or 0, and the server chooses"
+    size = each * asked if asked else room.free_bytes // 8 if each else 0
+    room.take(ADAPTERS, size, must=must if asked else "", way_out=way_out)
+    return 0 if asked else max(0, size - each * LEAST_ADAPTER_BYTES)
 
 
 def _keys_and_values(
-    models: Sequence[Check], device: Device, wanted: Wanted, room: _Room, spread: bool
+    models: Sequence[Check], device: Device, wanted: Wanted, room: _Room, spread: bool, adapters: int
 ) -> tuple[int, int]:
-    """Slots and tokens of each model in each generator. Half of what is left at most is chosen for them."""
+    """Slots and tokens of each model in each generator. Half of what is left at most is chosen for them, less what
+    `adapters` took beyond the least: the other half is for runs."""
     if not wanted.generators:
         return wanted.slots or MOST_SLOTS[device.kind], wanted.kv_tokens
     parts = device.count if spread else 1
@@ -319,7 +329,7 @@ def _keys_and_values(
         slots = max(1, min(slots, room.free_bytes // 4 // state))
     room.take("states of sequences", slots * state, must=f"generator.slots = {slots}", way_out="set less")
     full = slots * (least + PAGE_TOKENS)
-    fits = room.free_bytes // 2 // each if wanted.trainers else room.free_bytes // each
+    fits = max(0, room.free_bytes - adapters) // 2 // each if wanted.trainers else room.free_bytes // each
     kv_tokens = wanted.kv_tokens or max(least, min(full, fits) // PAGE_TOKENS * PAGE_TOKENS)
     if not wanted.slots:
         slots = max(1, min(slots, kv_tokens // min(USUAL_TOKENS, longest)))
@@ -334,6 +344,20 @@ def _bytes_per_token(model: Check) -> int:
     config = model.card.config
     groups = len(layer_groups(config, model.card.context_length))
     return model.kv_bytes_per_token + groups * 2 * len(config.mixture_layers) * config.experts_per_token
+
+
+def _adapters(models: Sequence[Check], wanted: Wanted, room: _Room) -> int:
+    """What each model in each generator has for adapters: where the plan chooses, and that was little, half of what
+    would be left alone, too. One of the planned rank is always let in."""
+    each = max(1, wanted.generators * len(models))
+    largest = max(4 * AdapterShape(model.card.config, wanted.rank).numel for model in models)
+    size = sum(part.size_bytes for part in room.parts if part.name == ADAPTERS)
+    if wanted.generators and not wanted.adapter_cache_bytes:
+        size = max(size, min(each * max(LEAST_ADAPTER_BYTES, largest), size + room.unused_bytes // 2))
+    if size:
+        note = f"of the generator: {size // largest:,} of rank {wanted.rank}"
+        room.parts[:] = [part for part in room.parts if part.name != ADAPTERS] + [Part(ADAPTERS, size, note)]
+    return wanted.adapter_cache_bytes or max(size // each, largest)
 
 
 def _runs(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> tuple[int, Part]:

@@ -211,7 +211,8 @@ def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
     assert made._ahead is not None
     assert made._ahead.flight is not None
     made.add(other)
-    made._adapters._reads[0].found.result()
+    assert made._adapters.flight is not None
+    made._adapters.flight.found.result()
     assert_same(run(made), run(engine(decoder, slots=1), request, other))
 
 

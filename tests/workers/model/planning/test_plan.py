@@ -167,7 +167,7 @@ def test_the_command_plans_small_and_large_models(folder_of: Any) -> None:
     assert "generator.context_tokens = 40,000 takes 5.5 GiB for keys and values" in refused.output
 
 
-@pytest.mark.parametrize(("gib", "kv_tokens", "runs"), [("141", 32 * 8192, 3), ("80", 4 * 8192, 1)])
+@pytest.mark.parametrize(("gib", "kv_tokens", "runs"), [("141", 29 * 8192, 3), ("80", 4 * 8192, 1)])
 def test_the_command_plans_the_30b_on_one_gpu(
     folder_of: Any, tmp_path: Path, gib: str, kv_tokens: int, runs: int
 ) -> None:
@@ -186,6 +186,30 @@ def test_the_command_plans_the_30b_on_one_gpu(
         assert re.search(r"^processes and libraries +1\.5 GiB$", apart.output, re.MULTILINE)
     else:
         assert apart.exit_code == 2
+
+
+def test_adapters_have_an_eighth_of_what_is_free_or_room_for_one(folder_of: Any) -> None:
+    """One of rank 32 takes 1.8 GiB. What they have more than 2 GiB is taken from keys and values, not from runs."""
+    model = check_model(config_card("30B-A3B", folder_of("30B-A3B")))
+    one, shared = 4 * AdapterShape(model.card.config, 32).numel, Wanted(one_base=True)
+    found = {gib: plan([model], Device("gpu", gib * GIB), shared) for gib in (78, 141)}
+    for gib, most in ((78, 1), (141, 3)):
+        size = sizes(found[gib])["adapters in use"]
+        assert size == found[gib].adapter_cache_bytes
+        assert size // one == most
+    told = plan([model], Device("gpu", 141 * GIB), replace(shared, adapter_cache_bytes=2 * GIB))
+    assert (told.adapter_cache_bytes, sizes(told)["adapters in use"]) == (2 * GIB, 2 * GIB)
+    assert abs(told.resident_bytes - found[141].resident_bytes) < 1 << 24
+    assert told.kv_tokens > found[141].kv_tokens
+    several = plan([model, model], Device("gpu", 300 * GIB), replace(shared, generators=2))
+    assert sizes(several)["adapters in use"] // 4 == several.adapter_cache_bytes > 2 * GIB
+    with pytest.raises(DoesNotFit, match=r"generator.adapter_cache_bytes = 32,212,254,720 takes 30.0 GiB"):
+        plan([model], Device("gpu", 78 * GIB), replace(shared, adapter_cache_bytes=30 * GIB))
+    tight = plan([check_model(config_card("4B", folder_of("4B")))], Device("gpu", 24 * GIB), Wanted())
+    assert (
+        tight.adapter_cache_bytes
+        == 4 * AdapterShape(check_model(config_card("4B", folder_of("4B"))).card.config, 32).numel
+    )
 
 
 @pytest.mark.parametrize("one_base", [True, False])
@@ -225,7 +249,8 @@ def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     shared = planned(load_settings(None, data_dir=tmp_path, base_dir=str(tmp_path)), cards)[0]
     assert shared.generator.kv_tokens > settings.generator.kv_tokens
     assert shared.trainer.resident_bytes > settings.trainer.resident_bytes
-    told = load_settings(None, data_dir=tmp_path, generator={"slots": 3, "kv_tokens": 16384, "packed": False})
+    generator = {"slots": 3, "kv_tokens": 16384, "packed": False, "adapter_cache_bytes": 1 << 30}
+    told = load_settings(None, data_dir=tmp_path, generator=generator)
     assert planned(told, cards)[0].generator == told.generator
     alone = planned(load_settings(None, data_dir=tmp_path), cards, "trainer")[0]
     assert alone.trainer.resident_bytes == 0  # it shares its machine with whom it does not know

@@ -1,0 +1,137 @@
+"""Whose adapters may be in memory, when not all fit that requests want.
+
+An adapter is admitted when it fits beside those that were admitted before, or when there is none, and stays until
+nobody wants it who is here. Those that wait are admitted by priority, then each tenant's in turn (start-time fair
+queueing, an adapter a turn), and none before the first: so neither does a stream of small ones keep a large one
+waiting, nor a tenant with many another with one.
+
+For the first that waits, as many others as it needs are emptied: requests that came before it still start with them,
+later ones wait until they are admitted again. Emptied are first those of the tenant that has most of the memory, and of
+these the oldest. What has started runs to its end, and everybody whose adapter is not emptied goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from workers.generator.adapters import AdapterCache, HeldAdapter
+from workers.generator.requests.progress import RequestProgress
+
+
+class Admission:
+    def __init__(self, adapters: AdapterCache) -> None:
+        self._adapters = adapters
+        #: Whether a request waits for others to release memory.
+        self.short = False
+        self._admitted: dict[HeldAdapter, str] = {}  # oldest first, with the tenant that each was admitted for
+        self._fresh: set[HeldAdapter] = set()  # of these, those that nobody has started with yet
+        self._turns: dict[HeldAdapter, int] = {}  # of those that wait
+        self._turn = 0  # the newest that came
+        self._last: dict[str, int] = {}  # the last that each tenant has been given, if it has not come
+        self._unknown: HeldAdapter | None = None  # whose turn it is, but for its size, which nobody knows
+
+    def decide(self, here: Iterable[RequestProgress]) -> None:
+        """Which of the requests `here` may start (`held_up`); and begin the next read."""
+        using = [(progress, progress.adapter) for progress in here if progress.adapter is not None]
+        started = {held for progress, held in using if progress.started}
+        waiting = sorted((each for each in using if not each[0].started), key=lambda each: each[0].place)
+        wanted: dict[HeldAdapter, RequestProgress] = {}  # and the first request that waits for it
+        for progress, held in waiting:
+            wanted.setdefault(held, progress)
+        here_still = {held for held in (*started, *wanted) if held.needs_bytes is not None}
+        self._admitted = {held: tenant for held, tenant in self._admitted.items() if held in here_still}
+        self._fresh = (self._fresh & self._admitted.keys()) - started
+        first, emptied = self._admit(wanted, started)
+        for progress, held in waiting:
+            behind = first is not None and held in emptied and first.place < progress.place
+            progress.held_up = held not in self._admitted or behind
+            if not (progress.awaits or held.weights):  # it was, and made room
+                progress.awaits = held.asked
+        self.short = first is not None
+        self._read_next({*started, *wanted})
+
+    def _admit(
+        self, wanted: Mapping[HeldAdapter, RequestProgress], started: Collection[HeldAdapter]
+    ) -> tuple[RequestProgress | None, Collection[HeldAdapter]]:
+        """Admit those that fit. Returns the first request whose adapter does not, and those that it waits for."""
+        line = self._line(wanted)
+        while (first := self._fill(line)) is not None:
+            held, progress = first
+            emptied = self._emptied(held, progress.request.tenant)
+            empty = [
+                other
+                for other in emptied
+                if other not in started and not (other in wanted and wanted[other].place < progress.place)
+            ]
+            if not empty:
+                return progress, emptied
+            for other in empty:
+                del self._admitted[other]
+        return None, ()
+
+    def _line(self, wanted: Mapping[HeldAdapter, RequestProgress]) -> list[tuple[HeldAdapter, RequestProgress]]:
+        """Those that wait, with their first request, in the order in which they are admitted."""
+        line = [(held, progress) for held, progress in wanted.items() if held not in self._admitted]
+        turns: dict[HeldAdapter, int] = {}
+        for held, progress in sorted(line, key=lambda each: each[1].number):
+            tenant = progress.request.tenant
+            if held in self._turns:
+                turns[held] = self._turns[held]
+            else:
+                turns[held] = self._last[tenant] = max(self._turn, self._last.get(tenant, 0) + 1)
+        self._turns = turns
+        return sorted(line, key=lambda each: (-each[1].request.priority, turns[each[0]], each[1].number))
+
+    def _fill(self, line: list[tuple[HeldAdapter, RequestProgress]]) -> tuple[HeldAdapter, RequestProgress] | None:
+        """Admit by the line what fits; returns the first that does not. Behind one whose size is not known, only what
+        is in memory is."""
+        self._unknown = None
+        for held, progress in line:
+            size = held.needs_bytes
+            if size is None:
+                self._unknown = self._unknown or held
+            if size is None or held in self._admitted or (self._unknown and not held.weights):
+                continue
+            taken = self._taken_bytes
+            if taken and taken + size > self._adapters.max_bytes:
+                return held, progress
+            self._admitted[held] = progress.request.tenant
+            self._fresh.add(held)
+            self._turn = max(self._turn, self._turns[held])
+            self._last = {tenant: last for tenant, last in self._last.items() if last >= self._turn}
+        return None
+
+    @property
+    def _taken_bytes(self) -> int:
+        """By what is admitted, and what is being read for others or beside older weights."""
+        flight = self._adapters.flight
+        beside = flight is not None and (flight.held.weights or flight.held not in self._admitted)
+        return sum(held.needs_bytes or 0 for held in self._admitted) + (flight.size_bytes if flight and beside else 0)
+
+    def _emptied(self, first: HeldAdapter, tenant: str) -> list[HeldAdapter]:
+        """The admitted ones that are to make room, once somebody has started with them."""
+        shares, excess = Counter({tenant: first.needs_bytes or 0}), -self._adapters.max_bytes
+        for held, owner in self._admitted.items():
+            shares[owner] += held.needs_bytes or 0
+        excess += shares.total()
+        may = [held for held in self._admitted if held not in self._fresh]
+        emptied: list[HeldAdapter] = []
+        while may and excess > 0:
+            most = max(may, key=lambda held: shares[self._admitted[held]])
+            may.remove(most)
+            emptied.append(most)
+            shares[self._admitted[most]] -= most.needs_bytes or 0
+            excess -= most.needs_bytes or 0
+        return emptied
+
+    def _read_next(self, held_here: Iterable[HeldAdapter]) -> None:
+        """What is admitted, or has newer weights, or is to be tried because its size is not known."""
+        if self._adapters.flight is not None:
+            return
+        may_be = (held for held in held_here if held.weights or held in self._admitted or held is self._unknown)
+        held = min((held for held in may_be if held.waits), key=lambda held: held.asked, default=None)
+        if held is not None and held.needs_bytes is None:
+            self._adapters.try_to_read(held)
+        elif held is not None:
+            self._adapters.begin(held, {*self._admitted, held})
