@@ -303,6 +303,36 @@ def test_a_snapshot_frees_the_bodies_it_covers(folder: Path) -> None:
     go(scenario())
 
 
+def test_what_was_pending_before_a_restart_comes_before_what_is_repeated_behind_it(folder: Path) -> None:
+    """Two saves are not answered, a step behind them is: what they save is the run before that step."""
+
+    async def before() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            for op in (save(1, "a"), save(2, "b"), train(3, "optim_step")):
+                await service.journal.accept(op)
+            pass_ = await service.ask(link, PullPass(["m"]))
+            assert ops(pass_) == [(1, False), (2, False), (3, False)]
+            step = pass_.ops[2]
+            link.send(Done(step.op_id, ANSWERS["optim_step"], {"tokens": 10}))
+            await outcome(service, step.op_id)
+
+    async def after() -> None:
+        service = Service(folder)
+        recover(service.journal, service.database)
+        async with service.worker(service.trainer) as link:
+            done: list[tuple[int, bool]] = []
+            while len(done) < 4:
+                pass_ = await service.ask(link, PullPass(["m"]))
+                done += ops(pass_)
+                await service.answer(link, pass_)
+            assert done == [(0, True), (1, False), (2, False), (3, True)]
+
+    go(before())
+    go(after())
+
+
 def test_after_a_restart_everything_accepted_is_there(folder: Path) -> None:
     async def before() -> list[str]:
         service = Service(folder)
