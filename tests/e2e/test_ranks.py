@@ -55,7 +55,8 @@ EACH = (*LOST, LEAVES)
 @pytest.mark.parametrize(
     ("shard", "base_dir", "losses"),
     [
-        pytest.param("all", "", EACH, id="in parts"),
+        pytest.param("all", "", (2, 4), id="in parts, twice"),
+        pytest.param("all", "", EACH, id="in parts", marks=pytest.mark.long),
         pytest.param("all", "/dev/shm", (1,), id="one mapping, once"),
         pytest.param("all", "/dev/shm", EACH, id="one mapping", marks=pytest.mark.long),
         pytest.param("experts", "", EACH, id="owners", marks=pytest.mark.long),
