@@ -34,6 +34,9 @@ class Admission:
     def decide(self, here: Iterable[RequestProgress]) -> None:
         """Which of the requests `here` may start (`held_up`); and begin the next read."""
         using = [(progress, progress.adapter) for progress in here if progress.adapter is not None]
+        if all(progress.started and not held.waits for progress, held in using):  # as most steps find it
+            self.short = False
+            return
         started = {held for progress, held in using if progress.started}
         waiting = sorted((each for each in using if not each[0].started), key=lambda each: each[0].place)
         wanted: dict[HeldAdapter, RequestProgress] = {}  # and the first request that waits for it
