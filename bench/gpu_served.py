@@ -59,6 +59,7 @@ from workers.model.planning.plan import Plan
 
 import tinker  # isort: skip  (after serving, which sets its environment)
 from tinker import types  # isort: skip
+from bench.parts.data import datum  # isort: skip
 
 MODEL = "published/shape"
 #: The longest that anything takes.
@@ -137,11 +138,6 @@ class Tenant:
     def _logprobs(self, data: list[types.Datum]) -> list[Floats]:
         outputs = self.run.forward(data, "cross_entropy").result(PATIENCE_S).loss_fn_outputs
         return [each["logprobs"].to_numpy() for each in outputs]
-
-
-def datum(tokens: Sequence[int]) -> types.Datum:
-    inputs: dict[str, Any] = {"target_tokens": list(tokens[1:]), "weights": [1.0] * (len(tokens) - 1)}
-    return types.Datum(model_input=types.ModelInput.from_ints(list(tokens[:-1])), loss_fn_inputs=inputs)
 
 
 def at_once(works: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[float]]:

@@ -1,7 +1,7 @@
 """Which tiles of the adapters' kernels are fastest on this GPU: for one kernel after the other, by its own time in a
 pass of 64 tenants, or in a decode step of 64 rows, each with an adapter.
 
-    python bench/gpu_tiles.py [--layers 4] [--rank 8] [--tenants 64] [--tokens 8192]
+    python bench/gpu_tiles.py [--layers 4] [--rank 8]
 
 For another GPU, or after a kernel has changed. Prints milliseconds of each, the fastest first; constants are changed by
 hand, in the modules that it names. The shape is that of Qwen3-30B-A3B, of which a few layers are enough. Exits with
@@ -94,8 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tiles of the adapters' kernels on this GPU.")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--tenants", type=int, default=TENANTS)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(f"bench/gpu_tiles.py needs a CUDA device; torch {torch.__version__} finds none", file=sys.stderr)
@@ -103,11 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     decoder = random_decoder(replace(SHAPES["qwen3-30b-a3b"], num_layers=args.layers), device, torch.bfloat16)
     shape = AdapterShape(decoder.config, args.rank)
-    adapters = [Adapter.init(shape, seed, scale=2.0, device=device) for seed in range(args.tenants)]
+    adapters = [Adapter.init(shape, seed, scale=2.0, device=device) for seed in range(TENANTS)]
     grads = [Adapter.zeros(shape, device=device) for _ in adapters]
-    compared(trained(), Pass.of(decoder, lengths_of(args.tokens, args.tenants, SEQUENCE), adapters, grads).step)
-    if args.tenants == TENANTS:
-        decode(decoder, adapters)
+    compared(trained(), Pass.of(decoder, lengths_of(TOKENS, TENANTS, SEQUENCE), adapters, grads).step)
+    decode(decoder, adapters)
     return 0
 
 

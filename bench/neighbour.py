@@ -34,6 +34,7 @@ import tinker
 from tinker import types
 
 from bench.parts.attacks import ATTACKS, WORK, Target, new_run
+from bench.parts.data import batch
 from bench.parts.probe import forget_peak, peak, slowest_healthz
 from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 
@@ -41,15 +42,6 @@ EVERY = ATTACKS | WORK
 AT_ONCE = 10
 PASS_TOKENS = 4096
 MOST_TIMES, MOST_HEALTHZ_S, MOST_GROWTH_MB = 3.0, 0.5, 300.0
-
-
-def batch(sequences: int, length: int) -> list[types.Datum]:
-    def datum(i: int) -> types.Datum:
-        tokens = [(7 * i + 13 * j) % 500 + 20 for j in range(length + 1)]
-        inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": [1.0] * length}
-        return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-    return [datum(i) for i in range(sequences)]
 
 
 class Small:

@@ -29,6 +29,7 @@ import httpx
 import tinker
 from tinker import types
 
+from bench.parts.data import batch
 from bench.parts.light_client import Run, measure
 from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
 
@@ -44,15 +45,6 @@ def timed(work: Callable[[], object], times: int) -> list[float]:
         work()
         taken.append(time.perf_counter() - start)
     return taken
-
-
-def batch(sequences: int, length: int, seed: int = 0) -> list[types.Datum]:
-    def datum(i: int) -> types.Datum:
-        tokens = [(seed + 7 * i + 13 * j) % 500 + 20 for j in range(length + 1)]
-        inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": [1.0] * length}
-        return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-    return [datum(i) for i in range(sequences)]
 
 
 def step(run: Any, data: list[types.Datum]) -> None:

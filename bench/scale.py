@@ -40,9 +40,10 @@ import httpx
 import psutil
 import tinker
 
+from bench.parts.data import batch
 from bench.parts.serving import claim, machine, make_key, percentile, serve
 from bench.parts.toy import save_toy
-from bench.path import ADAM, batch
+from bench.path import ADAM
 
 TENANTS, SEQUENCES, LENGTH, RANK = 8, 8, 128, 8
 TOKENS = SEQUENCES * LENGTH

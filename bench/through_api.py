@@ -24,9 +24,10 @@ import tinker
 import torch
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
+from bench.parts.data import batch
 from bench.parts.passes import STEP, execute
 from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine, make_key, serve
-from bench.path import ADAM, batch
+from bench.path import ADAM
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder

@@ -25,6 +25,7 @@ import tinker
 from tinker import types
 
 from bench.chaos.pauses import Answer
+from bench.parts.data import datum
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 logging.getLogger("tinker").setLevel(logging.CRITICAL)
@@ -141,8 +142,7 @@ def supervised(seed: int, sequences: int = 2, length: int = 12) -> list[types.Da
     data = []
     for i in range(sequences):
         tokens = [(seed * 31 + 7 * i + 5 * j) % 300 + 30 for j in range(length + 1)]
-        inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": [1.0] * length}
-        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+        data.append(datum(tokens))
     return data
 
 
