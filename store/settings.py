@@ -59,8 +59,8 @@ class TrainerSettings(_Section):
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: Tokens that one pass takes at most, over all runs in it. Where it is not set, a server with trainers on a GPU
-    #: takes twice what they compute at once.
+    #: Tokens that one pass takes at most, over all runs in it. Where it is not set, at least what all ranks compute
+    #: at once, or one of them twice.
     pass_tokens: Positive = 4096
     #: A larger operation is cut between its data into slices of about this many tokens.
     slice_tokens: Positive = 1024

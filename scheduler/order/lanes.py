@@ -150,7 +150,10 @@ class RunLane:
 
     def is_past(self, op: Operation) -> bool:
         """Whether something behind `op` has been answered already, as if `op` had changed the run."""
-        return bool(self._log) and self._log[-1].seq > op.seq
+        return self._goes_beyond(op.seq)
+
+    def _goes_beyond(self, seq: int) -> bool:
+        return bool(self._log) and self._log[-1].seq > seq
 
     def answered(self, op: Operation, ok: bool) -> None:
         self._pending.pop(op.id, None)
@@ -169,7 +172,7 @@ class RunLane:
         """Queue nothing for now; `kept` says that a trainer holds the run. The caller has emptied the run's queue, and
         with it what was still to be repeated behind an operation that is not answered: then it is rebuilt."""
         first = min((op.seq for op in self._pending.values()), default=self.next_seq)
-        self.paused, self.resident = why, self.resident and kept and not any(op.seq > first for op in self._log)
+        self.paused, self.resident = why, self.resident and kept and not self._goes_beyond(first)
         self.setbacks += 1
 
     def resume(self) -> list[Unit]:

@@ -217,4 +217,4 @@ class Seating:
 
 def _precedence(sequence: SequenceProgress) -> tuple[int, int, int]:
     """Sort key: by priority, then by age."""
-    return -sequence.owner.request.priority, sequence.owner.number, sequence.sample
+    return *sequence.owner.place, sequence.sample

@@ -187,12 +187,11 @@ def outer(
             group = tl.load(owner_groups + at)
             segment = expert * num_groups + group
             start, stop = tl.load(segment_start + segment), tl.load(segment_start + segment + 1)
-            u_m = u + part * rank
             total = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
             for begin in tl.range(start, stop, BLOCK_M, num_stages=STAGES):
                 row = begin + tl.arange(0, BLOCK_M).to(tl.int64)
                 own = row < stop
-                u_im = tl.load(u_m + row[None] * stride_u + i[:, None], real[:, None] & own[None], 0.0)
+                u_im = tl.load(u + row[None] * stride_u + part * rank + i[:, None], real[:, None] & own[None], 0.0)
                 y_mn = tl.load(y + row[:, None] * stride_y + n[None], own[:, None] & inside[None], 0.0)
                 total = tl.dot(u_im, y_mn.to(tl.float32), total, input_precision=PRECISION)
             if SCALED:

@@ -241,7 +241,7 @@ def _processes(device: Device, wanted: Wanted, room: _Room, shared: int) -> None
 def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> int:
     """The largest model's, for one is computed at a time. The trainer keeps everything of a forward where that takes a
     small part of the memory; else the layers' inputs, with the inside of one layer (`memory.py`). Returns how many
-    tokens that are trained at once."""
+    tokens are trained at once."""
     configs, part = [model.card.config for model in models], room.free_bytes // 8
 
     def inputs(tokens: int) -> int:
