@@ -361,8 +361,7 @@ def spread(found: Floats) -> dict[str, float]:
 
 
 def worker(server: psutil.Process, role: str) -> psutil.Process:
-    """The one that works, not the one that stands by."""
-    return next(child for child in server.children() if child.name() == f"weft-{role}")
+    return next(child for child in server.children(recursive=True) if child.name() == f"weft-{role}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -402,7 +401,7 @@ def end_at_once(data_dir: Path) -> None:
     """Nothing of it is wanted any more, so nothing is stored; workers end with their server."""
     for child in psutil.Process().children():
         if str(data_dir) in child.cmdline():
-            family = child.children()
+            family = child.children(recursive=True)
             child.kill()
             psutil.wait_procs(family, timeout=10)
     remove_unused(Path("/dev/shm"), within_s=20)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-#: The links alone; then workers as they stand by, and as they come to Redis.
+#: The links alone; then workers before their config, and as they come to Redis.
 MODULES = (
     "scheduler.links.sockets",
     "scheduler.links.sample_link",

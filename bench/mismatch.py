@@ -107,7 +107,7 @@ def serve_with(followed: str, sampler: Path, arguments: Sequence[str]) -> None:
     def programmed(role: str, config: WorkerConfig) -> WorkerProgram:
         command = [sys.executable, __file__, "--generator", followed, "generator"]
         made = program(role, config)
-        return replace(made, command=command) if role.startswith("generator") else made
+        return replace(made, command=command, forked=False) if role.startswith("generator") else made
 
     worker_programs._program = programmed
     worker_programs._generator = lambda settings, models, engine: generator(

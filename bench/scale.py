@@ -123,8 +123,7 @@ class Service:
 
     def give(self, cores: Sequence[int]) -> None:
         """Each trainer one core, for itself."""
-        trainers = [child for child in psutil.Process(self.pid).children() if child.name() == "weft-trainer"]
-        for trainer, core in zip(trainers, cores, strict=False):
+        for trainer, core in zip(self.trainers(), cores, strict=False):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, {core})
 
@@ -136,10 +135,8 @@ class Service:
                 raise RuntimeError(f"the runs are not on {trainers} trainers: {self.stats()}")
             time.sleep(0.1)
 
-    def trainer(self) -> psutil.Process:
-        """A trainer that works."""
-        children = psutil.Process(self.pid).children()
-        return next(child for child in children if child.name() == "weft-trainer")
+    def trainers(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process(self.pid).children(recursive=True) if child.name() == "weft-trainer"]
 
     def all_after(self, since: float) -> None:
         """Until every client has had a result."""
@@ -207,13 +204,13 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
         time.sleep(calm_s)
         usual_s = statistics.median(service.gaps(began, time.monotonic()))
         killed = time.monotonic()
-        service.trainer().send_signal(signal.SIGKILL)
+        service.trainers()[0].send_signal(signal.SIGKILL)
         service.all_after(killed)
         death_s = max(service.gaps(killed, time.monotonic()))
         service.shared(2)
         time.sleep(calm_s)
         told, before = time.monotonic(), service.stats()
-        service.trainer().send_signal(signal.SIGTERM)
+        service.trainers()[0].send_signal(signal.SIGTERM)
         service.all_after(told)
         service.shared(2)
         service.all_after(time.monotonic())

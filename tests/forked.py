@@ -10,11 +10,16 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from api.server.workers import nursery
+from workers import __main__ as workers
+from workers.nursery import die_with_parent
 
 #: Who forks. It is started with the first of them.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -106,9 +111,47 @@ def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
     os.environ.clear()
     os.environ.update(around.environment)
     os.chdir(around.folder)
+    nursery.Popen = ForkedNursery  # type: ignore[assignment, attr-defined]
     kind, program, *rest = arguments
     sys.argv = [program if kind == "-m" else kind, *rest]
     if kind == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         exec(program, {"__name__": "__main__"})
+
+
+class ForkedNursery:
+    """What a server that was forked has for `subprocess.Popen` of its workers' nursery: all is imported already."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: tuple[int], **others: Any) -> None:
+        parent = os.getpid()
+        if pid := os.fork():
+            self.pid = pid
+            self._code: int | None = None
+            return
+        try:
+            die_with_parent()
+            if os.getppid() == parent:
+                os.setsid()
+                os.environ.update(env)
+                [door] = pass_fds
+                os.closerange(3, door)
+                os.closerange(door + 1, os.sysconf("SC_OPEN_MAX"))
+                workers.main(command[command.index("workers") + 1 :])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        if self._code is None:
+            os.waitpid(self.pid, 0)

@@ -11,3 +11,5 @@ import migrations.upgrade
 import tests.billing.money.spender
 import tests.truth.rank
 import tests.workers.trainer.ranks.worlds
+import workers.generator.process
+import workers.trainer.process

@@ -1,8 +1,7 @@
-"""A worker process: `python -m workers trainer|generator --link-fd N`.
+"""A worker process: `python -m workers trainer|generator --link-fd N`, or the one that forks them, `nursery`.
 
-It imports its program, which takes most of the time of a start, and then waits with no model in memory until it is
-told what to do: the first message on the link is its `scheduler.links.configs.WorkerConfig`. So one that is started
-ahead, to succeed another, is like any other. It leaves when the link ends without a word.
+The first message on a worker's link is its `scheduler.links.configs.WorkerConfig`. It leaves when the link ends without
+a word. A nursery's link is its door (`workers.nursery`).
 """
 
 from __future__ import annotations
@@ -10,40 +9,50 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from workers.leave import leave
+from workers.nursery import NURSERY, Nursery
 from workers.say import say_as
 
-#: What `ps` and `top` call a process that waits.
-WAITING = "weft-standby"
+ROLES = ("trainer", "generator")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers", description="A Weft worker.")
-    parser.add_argument("role", choices=("trainer", "generator"))
+    parser.add_argument("role", choices=(*ROLES, NURSERY))
     parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the link")
     args = parser.parse_args(argv)
-    _rename(WAITING)
+    _rename(f"weft-{args.role}")
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
-    program = importlib.import_module(f"workers.{args.role}.process")
+    for role in ROLES if args.role == NURSERY else (args.role,):
+        importlib.import_module(f"workers.{role}.process")
+    gc.freeze()
+    gc.enable()
+    if args.role != NURSERY:
+        return work(args.role, args.link_fd)
+    Nursery(socket.socket(fileno=args.link_fd), work).serve()
+    return 0
+
+
+def work(role: str, link_fd: int) -> int:
+    """What a worker of that role does, to its exit code."""
     from scheduler.links.sockets import WorkerLink
     from store import tracing
     from workers.model.base.files import leave_files
 
-    gc.freeze()
-    gc.enable()
-    link = WorkerLink(args.link_fd)
+    _rename(f"weft-{role}")
+    link = WorkerLink(link_fd)
     try:
         config = link.recv()
     except EOFError:
         return 0
-    _rename(f"weft-{args.role}")
     say_as(config.basics)
-    code: int = program.main(config, link)
+    code: int = importlib.import_module(f"workers.{role}.process").main(config, link)
     tracing.stop()
     if config.basics.base_dir:
         leave_files(Path(config.basics.base_dir))

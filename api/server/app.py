@@ -31,7 +31,7 @@ from api.routes.stored import checkpoints, copies, downloads, weights
 from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.workers.machines import EmbeddedMachines, Machines
-from api.server.workers.worker_process import WorkerProcess
+from api.server.workers.nursery import Nursery
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
 from api.state.traffic import Traffic
@@ -61,12 +61,12 @@ def create_app(
     settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
 ) -> FastAPI:
     """The whole service. `app.state` has `ready`, which waits until the workers are there, and `stopping`, to be called
-    when a shutdown begins. It may be given `ahead`: worker processes that were started before it."""
+    when a shutdown begins. It may be given a `nursery` of workers, which its owner closes."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        ahead = getattr(app.state, "ahead", None)
-        machines, rates = parts_of(settings, cards, database, blobs, prices, ahead)
+        nursery = getattr(app.state, "nursery", None)
+        machines, rates = parts_of(settings, cards, database, blobs, prices, nursery)
         holder = Service(settings, cards, database, blobs, prices, machines.journal, machines.stats, rates=rates)
 
         def stopping() -> None:
@@ -129,7 +129,7 @@ def parts_of(
     database: Database,
     blobs: Blobs,
     prices: PriceList,
-    ahead: dict[str, WorkerProcess] | None = None,
+    nursery: Nursery | None = None,
 ) -> tuple[Machines, Rates]:
     """Those of the embedded service, or those of one replica of several."""
     if settings.redis_url:  # imported here, with Redis
@@ -137,7 +137,7 @@ def parts_of(
         from api.state.shared_rates import SharedRates
 
         return SharedMachines(settings, cards, database, blobs, prices), SharedRates(settings.redis_url)
-    return EmbeddedMachines(settings, cards, database, blobs, prices, ahead), LocalRates()
+    return EmbeddedMachines(settings, cards, database, blobs, prices, nursery), LocalRates()
 
 
 class Front(FastAPI):

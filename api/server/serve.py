@@ -12,16 +12,18 @@ import logging
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from api.server.workers.memory_plan import planned
-from api.server.workers.worker_process import WorkerProcess, WorkerProgram, start_ahead
-from api.server.workers.worker_programs import embedded_workers
+from api.server.workers.nursery import Nursery
+from api.server.workers.worker_process import WorkerProgram
+from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
 from store import tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
@@ -67,8 +69,8 @@ def serve(settings: Settings) -> int:
         if not settings.redis_url:
             settings, tables = with_plan(settings, cards)
         programs = [] if settings.redis_url else worker_programs(settings, cards)
-        with _ahead(programs[:1]) as ahead:
-            return _serve(settings, cards, prices, sock, programs, ahead, tables)
+        with _nursery(programs) as nursery:
+            return _serve(settings, cards, prices, sock, nursery, tables)
 
 
 def _serve(
@@ -76,8 +78,7 @@ def _serve(
     cards: dict[str, ModelCard],
     prices: PriceList,
     sock: socket.socket,
-    programs: Sequence[WorkerProgram],
-    ahead: dict[str, WorkerProcess],
+    nursery: Nursery | None,
     tables: Sequence[str],
 ) -> int:
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
@@ -90,7 +91,6 @@ def _serve(
     gc.freeze()
     gc.enable()
     gc.set_threshold(GC_OBJECTS, 20)
-    ahead.update(start_ahead(programs[1:]))
     database = open_database(settings)
     try:
         database.write_now(lambda session: set_default(session, settings.billing))
@@ -102,7 +102,7 @@ def _serve(
             blobs.clear_unfinished()
             shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # of trainers, which are gone
         app = create_app(settings, cards, database, blobs, prices)
-        app.state.ahead = ahead
+        app.state.nursery = nursery
         for table in tables:
             log.info("the plan of memory (docs/operating.md):\n%s", table)
         server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)
@@ -244,14 +244,19 @@ def only_one(data_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _ahead(programs: Sequence[WorkerProgram]) -> Iterator[dict[str, WorkerProcess]]:
-    """Workers that wait for their turn, by role; those whose turn has not come at the end are ended."""
-    started = start_ahead(programs)
+def _nursery(programs: Sequence[WorkerProgram]) -> Iterator[Nursery | None]:
+    """One that has begun to import what these workers need, beside all else that a start does. macOS's own libraries
+    do not survive a fork: there is none there."""
+    if sys.platform != "linux" or not any(program.forked for program in programs):
+        yield None
+        return
+    nursery = new_nursery()
     try:
-        yield started
+        with suppress(OSError):  # it is tried again with the first worker
+            nursery.ahead()
+        yield nursery
     finally:
-        for process in started.values():
-            process.discard()
+        nursery.close()
 
 
 #: A client whose machine or network is gone closes nothing; it is asked after 30 s of silence, and given up 30 s later.

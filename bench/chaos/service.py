@@ -160,13 +160,14 @@ class Embedded:
         return self.process.wait(PATIENCE_S)
 
     def worker(self, role: str) -> psutil.Process:
-        """The process that works as `trainer` or `generator` now, as the server's log says: others may stand by."""
+        """The process that works as `trainer` or `generator` now, as the server's log says."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             for pid in re.findall(rf"{role} attached \(pid (\d+)\)", self.log())[-1:]:
                 with suppress(psutil.NoSuchProcess):
                     process = psutil.Process(int(pid))
-                    if process.ppid() == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    ours = psutil.Process(self.process.pid) in process.parents()
+                    if ours and process.status() != psutil.STATUS_ZOMBIE:
                         return process
             time.sleep(0.02)
         raise RuntimeError(f"there is no {role}\n{self.log()}")

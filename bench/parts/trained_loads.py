@@ -130,7 +130,7 @@ class Service:
         self._keys = make_keys(data_dir, [f"tenant-{i}" for i in range(TENANTS)])
 
     def settled(self) -> None:
-        """Until all that it has started, also what stands by, has read its program."""
+        """Until all that it has started has read its program."""
         before = self._mark()
         while True:
             time.sleep(1)

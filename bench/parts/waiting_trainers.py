@@ -99,8 +99,8 @@ def serve(arguments: Sequence[str]) -> None:
     program = worker_programs._program
 
     def programmed(role: str, config: WorkerConfig) -> WorkerProgram:
-        made = program(role, config)
-        return replace(made, command=[sys.executable, __file__, "trainer"]) if role.startswith("trainer") else made
+        made, command = program(role, config), [sys.executable, __file__, "trainer"]
+        return replace(made, command=command, forked=False) if role.startswith("trainer") else made
 
     worker_programs._program = programmed
     sys.argv = ["weftd", *arguments]

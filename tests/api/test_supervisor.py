@@ -9,18 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from api.server.workers.nursery import Nursery
 from api.server.workers.supervisor import Backoff, Supervisor, WorkerFailed
-from api.server.workers.worker_process import WorkerProgram, start_ahead
-from api.server.workers.worker_programs import embedded_workers
-from scheduler.links.configs import Basics, TrainerConfig
-from store.settings import load_settings
+from api.server.workers.worker_process import WorkerProgram
 
 #: Says hello, then leaves when it reads "leave", hangs on "hang", crashes on "crash", exits when the link closes.
 WORKER = """
@@ -56,20 +54,62 @@ class Server:
 
 
 def program(script: str = WORKER, role: str = "trainer") -> WorkerProgram:
-    return WorkerProgram(role, [sys.executable, "-u", "-c", script])
+    return WorkerProgram(role, [sys.executable, "-u", "-c", script], {"SCRIPT": script}, forked=True)
 
 
-def run(main: Callable[[Supervisor, Server], Coroutine[Any, Any, None]], *programs: WorkerProgram) -> None:
-    async def body() -> None:
-        server = Server()
-        supervisor = Supervisor(programs or [program()], server.attach)
-        supervisor.start()
-        try:
-            await main(supervisor, server)
-        finally:
-            await supervisor.stop(grace_s=0)
+#: Its workers do what SCRIPT of their environment says.
+NURSERY = """
+import os, socket, sys
+from workers.nursery import Nursery
+def work(role, link_fd):
+    sys.argv = [role, "--link-fd", str(link_fd)]
+    try:
+        exec(os.environ["SCRIPT"], {"__name__": "__main__"})
+    except SystemExit as end:
+        return end.code
+    return 0
+Nursery(socket.socket(fileno=int(sys.argv[-1])), work).serve()
+"""
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+
+class Run:
+    """A server with its supervisor, while `main` runs."""
+
+    def __init__(self, nursery: Nursery | None) -> None:
+        self.nursery = nursery
+
+    def __call__(
+        self, main: Callable[[Supervisor, Server], Coroutine[Any, Any, None]], *programs: WorkerProgram
+    ) -> None:
+        async def body() -> None:
+            server = Server()
+            supervisor = Supervisor(programs or [program()], server.attach, self.nursery)
+            supervisor.start()
+            try:
+                await main(supervisor, server)
+            finally:
+                await supervisor.stop(grace_s=0)
+
+        asyncio.run(asyncio.wait_for(body(), 60))
+
+
+New = Callable[..., Nursery]
+
+
+@pytest.fixture
+def new_nursery() -> Iterator[New]:
+    """Of a script."""
+    with ExitStack() as stack:
+
+        def new(script: str = NURSERY) -> Nursery:
+            return stack.enter_context(closing(Nursery([sys.executable, "-u", "-c", script], {})))
+
+        yield new
+
+
+@pytest.fixture(params=["executed", "forked"])
+def run(request: pytest.FixtureRequest, new_nursery: New) -> Run:
+    return Run(new_nursery() if request.param == "forked" else None)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -101,7 +141,7 @@ def test_backoff(lives_s: list[float], pauses_s: list[float]) -> None:
     assert [backoff.pause_s(lived) for lived in lives_s] == pytest.approx(pauses_s)
 
 
-def test_a_worker_attaches_with_its_first_word(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_attaches_with_its_first_word(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         assert [status.attached for status in supervisor.status()] == [False, False]
         await supervisor.wait_attached()
@@ -115,7 +155,7 @@ def test_a_worker_attaches_with_its_first_word(capfd: pytest.CaptureFixture[str]
     assert "[trainer] loading the model\n" in err
 
 
-def test_a_crashed_worker_is_restarted_and_the_reason_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crashed_worker_is_restarted_and_the_reason_is_told(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         await supervisor.wait_attached()
         first = supervisor.status()[0].pid
@@ -130,7 +170,7 @@ def test_a_crashed_worker_is_restarted_and_the_reason_is_told(caplog: pytest.Log
     assert "trainer was killed by SIGSEGV; it is started again in 0.1 s" in caplog.text
 
 
-def test_kill_9_of_a_worker_restarts_it() -> None:
+def test_kill_9_of_a_worker_restarts_it(run: Run) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         await supervisor.wait_attached()
         pid = supervisor.status()[0].pid
@@ -141,7 +181,7 @@ def test_kill_9_of_a_worker_restarts_it() -> None:
     run(main)
 
 
-def test_a_worker_that_drains_is_not_restarted() -> None:
+def test_a_worker_that_drains_is_not_restarted(run: Run) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         await supervisor.wait_attached()
         supervisor.retire()
@@ -153,7 +193,7 @@ def test_a_worker_that_drains_is_not_restarted() -> None:
     run(main)
 
 
-def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_peace() -> None:
+def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_peace(run: Run) -> None:
     slow = WORKER.replace("sys.exit(0)", "link.close(); time.sleep(0.5); sys.exit(0)")
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -167,7 +207,7 @@ def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_p
     run(main, program(slow))
 
 
-def test_a_worker_that_drains_has_all_the_time_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_drains_has_all_the_time_it_was_given(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when its link is closed already: it may be writing, on a machine that is busy."""
     monkeypatch.setattr("api.server.workers.supervisor.LINGER_S", 0.1)
     slow = WORKER.replace("sys.exit(0)", "link.close(); time.sleep(1.5); sys.exit(0)")
@@ -182,104 +222,9 @@ def test_a_worker_that_drains_has_all_the_time_it_was_given(monkeypatch: pytest.
     run(main, program(slow))
 
 
-def standing_by(script: str = WORKER) -> WorkerProgram:
-    """One that can be started ahead: it waits for its config before it says anything."""
-    script = script.replace('print("loading"', 'assert link.recv(1000), "no config"; print("loading"')
-    config = TrainerConfig(Basics("/data", {"m": "/models/m"}))
-    return WorkerProgram("trainer", [sys.executable, "-u", "-c", script], config=config, stands_by=True)
-
-
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
-
-
-def test_a_successor_stands_by_and_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.server.workers.supervisor.STANDBY_AFTER_S", 0)
-    before = children()
-
-    async def main(supervisor: Supervisor, server: Server) -> None:
-        await supervisor.wait_attached()
-        for life in range(3):
-            await until(lambda: len(children() - before) == 2)
-            [status] = supervisor.status()
-            [successor] = children() - before - {status.pid}
-            assert len(server.heard) == life + 1  # the one that waits says nothing
-            server.links[-1].send(b"crash")
-            await until(lambda life=life: len(server.heard) == life + 2)
-            assert supervisor.status()[0].pid == successor
-        supervisor.retire()
-        server.links[-1].send(b"leave")
-        await supervisor.stop(grace_s=20)
-        assert children() == before
-
-    run(main, standing_by())
-
-
-def test_one_that_died_while_it_stood_by_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.server.workers.supervisor.STANDBY_AFTER_S", 0)
-    before = children()
-
-    async def main(supervisor: Supervisor, server: Server) -> None:
-        await supervisor.wait_attached()
-        await until(lambda: len(children() - before) == 2)
-        [successor] = children() - before - {supervisor.status()[0].pid}
-        os.kill(successor, signal.SIGKILL)
-        await until(lambda: successor not in children())
-        server.links[-1].send(b"crash")
-        await until(lambda: len(server.heard) == 2)
-        assert supervisor.status()[0].restarts == 1
-
-    run(main, standing_by())
-
-
-def test_a_worker_that_was_started_ahead_waits_for_the_start() -> None:
-    before = children()
-    programs = [standing_by(), program(role="generator")]
-    ahead = start_ahead(programs)
-    assert set(ahead) == {"trainer"}
-    [waiting] = children() - before
-
-    async def main() -> None:
-        server = Server()
-        supervisor = Supervisor(programs, server.attach, ahead)
-        assert ahead == {}
-        supervisor.start()
-        try:
-            await supervisor.wait_attached()
-            trainer, generator = supervisor.status()
-            assert trainer.pid == waiting != generator.pid
-        finally:
-            await supervisor.stop(grace_s=0)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-    assert children() == before
-
-
-def test_one_that_stands_by_leaves_when_it_is_not_wanted() -> None:
-    [process] = start_ahead([standing_by()]).values()
-    assert not gone(process.pid)
-    process.discard()
-    assert gone(process.pid)
-
-
-def test_a_real_trainer_stands_by_without_a_model_and_ends_with_the_server(tmp_path: Path) -> None:
-    settings = load_settings(None, data_dir=tmp_path)
-    trainer, _ = embedded_workers(settings, {"m": Path("/nonexistent")})
-    theirs, ours = socket.socketpair()
-    process = subprocess.Popen(
-        [*trainer.command, "--link-fd", "0"],
-        stdin=theirs.fileno(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **trainer.environment},
-    )
-    theirs.close()
-    ours.close()  # nobody will ever say that its turn has come
-    out, _ = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, b"")
-
-
-def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_hangs_is_killed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("api.server.workers.supervisor.TERMINATE_S", 0.2)
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -292,7 +237,7 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: p
     run(main)
 
 
-def test_a_worker_that_is_still_loading_does_not_hold_up_the_stop() -> None:
+def test_a_worker_that_is_still_loading_does_not_hold_up_the_stop(run: Run) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         await until(lambda: supervisor.status()[0].pid is not None)
         started = time.monotonic()
@@ -303,7 +248,7 @@ def test_a_worker_that_is_still_loading_does_not_hold_up_the_stop() -> None:
     run(main, program("import time; time.sleep(60)"))
 
 
-def test_a_worker_that_never_comes_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_comes_up_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         with pytest.raises(WorkerFailed, match=r"the trainer did not come up in 2 starts: it exited with code 3"):
             await supervisor.wait_attached()
@@ -318,10 +263,13 @@ def test_a_program_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
             await supervisor.wait_attached()
 
     monkeypatch.setattr("api.server.workers.supervisor.START_ATTEMPTS", 2)
-    run(main, WorkerProgram("trainer", ["/nonexistent"]))
+    Run(None)(main, WorkerProgram("trainer", ["/nonexistent"]))
+    Run(Nursery(["/nonexistent"], {}))(main, program())
 
 
-def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("api.server.workers.supervisor.LINGER_S", 0.1)
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -342,13 +290,16 @@ def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(monkeypa
 
 PARENT = f"""
 import asyncio, sys
+from api.server.workers.nursery import Nursery
 from api.server.workers.supervisor import Supervisor
 from api.server.workers.worker_process import WorkerProgram
 async def attach(role, sock):
     await asyncio.sleep(60)
 async def main():
-    worker = "import sys,socket,time; s=socket.socket(fileno=int(sys.argv[2])); s.send(b'x'); time.sleep(60)"
-    supervisor = Supervisor([WorkerProgram("trainer", [{sys.executable!r}, "-c", worker])], attach)
+    script = "import sys,socket,time; s=socket.socket(fileno=int(sys.argv[2])); s.send(b'x'); time.sleep(60)"
+    worker = WorkerProgram("trainer", [{sys.executable!r}, "-c", script], {{"SCRIPT": script}}, forked=True)
+    nursery = Nursery([{sys.executable!r}, "-c", {NURSERY!r}], {{}}) if sys.argv[1:] else None
+    supervisor = Supervisor([worker], attach, nursery)
     supervisor.start()
     await supervisor.wait_attached()
     print(supervisor.status()[0].pid, flush=True)
@@ -358,14 +309,115 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends when its link closes")
-def test_workers_die_with_a_server_that_is_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    assert not gone(worker)
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 10
-    while not gone(worker) and time.monotonic() < deadline:
+@pytest.mark.parametrize("arguments", [[], ["forked"]], ids=["executed", "forked"])
+def test_workers_die_with_a_server_that_is_killed(arguments: list[str]) -> None:
+    command = [sys.executable, "-c", PARENT, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert not gone(worker)
+        parent.kill()
+    wait_for(lambda: gone(worker))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert gone(worker)
+
+
+def nursery_of(worker: int) -> int:
+    return int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_all_are_forked_from_one_process_and_one_after_the_other_dies(new_nursery: New) -> None:
+    """Each of the workers; then the nursery itself, and all with it."""
+    nursery = new_nursery()
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        ours = [status.pid or 0 for status in supervisor.status()]
+        mother = nursery_of(ours[0])
+        assert nursery_of(ours[1]) == mother != os.getpid()
+        assert os.getpgid(ours[0]) == ours[0]
+        for lives, pid in enumerate(ours, 3):
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda lives=lives: len(server.heard) == lives)
+        later = [status.pid or 0 for status in supervisor.status()]
+        assert {nursery_of(pid) for pid in later} == {mother}
+        os.kill(mother, signal.SIGKILL)
+        await until(lambda: len(server.heard) == 6)
+        assert all(gone(pid) for pid in (mother, *ours, *later))
+        assert [status.last_exit for status in supervisor.status()] == ["was killed by SIGKILL"] * 2
+        assert len({nursery_of(status.pid or 0) for status in supervisor.status()} - {mother}) == 1
+
+    Run(nursery)(main, program(), program(role="generator"))
+
+
+def test_what_a_worker_has_is_its_own(new_nursery: New) -> None:
+    """Its environment, its output, its signals and its descriptors: nothing of the nursery's or of another worker's."""
+    shown = """
+import os, signal, socket, sys
+link = socket.socket(fileno=int(sys.argv[-1]))
+assert os.environ["OWN"] == sys.argv[0], os.environ["OWN"]
+assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
+here = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]  # but the folder's own
+assert sorted(here) == sorted(["0", "1", "2", str(link.fileno())]), here
+assert os.fstat(0).st_rdev == os.stat("/dev/null").st_rdev
+link.sendall(b"hello")
+link.recv(10)
+"""
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        assert [status.restarts for status in supervisor.status()] == [0, 0]
+
+    roles = ("trainer", "generator")
+    programs = [WorkerProgram(role, ["/nonexistent"], {"SCRIPT": shown, "OWN": role}, forked=True) for role in roles]
+    Run(new_nursery())(main, *programs)
+
+
+def test_a_stop_does_not_wait_for_a_nursery_that_is_not_ready(new_nursery: New) -> None:
+    nursery = new_nursery("import time; time.sleep(60)")
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await supervisor.stop(grace_s=30)
+        assert time.monotonic() - began < 10
+        assert supervisor.status()[0].last_exit == "was not started"
+
+    Run(nursery)(main)
+
+
+def test_a_worker_that_nobody_wants_any_more_leaves(new_nursery: New, tmp_path: Path) -> None:
+    """It is forked when the nursery is ready: its link has ended by then."""
+    told = tmp_path / "told"
+    script = f"""
+import socket, sys
+link = socket.socket(fileno=int(sys.argv[2]))
+open({str(told)!r}, "w").write(repr(link.recv(1)))
+"""
+    nursery = new_nursery("import time; time.sleep(0.5)\n" + NURSERY)
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await asyncio.sleep(0.1)
+        await supervisor.stop(grace_s=30)
+        await until(lambda: told.is_file() and told.read_text() == "b''")
+
+    Run(nursery)(main, program(script))
+
+
+def test_a_fork_that_fails_is_told_as_what_it_is(new_nursery: New, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.server.workers.supervisor.START_ATTEMPTS", 2)
+    full = NURSERY.replace("import os,", "import errno, os,").replace(
+        "def work", "def fork(): raise OSError(errno.EAGAIN, 'full')\nos.fork = fork\ndef work"
+    )
+    nursery = new_nursery(full)
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        with pytest.raises(WorkerFailed, match=r"could not be started: .*temporarily unavailable"):
+            await supervisor.wait_attached()
+
+    Run(nursery)(main)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+import dataclasses
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from api.server.workers.worker_process import WorkerProcess
-from api.server.workers.worker_programs import embedded_workers, lone_worker, memory_of_workers
+from api.server.workers.nursery import Nursery
+from api.server.workers.worker_process import start
+from api.server.workers.worker_programs import embedded_workers, lone_worker, memory_of_workers, new_nursery
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, VllmConfig
 from store.settings import SettingsError, load_settings
 
@@ -32,8 +35,8 @@ def test_the_embedded_workers_of_the_defaults(tmp_path: Path) -> None:
     assert trainer.environment["OMP_NUM_THREADS"] == str(settings.trainer.threads)
     assert trainer.config == TrainerConfig(replace(basics, role="trainer"), TrainerBounds(), "pages/trainer")
     assert generator.config == GeneratorConfig(replace(basics, role="generator"), engine=TorchConfig())
-    assert trainer.stands_by
-    assert generator.stands_by
+    assert trainer.forked
+    assert generator.forked
 
 
 def test_every_setting_of_a_worker_reaches_it(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_generators_of_both_kinds(tmp_path: Path) -> None:
     programs = embedded_workers(settings, {"m": Path("/models/m")})
     assert [program.role for program in programs] == ["trainer", "generator", "generator-2", "generator-3"]
     assert [program.command[-1] for program in programs] == ["trainer", "generator", "generator", "generator"]
-    assert [program.stands_by for program in programs] == [True, True, False, False]
+    assert [program.forked for program in programs] == [True, True, False, False]
     engines = [program.config.engine for program in programs if isinstance(program.config, GeneratorConfig)]
     room = {"max_adapters": 3, "max_rank": 32, "kv_bytes": 4}
     assert engines == [
@@ -199,14 +202,21 @@ def kernel_asks_programs() -> bool:
 def test_a_worker_has_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     program = embedded_workers(load_settings(None, data_dir=tmp_path), {"m": Path("/m")})[0]
-    worker = WorkerProcess(program)
+    nursery = new_nursery()
+
+    async def has(nursery: Nursery | None) -> None:
+        """Told nothing: it waits, once it has imported all."""
+        worker = await start(dataclasses.replace(program, config=None), nursery)
+        while not huge_kib(worker.pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        worker.signal(signal.SIGKILL)
+        assert await worker.ended() == -signal.SIGKILL
+
     try:
-        deadline = time.monotonic() + 60
-        while not huge_kib(worker.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert huge_kib(worker.pid)
+        for starts in (None, nursery):
+            asyncio.run(asyncio.wait_for(has(starts), 60))
     finally:
-        worker.discard()
+        nursery.close()
 
 
 def huge_kib(pid: int) -> int:

@@ -1,5 +1,5 @@
-"""A real `weftd` as a process of its own. It is forked from one that has imported what it imports (`tests.forked`); its
-workers it starts itself. tests/api/test_cli.py and tests/deploy start it as an operator does."""
+"""A real `weftd` as a process of its own. It and what forks its workers are forked from one that has
+imported what they import (`tests.forked`). tests/api/test_cli.py and tests/deploy start it as an operator does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -58,20 +59,21 @@ class Weftd:
         self.process.wait()
 
     def worker(self, role: str) -> psutil.Process:
-        """The child process that is the `trainer` or the `generator` now."""
-        return self.workers(role)[0]
+        """The process that is the `trainer` or the `generator` now, once there is one."""
+        deadline = time.monotonic() + 60
+        while not (found := self.workers(role)):
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.01)
+        return found[0]
 
-    def workers(self, role: str, *, waiting: bool = False) -> list[psutil.Process]:
-        """All of that role that work or load, or instead those that wait for their turn."""
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.NoSuchProcess):  # it has died meanwhile
-                if f"-m workers {role} " not in " ".join(child.cmdline()):
-                    continue
-                name = child.name()  # the interpreter's at first: nobody knows yet what it is to be
-                if not name.startswith("python") and (name == "weft-standby") == waiting:
-                    found.append(child)
-        return found
+    def workers(self, role: str) -> list[psutil.Process]:
+        """All of that role."""
+        agent = ["pt_elastic"] if role == "trainer" else []  # what torchrun names itself: the trainer of several ranks
+        return [child for nursery in self.nurseries() for child in named(nursery, f"weft-{role}", *agent)]
+
+    def nurseries(self) -> list[psutil.Process]:
+        """Who forks the workers: one, once the server starts."""
+        return named(psutil.Process(self.process.pid), "weft-nursery")
 
     def key(self, organisation: str = "acme") -> str:
         if organisation not in self._keys:
@@ -82,6 +84,16 @@ class Weftd:
 
     def log(self) -> str:
         return (self.data_dir / "stderr.log").read_text()
+
+
+def named(parent: psutil.Process, *names: str) -> list[psutil.Process]:
+    """Its children that have one of these names."""
+    found = []
+    for child in parent.children():
+        with suppress(psutil.NoSuchProcess):  # it has died meanwhile
+            if child.name() in names and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 #: All that were made, for the report of a test that fails.

@@ -203,9 +203,9 @@ def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
     server.options = ("--config", str(server.data_dir / "weft.toml"))
     ready = threading.Thread(target=server.start)
     ready.start()
-    eventually(lambda: server.process.poll() is None and len(server.workers("trainer", waiting=True)) == 1)
-    [trainer] = server.workers("trainer", waiting=True)
-    trainer.suspend()
+    eventually(lambda: server.process.poll() is None and len(server.nurseries()) == 1)
+    [nursery] = server.nurseries()
+    nursery.suspend()
     try:
         with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=60) as http:
             asked: list[httpx.Response] = []
@@ -219,14 +219,14 @@ def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
             assert asked[0].status_code == 408
             assert asked[0].json()["queue_state_reason"].startswith("waiting for the trainer, which is starting")
             assert ready.is_alive()  # "ready" is said when the workers are there
-            trainer.resume()
+            nursery.resume()
             ready.join(60)
             while (reply := http.post("/api/v1/retrieve_future", json={"request_id": made})).status_code == 408:
                 pass
             assert "error" not in reply.json()
     finally:
         with suppress(psutil.NoSuchProcess):
-            trainer.resume()
+            nursery.resume()
         ready.join(60)
 
 

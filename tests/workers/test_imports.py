@@ -18,7 +18,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_what_workers_import_of_ours_and_of_the_servers_libraries() -> None:
-    """Both kinds, with their links to Redis: more than any of them has when it stands by."""
+    """Both kinds, with their links to Redis: more than any of them has before its config."""
     out = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     names: list[str] = json.loads(out)
     rooms = {name for name in names if name.partition(".")[0] in ("api", "billing", "scheduler", "store", "weft")}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from api.checks.adapter_sizes import sizes_of
+from api.server.workers.nursery import Nursery
 from api.server.workers.supervisor import Supervisor
-from api.server.workers.worker_process import WorkerProcess
 from api.server.workers.worker_programs import embedded_workers
 from billing.prices import PriceList
 from scheduler.dispatch.sample_desk import SampleDesk
@@ -54,7 +54,7 @@ class Machines(Protocol):
 
 class EmbeddedMachines:
     """One journal with its desks and workers, from `start` to `stop`. Built inside the event loop it lives in.
-    `ahead` are workers that were started before it."""
+    The `nursery` forks the workers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EmbeddedMachines:
         database: Database,
         blobs: Blobs,
         prices: PriceList,
-        ahead: dict[str, WorkerProcess] | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         self._settings = settings
         self._database = database
@@ -79,7 +79,7 @@ class EmbeddedMachines:
         self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens, settings.trainer.pass_limit_s)
         self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
         models = {name: card.path for name, card in cards.items()}
-        self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, ahead)
+        self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, nursery)
 
     def start(self) -> None:
         """Take up what the last process left, then start the workers."""

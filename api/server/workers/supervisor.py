@@ -4,8 +4,7 @@ Each worker is a child process with a socket pair to this one. A worker counts a
 word on the link: then its model is loaded. Nothing here knows what the words mean; `attach` does.
 
 No worker outlives the server. On Linux the kernel kills it with its parent, and everywhere it ends when its link
-closes. A worker that dies is started again, soon at first and then with growing pauses. Behind each worker whose
-imports take long, a successor stands by: it has imported everything and has not read the model.
+closes. A worker that dies is started again, soon at first and then with growing pauses.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from api.server.workers.worker_process import WorkerProcess, WorkerProgram
+from api.server.workers.nursery import Nursery
+from api.server.workers.worker_process import WorkerProcess, WorkerProgram, start
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,6 @@ START_ATTEMPTS = 5
 LINGER_S = 5.0
 #: Between SIGTERM and SIGKILL.
 TERMINATE_S = 3.0
-#: So long after a worker has attached its successor is started: the imports take a core for some two seconds, which
-#: whoever has just started a server has better uses for.
-STANDBY_AFTER_S = 10.0
 
 
 class WorkerFailed(RuntimeError):
@@ -69,14 +66,11 @@ class WorkerStatus:
 
 
 class Supervisor:
-    """Keeps one process alive for each program, from `start` to `stop`, within one event loop. `ahead` are processes
-    that were started before it, by role; they are taken out of it, and are the first to be used."""
+    """Keeps one process alive for each program, from `start` to `stop`, within one event loop. The `nursery` forks
+    those that may be forked; its owner closes it."""
 
-    def __init__(
-        self, programs: Sequence[WorkerProgram], attach: Attach, ahead: dict[str, WorkerProcess] | None = None
-    ) -> None:
-        waiting = ahead if ahead is not None else {}
-        self._keepers = [_Keeper(program, attach, waiting.pop(program.role, None)) for program in programs]
+    def __init__(self, programs: Sequence[WorkerProgram], attach: Attach, nursery: Nursery | None = None) -> None:
+        self._keepers = [_Keeper(program, attach, nursery) for program in programs]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -117,15 +111,16 @@ class Supervisor:
 
 
 class _Keeper:
-    """One worker and its successors. `standby` is one that was started ahead."""
+    """One worker and its successors."""
 
-    def __init__(self, program: WorkerProgram, attach: Attach, standby: WorkerProcess | None) -> None:
+    def __init__(self, program: WorkerProgram, attach: Attach, nursery: Nursery | None) -> None:
         self.program = program
         self.retired = asyncio.Event()
         self.attached = False
         self.loading = False
         self._attach = attach
-        self._standby = standby
+        self._nursery = nursery
+        self._starting: asyncio.Task[WorkerProcess] | None = None
         self._ever_attached = asyncio.Event()
         self._failed = asyncio.Event()
         self._process: WorkerProcess | None = None
@@ -165,9 +160,8 @@ class _Keeper:
     def retire(self) -> None:
         """No successor from now on."""
         self.retired.set()
-        if self._standby is not None:
-            self._standby.discard()
-            self._standby = None
+        if self._starting is not None:
+            self._starting.cancel()
 
     def signal(self, number: signal.Signals) -> None:
         """To the worker and all that it has started."""
@@ -180,10 +174,17 @@ class _Keeper:
 
     async def _live(self) -> str:
         """One life of the worker, until process and link have both ended. Returns how it ended."""
+        self._starting = asyncio.create_task(start(self.program, self._nursery))
         try:
-            self._process = process = self._next()
+            self._process = process = await self._starting
         except OSError as error:
             return f"could not be started: {error}"
+        except asyncio.CancelledError:
+            if not self.retired.is_set():
+                raise
+            return "was not started"
+        finally:
+            self._starting = None
         self.loading = True
         output = asyncio.create_task(process.pass_output_on())
         link = asyncio.create_task(self._talk(process))
@@ -202,26 +203,6 @@ class _Keeper:
             self._process = None
         return _how_it_ended(code)
 
-    def _next(self) -> WorkerProcess:
-        """The one that stands by, or a new one."""
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            if standby.begin():
-                return standby
-            standby.discard()
-        process = WorkerProcess(self.program)
-        process.begin()
-        return process
-
-    async def _stand_by(self) -> None:
-        """Have a successor, once the worker has lived for a moment."""
-        await asyncio.sleep(STANDBY_AFTER_S)
-        if self.program.stands_by and self._standby is None and not self.retired.is_set():
-            try:
-                self._standby = WorkerProcess(self.program)
-            except OSError as error:
-                log.warning("a second %s could not be started to stand by: %s", self.program.role, error)
-
     async def _talk(self, process: WorkerProcess) -> None:
         """Wait for the worker's first word, then hand the link over until it closes."""
         sock = process.link
@@ -233,14 +214,12 @@ class _Keeper:
         self._attached_at = time.monotonic()
         self._ever_attached.set()
         log.info("%s attached (pid %s)", self.program.role, process.pid)
-        successor = asyncio.create_task(self._stand_by())
         try:
             await self._attach(self.program.role, sock)
         except Exception:
             log.exception("the link to the %s failed", self.program.role)
         finally:
             self.attached = False
-            successor.cancel()
 
 
 async def _has_spoken(sock: socket.socket) -> bool:

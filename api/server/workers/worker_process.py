@@ -1,41 +1,35 @@
-"""One worker process, from its start to its end: its link, its turn, its output.
-
-A worker imports all that it needs, which takes most of the time of a start, and then waits with its model unread until
-`begin` sends it its config. So it may be started ahead of its turn. No event loop is needed to start one.
-"""
+"""One worker process, from its start to its end: its link, its config, its output."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from api.server.workers.nursery import Nursery
 from scheduler.links.configs import WorkerConfig
 from scheduler.links.sockets import frame
 from store import logs
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+from workers.nursery import die_with_parent
 
 
 @dataclass(frozen=True)
 class WorkerProgram:
     """What to run for a role (trainer, generator, generator-2, ...), to which `--link-fd N` is added, and the config
-    that it is told first (a test's may have none). With `stands_by` it may be started before its turn."""
+    that it is told first (a test's may have none). `forked`: a nursery may fork it instead."""
 
     role: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     config: WorkerConfig | None = None
-    stands_by: bool = False
+    forked: bool = False
 
     @property
     def first_word(self) -> bytes:
@@ -43,56 +37,30 @@ class WorkerProgram:
         return frame(self.config) if self.config is not None else b""
 
 
-class WorkerProcess:
-    """`link` is the server's end of the link; the caller closes it. Raises OSError when it cannot be started.
-
-    Started by the main thread: where the kernel kills a worker with its parent, that is the thread which started it."""
-
-    def __init__(self, program: WorkerProgram) -> None:
-        self.link, theirs = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [*program.command, "--link-fd", str(theirs.fileno())],
-                bufsize=0,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **program.environment},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C at a terminal reaches the server only, which then drains
-                preexec_fn=_die_with_parent,
-            )
-        except OSError:
-            self.link.close()
-            raise
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
-        self._role, self._first_word = program.role, program.first_word
-
-    def begin(self) -> bool:
-        """Its turn has come. False when it died while it waited."""
-        try:
-            self.link.sendall(self._first_word)
-        except OSError:
-            return False
-        return self._process.poll() is None
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the process and all that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-    def discard(self) -> None:
-        """End one that waits for its turn: it holds nothing."""
-        self.signal(signal.SIGKILL)
-        self._process.wait()
-        self.link.close()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+class Process(Protocol):
+    pid: int
 
     async def ended(self) -> int:
-        """Until the process has ended; its exit code, or minus the signal that killed it."""
+        """Until it has; its exit code, or minus the signal that killed it."""
+
+
+class Executed:
+    """A worker that was started as any program is."""
+
+    def __init__(self, program: WorkerProgram, link: socket.socket, output: int) -> None:
+        self._process = subprocess.Popen(
+            [*program.command, "--link-fd", str(link.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **program.environment},
+            pass_fds=(link.fileno(),),
+            start_new_session=True,  # Ctrl-C at a terminal reaches the server only, which then drains
+            preexec_fn=die_with_parent,
+        )
+        self.pid = self._process.pid
+
+    async def ended(self) -> int:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[int] = loop.create_future()
 
@@ -105,12 +73,50 @@ class WorkerProcess:
             with suppress(RuntimeError):  # the loop has closed meanwhile
                 loop.call_soon_threadsafe(tell, code)
 
-        threading.Thread(target=wait, name=f"waits for {self._role}", daemon=True).start()
+        threading.Thread(target=wait, name=f"waits for process {self.pid}", daemon=True).start()
         return await future
+
+
+async def start(program: WorkerProgram, nursery: Nursery | None = None) -> WorkerProcess:
+    """One that has been told its config. Raises OSError when it cannot be started.
+
+    By the main thread: where the kernel kills a worker with its parent, that is the thread which started it."""
+    link, theirs = socket.socketpair()
+    output, written = os.pipe()
+    try:
+        process: Process
+        if nursery is not None and program.forked:
+            role = program.role.partition("-")[0]
+            process = await nursery.fork(role, program.environment, theirs.fileno(), written)
+        else:
+            process = Executed(program, theirs, written)
+        with suppress(OSError):  # it has died, as will be told
+            link.sendall(program.first_word)
+    except BaseException:
+        link.close()
+        os.close(output)
+        raise
+    finally:
+        theirs.close()
+        os.close(written)
+    return WorkerProcess(program.role, process, link, output)
+
+
+class WorkerProcess:
+    """`link` is the server's end of the link; the caller closes it."""
+
+    def __init__(self, role: str, process: Process, link: socket.socket, output: int) -> None:
+        self.link, self.pid, self.ended = link, process.pid, process.ended
+        self._role, self._output = role, output
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
     async def pass_output_on(self) -> None:
         """What the worker prints goes to this process's stderr, each line with the worker's name."""
-        stream, pipe = asyncio.StreamReader(), self._process.stdout
+        stream, pipe = asyncio.StreamReader(), os.fdopen(self._output, "rb", buffering=0)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         rest = b""
@@ -126,19 +132,3 @@ class WorkerProcess:
 
     def _print(self, line: bytes) -> None:
         logs.pass_on(self._role, line)
-
-
-def start_ahead(programs: Sequence[WorkerProgram]) -> dict[str, WorkerProcess]:
-    """Those that can stand by, by role. One that cannot be started now is started when its turn comes."""
-    started = {}
-    for program in programs:
-        if program.stands_by:
-            with suppress(OSError):
-                started[program.role] = WorkerProcess(program)
-    return started
-
-
-def _die_with_parent() -> None:
-    """In the child, before it runs its program: have the kernel kill it when the server dies, even by SIGKILL."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

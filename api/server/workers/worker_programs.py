@@ -16,6 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from api.server.workers.nursery import Nursery
 from api.server.workers.vllm_places import gpus_of, options_of
 from api.server.workers.worker_process import WorkerProgram
 from scheduler.links.configs import (
@@ -29,8 +30,11 @@ from scheduler.links.configs import (
 )
 from store.settings import GeneratorSettings, Settings, SettingsError, TrainerSettings
 from workers.model.planning.plan import LEAST_ADAPTER_BYTES, MOST_SLOTS
+from workers.nursery import NURSERY
 
 _ROOT = Path(__file__).resolve().parents[3]
+#: -P: a folder named `workers` in the working directory must not be taken for ours.
+_PROGRAM = (sys.executable, "-P", "-m", "workers")
 #: What glibc reads when a program starts: huge pages where the kernel leaves that to programs, and memory of one pass
 #: kept for the next instead of given back to the system (docs/performance.md, "Memory of the workers").
 _TUNABLES = {
@@ -38,6 +42,11 @@ _TUNABLES = {
     "glibc.malloc.mmap_threshold": str(32 << 20),
     "glibc.malloc.trim_threshold": str(128 << 20),
 }
+
+
+def new_nursery() -> Nursery:
+    """Of the embedded workers."""
+    return Nursery([*_PROGRAM, NURSERY], _environment(threads=1) | memory_of_workers())
 
 
 def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[WorkerProgram]:
@@ -178,19 +187,23 @@ def memory_of_workers() -> dict[str, str]:
 
 
 def _program(role: str, config: WorkerConfig) -> WorkerProgram:
-    threads, paths = str(config.basics.threads), [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = _environment(config.basics.threads)
     vllm = isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)
+    if not vllm:  # which inherits this environment, and has ways of its own
+        environment |= memory_of_workers()
     return WorkerProgram(
         role,
-        # -P: a folder named `workers` in the working directory must not be taken for ours.
-        [sys.executable, "-P", "-m", "workers", role.partition("-")[0]],
-        {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **({} if vllm else memory_of_workers()),  # vLLM inherits this environment, and has ways of its own
-        },
+        [*_PROGRAM, role.partition("-")[0]],
+        environment,
         replace(config, basics=replace(config.basics, role=role)),
-        stands_by=not vllm,  # what takes long with vLLM is not this process
+        forked=not vllm,
     )
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
