@@ -108,10 +108,11 @@ def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
     if around.log is not None:
         with around.log.open("a") as log:
             os.dup2(log.fileno(), 2)
+    if os.environ.get("PYTHONPATH") == around.environment.get("PYTHONPATH"):  # else it would not have imported the same
+        nursery.Popen = ForkedNursery  # type: ignore[assignment, attr-defined]
     os.environ.clear()
     os.environ.update(around.environment)
     os.chdir(around.folder)
-    nursery.Popen = ForkedNursery  # type: ignore[assignment, attr-defined]
     kind, program, *rest = arguments
     sys.argv = [program if kind == "-m" else kind, *rest]
     if kind == "-m":

@@ -49,12 +49,13 @@ def test_sampled_routes_train(weftd: Weftd) -> None:
         assert plain.sequences[0].routed_experts_np is None
 
 
-#: Run by Python before a program: in the generator alone, what routers choose by is off, as if it rounded otherwise; by
-#: the same whenever a token is computed, so that a token which a later turn reads again goes where it went.
+#: Run by Python before the program that forks workers: in the generator alone, what routers choose by is off, as if it
+#: rounded otherwise; by the same whenever a token is computed, so that one which a later turn reads again goes where it
+#: went.
 NOISY_ROUTERS = """
 import sys
 
-if sys.orig_argv[-3:-2] == ["generator"]:
+if sys.orig_argv[-3:-2] == ["nursery"]:
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -62,7 +63,7 @@ if sys.orig_argv[-3:-2] == ["generator"]:
 
     def choose(module, given):
         global noise_E
-        if type(module).__name__ != "Router":
+        if type(module).__name__ != "Router" or open("/proc/self/comm").read().strip() != "weft-generator":
             return None
         (x_TD, lora, forced), weight_ED = given, module.weight
         if noise_E is None:  # sent once, before a step is captured: a CUDA graph waits for no copy

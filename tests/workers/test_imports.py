@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,3 +31,32 @@ def test_what_workers_import_of_ours_and_of_the_servers_libraries() -> None:
     assert not rooms & {"store.blobs.bucket", "store.blobs.objects", "store.blobs.owner"}  # where blobs lie in a folder
     libraries = {name.partition(".")[0] for name in names}
     assert not libraries & {"sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "uvicorn", "celery", "stripe"}
+
+
+FORKABLE = """
+import json, os, sys
+import torch
+asked = []
+def noted(name):
+    def note(*args):
+        asked.append(name)
+        return 0
+    return note
+for place, names in {torch.cuda: ("is_available", "device_count", "_lazy_init"),
+                     torch._C: ("_cuda_getDeviceCount", "_cuda_init"),
+                     torch.accelerator: ("is_available", "device_count", "current_accelerator")}.items():
+    for name in names:
+        if hasattr(place, name):
+            setattr(place, name, noted(name))
+import workers.__main__, workers.trainer.process, workers.generator.process
+print(json.dumps([asked, torch.cuda.is_initialized(), len(os.listdir("/proc/self/task"))]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_what_workers_import_can_be_forked() -> None:
+    """No device was asked for, since CUDA does not survive a fork, and no thread was started."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FORKABLE]
+    out = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    assert json.loads(out) == [[], False, 1]
