@@ -10,20 +10,22 @@ checked apart from the other, so that neither's error is hidden by the other's, 
 
 - `queues`. Two embedded services, with one trainer and with two, all of it real but for the trainers' time: they wait
   instead of computing, for each stage as long as the simulator's machine takes for it
-  (`bench/parts/waiting_trainers.py`). So two cores carry both services at once, with their clients, and nothing depends
-  on how fast they are. A client's time between two steps is found with one client alone. The clients begin together on
-  fresh runs, and what is counted of them is played on the virtual clock from its first second: tokens in a pass, the
-  time of a pass, trained tokens per second, and what each tenant had of them (the part of all tokens that went to
-  another tenant than was played; which of several tenants with the same load has less, where they cannot be even, is
-  chance: the one that has most is beside the one that was played to have most, and so on).
+  (`bench/parts/waiting_trainers.py`). So two cores carry both services at once, with their clients, and nothing
+  depends on how fast they are. A client's time between two steps is found with one client alone. The clients begin on
+  fresh runs, one soon after the other, and what is counted of them is played on the virtual clock from its first
+  second: tokens in a pass, the time of a pass, trained tokens per second, and what each tenant had of them (the part
+  of all tokens that went to another tenant than was played; which of several tenants with the same load has less,
+  where they cannot be even, is chance: the one that has most is beside the one that was played to have most, and so
+  on).
 - `costs`. A trainer in this process, on the model of `bench/parts/toy.py`: what a pass takes (`calibrate_trainer`),
   from six passes that differ in stages, slices, steps, tokens and lengths; then the time of five other passes. In
   processor time, all in turns, the median of the rounds.
 - `together`. Trainers that compute, on the same model, in services with one and with two, in turns, with clients that
-  trainers hardly ever wait for. What a pass takes is found as for `costs`. How fast the machine is meanwhile is found
-  with one trainer: times are in those of a pass of the load `large` there, in the same round. Where there are fewer
-  cores than trainers, clients and servers keep busy, all share them: what clients and servers take beside a trainer is
-  found with one, and makes each pass of two as much longer. What two trainers do is compared as in `queues`.
+  trainers hardly ever wait for; their time between two steps is found as for `queues`, and what a pass takes as for
+  `costs`. How fast the machine is meanwhile is found with one trainer: times are in those of a pass of the same load
+  there, just before. Where there are fewer cores than trainers, clients and servers keep busy, all share them: what
+  clients and servers take beside a trainer is found with one, and makes each pass of two as much longer. What two
+  trainers do is compared as in `queues`.
 
 Not compared: several ranks, whose collectives no CPU has the speed of; and what a run that moves takes to be saved and
 read, which the simulator leaves out.
@@ -237,8 +239,9 @@ def together(rounds: int) -> dict[str, Any]:
             for _ in range(rounds):
                 turns.append({
                     (trainers, name): real.counted(load, TOGETHER_WARM_S, TOGETHER_S)
-                    for name, load in TOGETHER.items()
+                    for name, load in (TOGETHER | {"alone": ALONE}).items()
                     for trainers, real in reals.items()
+                    if trainers == 1 or name in TOGETHER
                 })  # fmt: skip
         loads = [of_round(cluster, found, sizes_on(toy)) for found in turns]
     return {
@@ -249,14 +252,17 @@ def together(rounds: int) -> dict[str, Any]:
 
 def of_round(cluster: Cluster, found: Mapping[tuple[int, str], Counted], sizes: SizesOf) -> dict[str, Any]:
     """What was measured with two trainers beside what was played."""
-    work, loads = found[1, "large"].work, dict[str, Any]()
-    mine_s, theirs_s = takes_s(cluster, of_a_pass(work)), work.seconds / work.passes
+    loads, alone = dict[str, Any](), found[1, "alone"]
     for name, load in TOGETHER.items():
         one, two = found[1, name], found[2, name]
+        mine_s, theirs_s = takes_s(cluster, of_a_pass(one.work)), one.work.seconds / one.work.passes
+        turnaround_s = (alone.wall_s - alone.work.seconds) / alone.work.light * mine_s / theirs_s
         by = max(1.0, 2 * (1 + one.others_cpu_s / one.trainers_cpu_s) / len(os.sched_getaffinity(0)))
-        mine = played(slower(replace(cluster, trainers=2), by), load, sizes, TOGETHER_WARM_S, TOGETHER_S)
+        both = slower(replace(cluster, trainers=2, turnaround_s=turnaround_s), by)
+        mine = played(both, load, sizes, TOGETHER_WARM_S, TOGETHER_S)
         told = beside(in_passes(mine, mine_s), in_passes(Figures.of(two.work, two.wall_s, two.parts), theirs_s))
-        loads[name] = told | {"slower": by, "counted": {"one": asdict(one), "two": asdict(two)}}
+        counted = {"one": asdict(one), "two": asdict(two)}
+        loads[name] = told | {"slower": by, "turnaround_s": turnaround_s, "counted": counted}
     return loads
 
 
@@ -271,7 +277,7 @@ def in_passes(of: Figures, unit_s: float) -> Figures:
 
 def slower(cluster: Cluster, by: float) -> Cluster:
     rate = cluster.trained_tokens_per_s_per_gpu / by
-    times = {name: getattr(cluster, name) * by for name in ("pass_s", "slice_s", "light_s", "pair_s")}
+    times = {name: getattr(cluster, name) * by for name in ("pass_s", "slice_s", "light_s", "pair_s", "turnaround_s")}
     return replace(cluster, trained_tokens_per_s_per_gpu=rate, **times)
 
 

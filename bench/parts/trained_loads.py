@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ TENANTS, RANK = 16, 8
 #: Processor time that a server with nothing to do takes in a second, at most.
 SETTLED_CPU_S = 0.15
 ADAM = AdamParams(learning_rate=1e-4)
+#: Seconds between the first operations of two clients: on which trainer runs live depends on the order in which they
+#: come, and in a simulation that is theirs in the load.
+APART_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,10 @@ class Load:
     def workloads(self) -> list[Workload]:
         """As the simulator plays it."""
         assert self.backwards == 1
+        loop = Workload("loop", 1, prompt=0, samples=False, overlap=self.in_flight - 1)
         return [
-            Workload("loop", 1, sequences, prompt=0, lengths=(length,), samples=False, overlap=self.in_flight - 1)
-            for sequences, length in self.batches
+            replace(loop, group_size=sequences, lengths=(length,), begins_s=number * APART_S)
+            for number, (sequences, length) in enumerate(self.batches)
         ]
 
 
@@ -140,8 +144,8 @@ class Service:
             before = now
 
     def counted(self, load: Load, warm_s: float, counted_s: float) -> Counted:
-        """All clients of a load at work on fresh runs, which begin together and are gone afterwards; counted after
-        `warm_s`."""
+        """All clients of a load at work on fresh runs, which begin one soon after the other and are gone afterwards;
+        counted after `warm_s`."""
         over, together = threading.Event(), threading.Barrier(len(load.batches) + 1)
         with ExitStack() as stack, ThreadPoolExecutor(len(load.batches)) as pool:
             runs = []
@@ -190,6 +194,7 @@ def _train(
 ) -> None:
     data, open_steps = batch(*load.batches[number], seed=number), deque[list[Any]]()
     together.wait()
+    time.sleep(APART_S * number)
     while not over.is_set():
         if len(open_steps) == load.in_flight:
             _end(open_steps.popleft())

@@ -17,7 +17,8 @@ class Workload:
     """One tenant's loop. A step samples `groups` requests of `group_size` sequences each, waits `env_s` (mean) for
     every group's environment, trains on all of them and goes on after `think_s`. `overlap` is how many steps the policy
     that samples may be behind: 0 is a synchronous loop. Without `samples` its data are there already. Lengths are
-    log-normal, or those in `lengths`, again and again. The loop ends after `steps`; 0 is never."""
+    log-normal, or those in `lengths`, again and again. The loop begins after `begins_s`, and ends after `steps`; 0 is
+    never."""
 
     name: str
     groups: int = 8
@@ -35,6 +36,7 @@ class Workload:
     weight: int = 1
     lengths: Sequence[int] = ()
     steps: int = 0
+    begins_s: float = 0.0
 
     def sample(self, random: Random, taken: int) -> list[int]:
         """Lengths of the next group's responses; `taken` sequences came before it."""
