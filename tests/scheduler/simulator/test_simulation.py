@@ -28,6 +28,13 @@ def test_one_tenant_alone_waits_for_its_stragglers() -> None:
     assert result.sampled_tokens == 3 * 70
 
 
+def test_a_loop_that_begins_later_is_as_long() -> None:
+    result = Simulation(PLAIN, [LOOP, replace(LOOP, begins_s=200.0)]).run(1e6)
+    assert result.seconds == pytest.approx(200 + 3 * 40)
+    assert result.waits_s() == [0.0] * len(result.waits_s())
+    assert Simulation(PLAIN, [replace(LOOP, begins_s=200.0)]).run(199.0).sampled_tokens == 0
+
+
 def test_a_second_tenant_fills_what_the_first_one_leaves() -> None:
     alone, both = (Simulation(PLAIN, [replace(LOOP, steps=20)] * count).run(1e6) for count in (1, 2))
     assert both.backfill == pytest.approx(1.0)
