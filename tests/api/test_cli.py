@@ -41,8 +41,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from api.server.workers import supervisor as s
 s.START_ATTEMPTS = 2
-from api.server.workers import worker_process
-worker_process.start_ahead = lambda programs: {}  # the real ones
+from api.server.workers.nursery import Nursery
+Nursery.ahead = lambda nursery: None  # the real ones
 mode = os.environ.get("MODE", "")
 WORKER = '''
 import socket, sys, time

@@ -22,8 +22,8 @@ from workers.model.planning.layer_groups import layer_groups
 SPARE = 0.1
 #: What one of our processes takes with torch imported, and on a CUDA device with its context and libraries.
 PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 768 << 20}
-#: Beside the workers on a CPU: the server, and a successor behind each worker.
-SERVER_BYTES, SUCCESSOR_BYTES = 256 << 20, 160 << 20
+#: Beside the workers on a CPU: the server, and what forks the workers.
+SERVER_BYTES, NURSERY_BYTES = 256 << 20, 160 << 20
 #: The most tokens that are chosen to be trained at once: beyond some 2k a CPU gets slower, a GPU has then as much to do
 #: as its launches take. A GPU that has not an eighth of its memory for them takes fewer.
 MOST_TRAINED, LEAST_TRAINED = {"cpu": 2048, "cuda": 8192}, 2048
@@ -233,7 +233,7 @@ def _processes(device: Device, wanted: Wanted, room: _Room, shared: int) -> None
     """On a CUDA device a process holds the weights of each model that is `shared`."""
     workers = wanted.trainers + wanted.generators
     size = workers * PROCESS_BYTES[device.kind]
-    size += shared * PROCESS_BYTES["cuda"] if device.kind == "cuda" else SERVER_BYTES + workers * SUCCESSOR_BYTES
+    size += shared * PROCESS_BYTES["cuda"] if device.kind == "cuda" else SERVER_BYTES + NURSERY_BYTES
     must, way_out = f"trainer.replicas and generator.replicas ({workers} workers)", "set less"
     room.take("processes and libraries", size, must=must, way_out=way_out)
 
