@@ -32,6 +32,7 @@ BIRTH_BYTES = 1 << 16
 #: What is said on a status.
 STATUS = struct.Struct("<i")
 
+_FOR_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -58,7 +59,10 @@ class Nursery:
             os.set_blocking(end, False)
 
     def serve(self) -> None:
-        """Until the door closes."""
+        """Until the door closes. What asks all processes of a service to end (systemd does) is for the workers, who end
+        what they have begun, and for the server, who closes the door."""
+        for number in _FOR_OTHERS:
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, _nothing)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         door = self._door.fileno()
@@ -101,7 +105,9 @@ class Nursery:
                 leave(code)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (*_FOR_OTHERS, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for other in (self._woken, self._wakes, self._door.fileno(), *self._statuses.values()):
                 os.close(other)
             for standard in (1, 2):

@@ -361,7 +361,8 @@ def test_what_a_worker_has_is_its_own(new_nursery: New) -> None:
 import os, signal, socket, sys
 link = socket.socket(fileno=int(sys.argv[-1]))
 assert os.environ["OWN"] == sys.argv[0], os.environ["OWN"]
-assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
+assert all(signal.getsignal(n) == signal.SIG_DFL for n in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP))
+assert signal.getsignal(signal.SIGINT) == signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
 here = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]  # but the folder's own
 assert sorted(here) == sorted(["0", "1", "2", str(link.fileno())]), here
 assert os.fstat(0).st_rdev == os.stat("/dev/null").st_rdev
@@ -376,6 +377,25 @@ link.recv(10)
     roles = ("trainer", "generator")
     programs = [WorkerProgram(role, ["/nonexistent"], {"SCRIPT": shown, "OWN": role}, forked=True) for role in roles]
     Run(new_nursery())(main, *programs)
+
+
+def test_a_signal_to_all_processes_is_not_the_end_of_workers_that_drain(new_nursery: New) -> None:
+    """As a service manager sends it: to the server, to its workers, and to what has forked them."""
+    drains = WORKER.replace("link.sendall(b", "signal.signal(signal.SIGTERM, lambda *_: None); link.sendall(b")
+    slow = drains.replace("sys.exit(0)", "time.sleep(0.5); sys.exit(0)")
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        pid = supervisor.status()[0].pid or 0
+        supervisor.retire()
+        server.links[0].send(b"leave")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(nursery_of(pid), number)
+        os.kill(pid, signal.SIGTERM)
+        await supervisor.stop(grace_s=20)
+        assert supervisor.status()[0].last_exit == "exited with code 0"
+
+    Run(new_nursery())(main, program(slow))
 
 
 def test_a_stop_does_not_wait_for_a_nursery_that_is_not_ready(new_nursery: New) -> None:
