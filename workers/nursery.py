@@ -61,8 +61,7 @@ class Nursery:
     def serve(self) -> None:
         """Until the door closes. What asks all processes of a service to end (systemd does) is for the workers, who end
         what they have begun, and for the server, who closes the door."""
-        for number in _FOR_OTHERS:
-            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_OTHERS)
         signal.signal(signal.SIGCHLD, _nothing)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         door = self._door.fileno()
@@ -105,9 +104,8 @@ class Nursery:
                 leave(code)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
-            for number in (*_FOR_OTHERS, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_OTHERS)  # one that came meanwhile is obeyed now
             for other in (self._woken, self._wakes, self._door.fileno(), *self._statuses.values()):
                 os.close(other)
             for standard in (1, 2):

@@ -363,6 +363,7 @@ link = socket.socket(fileno=int(sys.argv[-1]))
 assert os.environ["OWN"] == sys.argv[0], os.environ["OWN"]
 assert all(signal.getsignal(n) == signal.SIG_DFL for n in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP))
 assert signal.getsignal(signal.SIGINT) == signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 here = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]  # but the folder's own
 assert sorted(here) == sorted(["0", "1", "2", str(link.fileno())]), here
 assert os.fstat(0).st_rdev == os.stat("/dev/null").st_rdev
