@@ -17,7 +17,7 @@ from bench.chaos.service import Embedded
 #: Seconds, on an idle machine.
 GOALS_S = {"trainer, kill -9": 3.0, "generator, kill -9": 1.0, "server, kill -9": 3.0, "server, SIGTERM": 5.0}
 #: Between two deaths: who works long enough is started again at once.
-SPACING_S = 15.0
+SPACING_S = 6.0
 TOKENS = list(range(40, 104))
 
 
