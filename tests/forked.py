@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from api.server.workers import nursery
 from workers import __main__ as workers
+from workers.leave import leave
 from workers.nursery import die_with_parent
 
 #: Who forks. It is started with the first of them.
@@ -110,6 +111,7 @@ def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
             os.dup2(log.fileno(), 2)
     if os.environ.get("PYTHONPATH") == around.environment.get("PYTHONPATH"):  # else it would not have imported the same
         nursery.Popen = ForkedNursery  # type: ignore[assignment, attr-defined]
+        os.execv = _in_place  # type: ignore[assignment]
     os.environ.clear()
     os.environ.update(around.environment)
     os.chdir(around.folder)
@@ -119,6 +121,11 @@ def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         exec(program, {"__name__": "__main__"})
+
+
+def _in_place(program: str, command: Sequence[str]) -> NoReturn:
+    """In a worker, for `os.execv`: all is imported already. What this process has beside it stays."""
+    leave(workers.main(command[command.index("workers") + 1 :]))
 
 
 class ForkedNursery:

@@ -2,10 +2,9 @@
 
 Where a fixture is dear and shared by files, they are kept together, so that it is made once.
 
-Where the time goes: processor time, most of it. Each process first reads all tests. Most of a test of servers
-is their start: each worker imports torch anew, and so would a server itself, were it not forked (`tests.forked`). So a
-test that needs a process for what it does, and not for how it starts, forks it, and tests that do not harm a server
-share one.
+Where the time goes: processor time, most of it. Each process first reads all tests. To import torch takes a process two
+seconds, so what a test needs for what it does, and not for how it starts, is forked (`tests.forked`): servers, what
+forks their workers, workers of replicas. Tests that do not harm a server share one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,7 +17,6 @@ import psycopg
 from click.testing import CliRunner
 
 from api.cli import weftd
-from tests.e2e.conftest import BIN
 from tests.forked import Forked
 from tests.servers import OwnStore
 
@@ -46,7 +44,7 @@ class Production:
         self.config = folder / "weft.toml"
         links = "blob_links = true\n" if store else ""
         self.config.write_text(links + CONFIG.format(database=database, redis=redis))
-        self._started: list[subprocess.Popen[str] | Forked] = []
+        self._started: list[Forked] = []
         self._where = self._places(self.config)
 
     def serve(self, replicas: int) -> dict[str, Forked]:
@@ -59,16 +57,16 @@ class Production:
         assert line[:1] == ["ready"], self.log()
         return line[1]
 
-    def worker(self, role: str) -> subprocess.Popen[str]:
+    def worker(self, role: str) -> Forked:
         return self._start("worker", role)
 
-    def ranks(self) -> subprocess.Popen[str]:
+    def ranks(self) -> Forked:
         """A trainer of two processes."""
         config = self.folder / "ranks.toml"
         config.write_text(self.config.read_text().replace("[trainer]", "[trainer]\nranks = 2"))
         return self._start("worker", "trainer", where=self._places(config))
 
-    def vllm(self) -> subprocess.Popen[str]:
+    def vllm(self) -> Forked:
         """A generator of the other kind."""
         config = self.folder / "vllm.toml"
         kind = '[generator]\nengine = "vllm"\nvllm = { max_adapters = 4, max_rank = 8 }'
@@ -123,15 +121,14 @@ class Production:
         self._started.append(process)
         return process
 
-    def _start(self, *command: str, where: list[str] | None = None) -> subprocess.Popen[str]:
-        with (self.folder / "log").open("a") as log:
-            process = subprocess.Popen(
-                [str(BIN / "weftd"), command[0], "--data-dir", self._data(), *(where or self._where), *command[1:]],
-                stdout=log,
-                stderr=log,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | self._environment(),
-            )
+    def program(self, *command: str, where: list[str] | None = None) -> tuple[list[str], dict[str, str]]:
+        """What `weftd` is given for such a process, and its environment."""
+        arguments = [command[0], "--data-dir", self._data(), *(where or self._where), *command[1:]]
+        return arguments, os.environ | {"OMP_NUM_THREADS": "1"} | self._environment()
+
+    def _start(self, *command: str, where: list[str] | None = None) -> Forked:
+        arguments, environment = self.program(*command, where=where)
+        process = Forked("-m", "weft_server", *arguments, env=environment, log=self.folder / "log")
         self._started.append(process)
         return process
 
@@ -139,6 +136,6 @@ class Production:
         return str(self.folder / (f"data-{next(self._numbers)}" if self._store else "data"))
 
 
-def stop(process: subprocess.Popen[str] | Forked, within_s: float = 40) -> int:
+def stop(process: Forked, within_s: float = 40) -> int:
     process.send_signal(signal.SIGTERM)
     return process.wait(within_s)

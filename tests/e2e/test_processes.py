@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
+import tinker
 
-from tests.e2e.conftest import BIN, named
-from tests.e2e.test_crashes import eventually
+from tests.e2e.conftest import BASE_MODEL, BIN, named
+from tests.e2e.data import prompt
+from tests.e2e.production import Production
+from tests.e2e.test_crashes import eventually, train
+from tests.servers import PostgresServer
 
 pytestmark = [
     pytest.mark.server,
@@ -43,3 +49,36 @@ def test_workers_share_what_is_imported_and_none_outlives_the_server(tmp_path: P
     gone, alive = psutil.wait_procs(family, timeout=10)
     assert len(gone) == 3
     assert not alive
+
+
+@pytest.fixture
+def production(
+    tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, redis_url: str
+) -> Iterator[Production]:
+    name = postgres.create(migrated_postgres)
+    made = Production(tmp_path, postgres.url(name), redis_url)
+    yield made
+    made.close()
+    postgres.drop(name)
+
+
+def test_workers_of_replicas_become_their_programs(production: Production) -> None:
+    """`weftd worker` in a process of its own, which is the worker in the end."""
+    with ExitStack() as stack:
+        workers = {}
+        for role in ("trainer", "generator"):
+            arguments, environment = production.program("worker", role)
+            worker = stack.enter_context(subprocess.Popen([BIN / "weftd", *arguments], env=environment))
+            stack.callback(worker.kill)
+            workers[role] = worker
+        (url,) = production.serve(1)
+        service = tinker.ServiceClient(base_url=url, api_key=production.key())
+        run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result(timeout=100)
+        assert len(train(run, 2)) == 2
+        sampler = run.save_weights_and_get_sampling_client().result(timeout=60)
+        sampled = sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=4, seed=1)).result(timeout=60)
+        assert len(sampled.sequences[0].tokens) <= 4
+        for role, worker in workers.items():
+            assert psutil.Process(worker.pid).name() == f"weft-{role}"
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(60) == 0
