@@ -124,7 +124,9 @@ def test_who_waits_for_a_server_that_cannot_serve_is_told_why_once(
     stub.faults["/optim_step"] = [status(503, "the disk is nearly full")] * 5
     with caplog.at_level(logging.WARNING, "weft"):
         run_of(service).optim_step(AdamParams()).result(10)
-    assert [record.getMessage().partition(": ")[2][:23] for record in caplog.records] == ["the disk is nearly full"]
+    told = [record.getMessage() for record in caplog.records]  # others' clients may miss their servers meanwhile
+    told = [message.partition(": ")[2][:23] for message in told if message.startswith("again in")]
+    assert told == ["the disk is nearly full"]
 
 
 def test_an_operation_of_unknown_fate_breaks_the_lane(service: ServiceClient, stub: Stub) -> None:
