@@ -47,7 +47,7 @@ import torch
 from api.server.workers.memory_plan import devices_here, plan_on
 from bench.gpu import SHAPES
 from bench.parts.published import size_of, write_folder
-from bench.parts.serving import BIN, claim, machine, make_keys, serve
+from bench.parts.serving import BIN, claim, machine, make_keys, serve, workers_of
 from store.settings import load_settings
 from workers.leave import leave
 from workers.model.adapters.shape import AdapterShape
@@ -338,7 +338,7 @@ class Bench:
     def killed(self, tenants: Sequence[Tenant], server: psutil.Process, log: Path) -> None:
         before = [tenant.logprobs() for tenant in tenants]
         logged = log.stat().st_size
-        worker(server, "trainer").kill()
+        workers_of(server.pid, "trainer")[0].kill()
         after, took = at_once([tenant.logprobs for tenant in tenants])
         off = np.abs(np.concatenate(after) - np.concatenate(before))
         loss = max(abs(float(own.mean() / was.mean()) - 1) for own, was in zip(after, before, strict=True))
@@ -358,10 +358,6 @@ class Bench:
 
 def spread(found: Floats) -> dict[str, float]:
     return {"tokens": len(found)} | {f"p{at}": float(np.percentile(found, at)) for at in (50, 90, 99, 100)}
-
-
-def worker(server: psutil.Process, role: str) -> psutil.Process:
-    return next(child for child in server.children(recursive=True) if child.name() == f"weft-{role}")
 
 
 def run(args: argparse.Namespace) -> int:

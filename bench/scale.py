@@ -41,7 +41,7 @@ import psutil
 import tinker
 
 from bench.parts.data import batch
-from bench.parts.serving import claim, machine, make_key, percentile, serve
+from bench.parts.serving import claim, machine, make_key, percentile, serve, workers_of
 from bench.parts.toy import save_toy
 from bench.path import ADAM
 
@@ -123,7 +123,7 @@ class Service:
 
     def give(self, cores: Sequence[int]) -> None:
         """Each trainer one core, for itself."""
-        for trainer, core in zip(self.trainers(), cores, strict=False):
+        for trainer, core in zip(workers_of(self.pid, "trainer"), cores, strict=False):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, {core})
 
@@ -134,9 +134,6 @@ class Service:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the runs are not on {trainers} trainers: {self.stats()}")
             time.sleep(0.1)
-
-    def trainers(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process(self.pid).children(recursive=True) if child.name() == "weft-trainer"]
 
     def all_after(self, since: float) -> None:
         """Until every client has had a result."""
@@ -204,13 +201,13 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
         time.sleep(calm_s)
         usual_s = statistics.median(service.gaps(began, time.monotonic()))
         killed = time.monotonic()
-        service.trainers()[0].send_signal(signal.SIGKILL)
+        workers_of(service.pid, "trainer")[0].send_signal(signal.SIGKILL)
         service.all_after(killed)
         death_s = max(service.gaps(killed, time.monotonic()))
         service.shared(2)
         time.sleep(calm_s)
         told, before = time.monotonic(), service.stats()
-        service.trainers()[0].send_signal(signal.SIGTERM)
+        workers_of(service.pid, "trainer")[0].send_signal(signal.SIGTERM)
         service.all_after(told)
         service.shared(2)
         service.all_after(time.monotonic())

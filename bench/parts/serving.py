@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change
@@ -82,6 +83,11 @@ def as_workers_run() -> None:
     if wanted.items() - os.environ.items():
         os.environ.update(wanted)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def workers_of(server: int, role: str) -> list[psutil.Process]:
+    """Of one `weftd`, by its process."""
+    return [each for each in psutil.Process(server).children(recursive=True) if each.name() == f"weft-{role}"]
 
 
 def machine() -> dict[str, Any]:

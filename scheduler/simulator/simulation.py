@@ -126,10 +126,7 @@ class Simulation:
     def run(self, seconds: float, after_s: float = 0.0) -> Result:
         """What happens in `window_s` after `after_s`, or until every tenant's loop has ended."""
         for tenant in self.tenants.values():
-            if tenant.workload.begins_s:
-                self._at(tenant.workload.begins_s, partial(self._sample, tenant))
-            else:
-                self._sample(tenant)
+            self._at(tenant.workload.begins_s, partial(self._sample, tenant))
         self._play(after_s)
         self._trainers.done = Work()
         self._generators.counts = Counts()

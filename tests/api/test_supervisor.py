@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from api.server.workers.nursery import Nursery
@@ -328,7 +329,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def nursery_of(worker: int) -> int:
-    return int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return psutil.Process(worker).ppid()
 
 
 def test_all_are_forked_from_one_process_and_one_after_the_other_dies(new_nursery: New) -> None:

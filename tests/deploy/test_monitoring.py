@@ -21,7 +21,7 @@ import yaml
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.conftest import own_weftd as own_weftd
 from tests.e2e.data import supervised
-from tests.e2e.production import Production
+from tests.e2e.production import production_of
 from tests.servers import OwnRedis, PostgresServer, at_end, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,14 +121,12 @@ def prometheus(folder: Path, *ports: int) -> Iterator[Prometheus]:
 @pytest.fixture
 def replica(tmp_path: Path, postgres: PostgresServer, migrated_postgres: str) -> Iterator[int]:
     """The metrics port of one of several servers, which has no workers."""
-    name, redis, port = postgres.create(migrated_postgres), OwnRedis(), free_port()
-    made = Production(tmp_path, postgres.url(name), redis.url)
-    made.config.write_text(f"metrics_port = {port}\n" + made.config.read_text())
-    made.serve(1)
-    yield port
-    made.close()
+    redis, port = OwnRedis(), free_port()
+    with production_of(tmp_path, postgres, migrated_postgres, redis.url) as made:
+        made.config.write_text(f"metrics_port = {port}\n" + made.config.read_text())
+        made.serve(1)
+        yield port
     redis.stop()
-    postgres.drop(name)
 
 
 @pytest.mark.server

@@ -7,8 +7,8 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from api.cli import weftd
 from tests.forked import Forked
-from tests.servers import OwnStore
+from tests.servers import OwnStore, PostgresServer
 
 CONFIG = """
 database_url = "{database}"
@@ -134,6 +134,20 @@ class Production:
 
     def _data(self) -> str:
         return str(self.folder / (f"data-{next(self._numbers)}" if self._store else "data"))
+
+
+@contextmanager
+def production_of(
+    folder: Path, postgres: PostgresServer, template: str, redis: str, store: OwnStore | None = None
+) -> Iterator[Production]:
+    """On a database of its own."""
+    name = postgres.create(template)
+    made = Production(folder, postgres.url(name), redis, store)
+    try:
+        yield made
+    finally:
+        made.close()
+        postgres.drop(name)
 
 
 def stop(process: Forked, within_s: float = 40) -> int:

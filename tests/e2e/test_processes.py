@@ -15,7 +15,7 @@ import tinker
 
 from tests.e2e.conftest import BASE_MODEL, BIN, named
 from tests.e2e.data import prompt
-from tests.e2e.production import Production
+from tests.e2e.production import Production, production_of
 from tests.e2e.test_crashes import eventually, train
 from tests.servers import PostgresServer
 
@@ -55,11 +55,8 @@ def test_workers_share_what_is_imported_and_none_outlives_the_server(tmp_path: P
 def production(
     tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, redis_url: str
 ) -> Iterator[Production]:
-    name = postgres.create(migrated_postgres)
-    made = Production(tmp_path, postgres.url(name), redis_url)
-    yield made
-    made.close()
-    postgres.drop(name)
+    with production_of(tmp_path, postgres, migrated_postgres, redis_url) as made:
+        yield made
 
 
 def test_workers_of_replicas_become_their_programs(production: Production) -> None:

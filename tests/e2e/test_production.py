@@ -21,7 +21,7 @@ from tinker import types
 
 from tests.e2e.conftest import BASE_MODEL
 from tests.e2e.data import ADAM, prompt, supervised
-from tests.e2e.production import Production, stop
+from tests.e2e.production import Production, production_of, stop
 from tests.e2e.test_crashes import fingerprint
 from tests.servers import OwnRedis, OwnStore, PostgresServer
 
@@ -52,11 +52,8 @@ def own_store(tmp_path: Path) -> Iterator[OwnStore]:
 def production(
     tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, own_redis: OwnRedis, own_store: OwnStore
 ) -> Iterator[Production]:
-    name = postgres.create(migrated_postgres)
-    made = Production(tmp_path, postgres.url(name), own_redis.url, own_store)
-    yield made
-    made.close()
-    postgres.drop(name)
+    with production_of(tmp_path, postgres, migrated_postgres, own_redis.url, own_store) as made:
+        yield made
 
 
 def test_nothing_is_lost_or_billed_twice_whoever_is_killed(

@@ -14,7 +14,7 @@ import weft
 from weft.types import ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL
-from tests.e2e.production import Production
+from tests.e2e.production import Production, production_of
 from tests.servers import PostgresServer, redis_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,11 +40,8 @@ def redis_url() -> Iterator[str]:
 def production(
     tmp_path: Path, postgres: PostgresServer, migrated_postgres: str, redis_url: str
 ) -> Iterator[Production]:
-    name = postgres.create(migrated_postgres)
-    made = Production(tmp_path, postgres.url(name), redis_url)
-    yield made
-    made.close()
-    postgres.drop(name)
+    with production_of(tmp_path, postgres, migrated_postgres, redis_url) as made:
+        yield made
 
 
 def until(holds: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ import tinker
 
 from store import tracing
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
-from tests.e2e.production import Production
+from tests.e2e.production import production_of
 from tests.servers import OwnRedis, PostgresServer
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'weft-tuning-server[otel]'")
@@ -176,9 +176,7 @@ def test_one_trace_through_a_replica_the_leader_and_the_workers(
 ) -> None:
     """Asked of the replica that does not lead. Who accepts, who schedules and who computes are different processes."""
     traced(monkeypatch, receiver.url)
-    name = postgres.create(migrated_postgres)
-    production = Production(tmp_path, postgres.url(name), own_redis.url)
-    try:
+    with production_of(tmp_path, postgres, migrated_postgres, own_redis.url) as production:
         workers = {role: production.worker(role) for role in ("trainer", "generator")}
         replicas = production.serve(2)
         leader = production.leader(replicas)
@@ -199,9 +197,6 @@ def test_one_trace_through_a_replica_the_leader_and_the_workers(
         assert pids["train forward_backward"] == workers["trainer"].pid
         ids = {span.span_id for _, span in spans}
         assert all(span.parent_span_id in ids or span.parent_span_id.hex() == PARENT for _, span in spans)
-    finally:
-        production.close()
-        postgres.drop(name)
 
 
 def asked(url: str, key: str, run_id: str) -> None:

@@ -19,7 +19,7 @@ import tinker
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, assert_as_in_other_company, supervised
-from tests.e2e.production import Production, stop
+from tests.e2e.production import Production, production_of, stop
 from tests.e2e.test_crashes import fingerprint
 from tests.servers import OwnRedis, PostgresServer
 
@@ -122,12 +122,10 @@ def test_embedded_trainers_share_the_runs_and_may_leave_and_die(
 
 @pytest.fixture
 def production(tmp_path: Path, postgres: PostgresServer, migrated_postgres: str) -> Iterator[Production]:
-    redis, name = OwnRedis(), postgres.create(migrated_postgres)
-    made = Production(tmp_path, postgres.url(name), redis.url)
-    made.config.write_text(made.config.read_text().replace("[trainer]\nthreads = 1\n", f"[trainer]\n{TRAINER}"))
-    yield made
-    made.close()
-    postgres.drop(name)
+    redis = OwnRedis()
+    with production_of(tmp_path, postgres, migrated_postgres, redis.url) as made:
+        made.config.write_text(made.config.read_text().replace("[trainer]\nthreads = 1\n", f"[trainer]\n{TRAINER}"))
+        yield made
     redis.stop()
 
 

@@ -39,8 +39,8 @@ class Nursery:
         """It has much to import. Raises OSError."""
         if self._process is None or self._process.poll() is not None:
             self.close()
-            self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
+            door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
                 self._process = Popen(
                     [*self._command, "--link-fd", str(theirs.fileno())],
                     stdin=DEVNULL,
@@ -49,6 +49,12 @@ class Nursery:
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
+            except OSError:
+                door.close()
+                raise
+            finally:
+                theirs.close()
+            self._door = door
 
     async def fork(self, role: str, environment: Mapping[str, str], link: int, output: int) -> Forked:
         """A worker with these descriptors. Raises OSError."""
