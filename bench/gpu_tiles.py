@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 
 def trained() -> list[Choice]:
-    from workers.model.gpu import gate, launch  # Triton: only a GPU needs it
+    from workers.model.gpu import gate, launch, softmax  # Triton: only a GPU needs it
 
     def tiles(*of: tuple[int, int]) -> list[Any]:
         return [launch.Tile(*each) for each in of]
@@ -47,6 +47,8 @@ def trained() -> list[Choice]:
     return [
         Choice(gate, "FORWARD", "swiglu", tiles(*few)),
         Choice(gate, "BACKWARD", "swiglu_backward", tiles(*few)),
+        Choice(softmax, "FORWARD", "log_sum", tiles(*few)),
+        Choice(softmax, "BACKWARD", "log_sum_backward", tiles(*few)),
         Choice(launch, "OUTER_EXPERTS", "outer", tiles(*few)),
         Choice(launch, "OUTER", "outer", tiles((32, 4), (64, 4), (128, 4))),
         Choice(launch, "EXPAND", "expand", tiles(*few)),

@@ -8,7 +8,7 @@ are cut from the group's own start (LoraRows.slices), so a group's sums do not d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from torch.autograd.function import once_differentiable
 from workers.model import lora_products
 from workers.model.decoder import Decoder
 from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
-from workers.model.lora_products import products_of
+from workers.model.lora_products import LoraProducts, products_of
+
+if TYPE_CHECKING:
+    from workers.model.gpu.softmax import Logits
 
 
 def target_logprobs(
@@ -44,7 +47,7 @@ def target_logprobs(
     divisor_U = None if temperature_T is None else temperature_T.index_select(0, rows_U)
     head = _Head(decoder, selected, chunk, row_of_P, divisor_U)
     hidden_UD = hidden_TD.index_select(0, rows_U)
-    return cast(Tensor, _TargetLogprobs.apply(hidden_UD, trigger, targets_P, head))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _TargetLogprobs.apply(hidden_UD, trigger, targets_P.contiguous(), head))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class _Cut:
 
 
 class _Head:
-    """The unembedding of one call: how its rows are cut, the products of a cut; `divisor_U` divides the logits."""
+    """The unembedding of one call: how its rows are cut, and what each cut gives; `divisor_U` divides the logits."""
 
     def __init__(
         self, decoder: Decoder, rows: LoraRows, chunk: int, row_of_P: Tensor, divisor_U: Tensor | None
@@ -73,67 +76,74 @@ class _Head:
             _Cut(a, b, at[i], at[i + 1], row_of_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
         ]
 
-    def logits(self, hidden_RD: Tensor, cut: _Cut) -> tuple[Tensor, Tensor | None]:
-        """The logits of one cut, and x A^T of its adapters, which the backward needs."""
-        logits_RV, products = base_mm(hidden_RD, self.weight), products_of(cut.rows, self.site.a, self.weight)
-        u = add_adapters(logits_RV, hidden_RD, self.site, products) if products is not None else None
-        return self._divided(logits_RV, cut), u
+    def logprobs(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of the targets of a cut; and, on a device, the log of each row's sum, which the backward needs."""
+        if lora_products.on_device(self.weight):
+            return self._on_device(hidden_RD, cut, targets).logprobs()
+        return torch.log_softmax(self._logits(hidden_RD, cut)[0], dim=-1)[cut.row_of, targets], None
 
-    def backward(self, dlogits_RV: Tensor, hidden_RD: Tensor, u: Tensor | None, cut: _Cut) -> Tensor:
-        dlogits_RV = self._divided(dlogits_RV, cut)
+    def backward(
+        self, hidden_RD: Tensor, cut: _Cut, targets: Tensor, logprobs: Tensor, sums_R: Tensor | None, dlogprobs: Tensor
+    ) -> Tensor:
+        """The gradient of hidden; that of the adapters goes to their arenas."""
+        if sums_R is not None:
+            logits = self._on_device(hidden_RD, cut, targets)
+            u = logits.added.u_R if logits.added is not None else None
+            dlogits_RV = logits.backward(logprobs, sums_R, dlogprobs, self.weight.dtype)
+        else:
+            logits_RV, u = self._logits(hidden_RD, cut)
+            # d lp / d (divided logits) = onehot(target) - softmax, added up over the targets of a row
+            total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
+            dlogits_RV = torch.softmax(logits_RV, dim=-1).mul_(-total_R[:, None])
+            dlogits_RV.view(-1).index_add_(0, cut.row_of * dlogits_RV.shape[1] + targets, dlogprobs)
+            self._divide(dlogits_RV, cut)
         dhidden_RD = base_mm(dlogits_RV, self.weight, transposed=True)
-        products = products_of(cut.rows, self.site.a, self.weight)
+        products = self._products(cut)
         if products is not None and u is not None:
             adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, products)
         return dhidden_RD
 
-    def _divided(self, of_RV: Tensor, cut: _Cut) -> Tensor:
+    def _logits(self, hidden_RD: Tensor, cut: _Cut) -> tuple[Tensor, Tensor | None]:
+        """The logits of one cut, and x A^T of its adapters."""
+        logits_RV, products = base_mm(hidden_RD, self.weight), self._products(cut)
+        u = add_adapters(logits_RV, hidden_RD, self.site, products) if products is not None else None
+        return self._divide(logits_RV, cut), u
+
+    def _on_device(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor) -> Logits:
+        """The same, with what is added to base's logits, and divides them, still to come."""
+        from workers.model.gpu.softmax import Added, Logits  # Triton: only a GPU needs it
+
+        added = Added.of(cut.rows, self._products(cut), hidden_RD, self.site)
+        divisor_R = None if self.divisor_U is None else self.divisor_U[cut.a : cut.b]
+        return Logits(base_mm(hidden_RD, self.weight), added, divisor_R, targets, cut.row_of)
+
+    def _products(self, cut: _Cut) -> LoraProducts | None:
+        return products_of(cut.rows, self.site.a, self.weight)
+
+    def _divide(self, of_RV: Tensor, cut: _Cut) -> Tensor:
         """In place: the logits, and d lp / d logits, which has the same factor."""
         return of_RV if self.divisor_U is None else of_RV.div_(self.divisor_U[cut.a : cut.b, None])
-
-
-def _logprobs(logits_RV: Tensor, row_of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """And, on a device, the log of each row's sum, which the backward needs."""
-    if lora_products.on_device(logits_RV):
-        from workers.model.gpu.softmax import log_sums  # Triton: only a GPU needs it
-
-        sums_R = log_sums(logits_RV)
-        return logits_RV[row_of, targets] - sums_R[row_of], sums_R
-    return torch.log_softmax(logits_RV, dim=-1)[row_of, targets], None
-
-
-def _softmax_times(logits_RV: Tensor, log_sums_R: Tensor | None, factors_R: Tensor) -> Tensor:
-    """factors * softmax(logits); the logits are not needed any more."""
-    if log_sums_R is not None:
-        from workers.model.gpu.softmax import softmax_times_
-
-        return softmax_times_(logits_RV, log_sums_R, factors_R)
-    return torch.softmax(logits_RV, dim=-1).mul_(factors_R[:, None])
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_UD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
-        logprobs_P, ctx.log_sums = hidden_UD.new_empty(len(targets_P)), []
+        logprobs_P, ctx.sums = hidden_UD.new_empty(len(targets_P)), []
         for cut in head.cuts:
-            logits_RV, _ = head.logits(hidden_UD[cut.a : cut.b], cut)
-            logprobs_P[cut.p : cut.q], log_sums_R = _logprobs(logits_RV, cut.row_of, targets_P[cut.p : cut.q])
-            ctx.log_sums.append(log_sums_R)
-        ctx.save_for_backward(hidden_UD, targets_P)
+            hidden_RD, targets = hidden_UD[cut.a : cut.b], targets_P[cut.p : cut.q]
+            logprobs_P[cut.p : cut.q], sums_R = head.logprobs(hidden_RD, cut, targets)
+            ctx.sums.append(sums_R)
+        ctx.save_for_backward(hidden_UD, targets_P, logprobs_P)
         ctx.head = head
         return logprobs_P
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogprobs_P: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_UD, targets_P = ctx.saved_tensors
+        hidden_UD, targets_P, logprobs_P = ctx.saved_tensors
         dhidden_UD = torch.empty_like(hidden_UD)
-        for cut, log_sums_R in zip(ctx.head.cuts, ctx.log_sums, strict=True):
-            logits_RV, u = ctx.head.logits(hidden_UD[cut.a : cut.b], cut)
-            dlogprobs, targets = dlogprobs_P[cut.p : cut.q], targets_P[cut.p : cut.q]
-            # d lp / d (divided logits) = onehot(target) - softmax, added up over the targets of a row
-            total_R = dlogprobs.new_zeros(cut.b - cut.a).index_add_(0, cut.row_of, dlogprobs)
-            dlogits_RV = _softmax_times(logits_RV, log_sums_R, -total_R)
-            dlogits_RV.view(-1).index_add_(0, cut.row_of * dlogits_RV.shape[1] + targets, dlogprobs)
-            dhidden_UD[cut.a : cut.b] = ctx.head.backward(dlogits_RV, hidden_UD[cut.a : cut.b], u, cut)
+        for cut, sums_R in zip(ctx.head.cuts, ctx.sums, strict=True):
+            targets, logprobs, dlogprobs = (each[cut.p : cut.q] for each in (targets_P, logprobs_P, dlogprobs_P))
+            own = hidden_UD[cut.a : cut.b]
+            dhidden_UD[cut.a : cut.b] = ctx.head.backward(own, cut, targets, logprobs, sums_R, dlogprobs)
         return dhidden_UD, None, None, None

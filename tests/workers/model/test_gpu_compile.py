@@ -83,13 +83,19 @@ def fused(name, capability, rank_block, precision, dtype):
     fixed = {"ADAPTED": rank_block > 0, "PRECISION": precision}
     fixed |= {"BLOCK_M": EXPERT_ROWS, "BLOCK_R": rank_block or 16}
     fixed |= {"CHOICES": 8, "WEIGHTED": True, "NORMED": True, "HEADS": heads.HEADS, "BLOCK_D": 128}
-    wide = {"gather_sum": combine.WIDTH, "log_sum": softmax.WIDTH, "softmax_times": softmax.WIDTH}
-    fixed |= {"BLOCK_N": wide.get(name, tile.columns)}
-    types = POINTERS | dict.fromkeys(("inverse", "gate_b", "up_b", "down_a"), "*i64") | {"eps": "fp32"}
-    types |= dict.fromkeys(("weights", "dweights", "dv", "norm", "cos", "sin", "dx", "logits", "log_sums"), "*fp32")
-    types |= dict.fromkeys(("factors", "found"), "*fp32")
-    types |= dict.fromkeys(("gate_up", "h", "dh", "dgate_up", "y", "dout"), "*" + dtype)
-    types |= {"x": "*fp32", "out": "*" + ("fp32" if name == "gather_sum" else dtype)}
+    if name.startswith("log_sum"):
+        tile = (softmax.BACKWARD if "backward" in name else softmax.FORWARD).beside(rank_block)
+        fixed |= {"BLOCK_M": DENSE_ROWS, "SPLIT": softmax.SPLIT}
+    if name.startswith("at_targets"):
+        fixed |= {"BLOCK_R": softmax.TOGETHER, "BLOCK_P": softmax.TOGETHER}
+    fixed["DIVIDED"] = True
+    fixed |= {"BLOCK_N": combine.WIDTH if name == "gather_sum" else tile.columns}
+    types = POINTERS | dict.fromkeys(("inverse", "gate_b", "up_b", "down_a", "factors"), "*i64")
+    types |= dict.fromkeys(("targets", "row_of", "first", "group_of_row"), "*i64")
+    types |= dict.fromkeys(("weights", "dweights", "dv", "norm", "cos", "sin", "dx", "logits", "divisors"), "*fp32")
+    types |= dict.fromkeys(("found", "sums", "dsums", "logprobs", "dlogprobs"), "*fp32")
+    types |= dict.fromkeys(("gate_up", "h", "dh", "dgate_up", "y", "dout", "dlogits"), "*" + dtype)
+    types |= {"eps": "fp32", "x": "*fp32", "out": "*" + ("fp32" if name == "gather_sum" else dtype)}
     fixed = {argument: value for argument, value in fixed.items() if argument in names}
     return built(kernel, fixed, types | dict.fromkeys(fixed, "constexpr"), capability)
 
@@ -122,7 +128,9 @@ FORMS: list[tuple[Any, ...]] = [
     *((name, 90, block, "tf32", "bf16") for name in ("swiglu", "swiglu_backward") for block in (0, 16, 128)),
     *((name, 80, 32, "ieee", "fp32") for name in ("swiglu", "swiglu_backward")),
     *((name, gpu, 16, "", dtype) for name in ("turn", "turn_backward", "gather_sum") for gpu, dtype in GPUS),
-    *((name, gpu, 0, "", "fp32") for name in ("log_sum", "softmax_times") for gpu, _ in GPUS),
+    *((name, 90, block, "tf32", "bf16") for name in ("log_sum", "log_sum_backward") for block in (0, 16, 128)),
+    *((name, 80, 32, "ieee", "fp32") for name in ("log_sum", "log_sum_backward", "at_targets", "at_targets_backward")),
+    *((name, 90, 0, "", "bf16") for name in ("at_targets", "at_targets_backward")),
     *(("experts", gpu, 0, "", dtype) for gpu, dtype in GPUS),
 ]
 

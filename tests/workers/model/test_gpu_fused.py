@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.workers.model.gpu_kit import DEVICE
+from tests.workers.model.gpu_kit import (
+    CONFIG,
+    DEVICE,
+    HOST,
+    adapter,
+    assert_same_grads,
+    gradient,
+    mixed_rows,
+    random_decoder,
+    twice,
+)
 from tests.workers.model.models import ours, reference
 from tests.workers.model.test_memory import train
 from workers.model import lora_products
 from workers.model.config import RopeConfig
+from workers.model.gpu import softmax
 from workers.model.gpu.combine import combined
 from workers.model.gpu.heads import Heads
-from workers.model.gpu.softmax import log_sums, softmax_times_
+from workers.model.logprobs import target_logprobs
+from workers.model.lora_rows import LoraRows
 from workers.model.parts.rotary import Rotary, turn
 from workers.model.planning.check import kept_bytes, kept_on_device
 
@@ -70,15 +83,52 @@ def test_what_experts_give_is_put_together(dtype: torch.dtype, wide: int) -> Non
     assert combined(placed[0][:0], placed[1][:0], 3).shape == (0, wide)
 
 
-def test_softmax_over_more_than_a_block_has() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [False, True], ids=["plain", "tempered"])
+def test_logprobs_over_more_than_a_block_has(
+    dtype: torch.dtype, temperature: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary of several splits whose last block is not full, rows with several targets, the first and the last of
+    the vocabulary and one twice among them, adapters of three classes of ranks, one that has nothing here, and none."""
+    config = replace(CONFIG, vocab_size=601)
+    mixed = mixed_rows(config)
+    elsewhere = adapter(config, 8, 6, train_unembed=False)
+    offsets = [*mixed.offsets, mixed.offsets[-1] + 5]
+    on_device, on_host = twice(LoraRows(offsets, [*mixed.adapters, elsewhere], [*mixed.grads, gradient(elsewhere, 6)]))
+    rows = len(on_host)
     generator = torch.Generator().manual_seed(0)
-    logits, factors = 9 * torch.randn(3, 9000, generator=generator), torch.randn(3, generator=generator)
-    logits[1] -= 50
-    ours = logits.to(DEVICE)
-    found = log_sums(ours)
-    torch.testing.assert_close(found.cpu(), logits.logsumexp(1))
-    wanted = logits.softmax(1) * factors[:, None]
-    torch.testing.assert_close(softmax_times_(ours, found, factors.to(DEVICE)).cpu(), wanted)
+    hidden = 3 * torch.randn(rows, config.hidden_size, generator=generator)
+    targets = torch.randint(0, config.vocab_size, (rows, 3), generator=generator)
+    targets[:, 1] = torch.tensor([0, 600, 127, 128, 512])[torch.arange(rows) % 5]
+    targets[::7, 2] = targets[::7, 0]
+    chosen = torch.arange(3 * rows) % 4 != 3  # of some rows two, of some three
+    every = torch.arange(rows).repeat_interleave(3)[chosen]
+    divisor = torch.rand(rows, generator=generator) + 0.5 if temperature else None
+    grads = torch.randn(len(every), generator=generator)
+
+    def run(place: torch.device, of: LoraRows) -> tuple[Tensor, Tensor]:
+        own = hidden.to(place).requires_grad_()
+        found = target_logprobs(
+            random_decoder(config, place, dtype),
+            own,
+            every.to(place),
+            targets.flatten()[chosen].to(place),
+            of,
+            chunk=64,
+            temperature_T=None if divisor is None else divisor.to(place),
+        )
+        found.backward(grads.to(place))  # type: ignore[no-untyped-call]
+        assert own.grad is not None
+        return found.detach().cpu(), own.grad.cpu()
+
+    wanted = run(HOST, on_host)
+    monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
+    monkeypatch.setattr(softmax, "SPLIT", 256)
+    found = run(DEVICE, on_device)
+    close = 1e-4 if dtype == torch.float32 else 3e-2
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine - other).abs().max() < close * other.abs().max()
+    assert_same_grads(on_device.grads, on_host.grads, close)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="what is kept is counted in the host's memory")

@@ -108,7 +108,7 @@ class TritonProducts:
                     found.stride(1),
                     found.stride(0),
                     table.weights(name),
-                    *_where(table, blocks, self.segments),
+                    *where(table, blocks, self.segments),
                     wide,
                     part,
                     STACK=stack,
@@ -137,7 +137,7 @@ class TritonProducts:
                     u,
                     u.stride(0),
                     table.weights(name),
-                    *_where(table, blocks, self.segments),
+                    *where(table, blocks, self.segments),
                     wide,
                     part,
                     STACK=stack,
@@ -198,7 +198,8 @@ class TritonProducts:
         return {"STAGES": stages} | tile.fixed, -(-wide // tile.columns)
 
 
-def _where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | int, ...]:
+def where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | int, ...]:
+    """The arguments of a kernel from `ranks` to `num_groups`."""
     num_segments = segments.num_experts * segments.num_groups
     return (
         table.ranks_G,
