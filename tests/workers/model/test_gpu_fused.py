@@ -83,10 +83,13 @@ def test_what_experts_give_is_put_together(dtype: torch.dtype, wide: int) -> Non
     assert combined(placed[0][:0], placed[1][:0], 3).shape == (0, wide)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("temperature", [False, True], ids=["plain", "tempered"])
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "adapted"),
+    [(torch.float32, True, True), (torch.bfloat16, False, True), (torch.float32, False, False)],
+    ids=["tempered", "bfloat16", "base alone"],
+)
 def test_logprobs_over_more_than_a_block_has(
-    dtype: torch.dtype, temperature: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, temperature: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary of several splits whose last block is not full, rows with several targets, the first and the last of
     the vocabulary and one twice among them, adapters of three classes of ranks, one that has nothing here, and none."""
@@ -94,7 +97,8 @@ def test_logprobs_over_more_than_a_block_has(
     mixed = mixed_rows(config)
     elsewhere = adapter(config, 8, 6, train_unembed=False)
     offsets = [*mixed.offsets, mixed.offsets[-1] + 5]
-    on_device, on_host = twice(LoraRows(offsets, [*mixed.adapters, elsewhere], [*mixed.grads, gradient(elsewhere, 6)]))
+    adapters, grads = [*mixed.adapters, elsewhere], [*mixed.grads, gradient(elsewhere, 6)]
+    on_device, on_host = twice(LoraRows(offsets, adapters, grads) if adapted else LoraRows(offsets, [None] * 7))
     rows = len(on_host)
     generator = torch.Generator().manual_seed(0)
     hidden = 3 * torch.randn(rows, config.hidden_size, generator=generator)
@@ -104,7 +108,7 @@ def test_logprobs_over_more_than_a_block_has(
     chosen = torch.arange(3 * rows) % 4 != 3  # of some rows two, of some three
     every = torch.arange(rows).repeat_interleave(3)[chosen]
     divisor = torch.rand(rows, generator=generator) + 0.5 if temperature else None
-    grads = torch.randn(len(every), generator=generator)
+    dlogprobs = torch.randn(len(every), generator=generator)
 
     def run(place: torch.device, of: LoraRows) -> tuple[Tensor, Tensor]:
         own = hidden.to(place).requires_grad_()
@@ -117,7 +121,7 @@ def test_logprobs_over_more_than_a_block_has(
             chunk=64,
             temperature_T=None if divisor is None else divisor.to(place),
         )
-        found.backward(grads.to(place))  # type: ignore[no-untyped-call]
+        found.backward(dlogprobs.to(place))  # type: ignore[no-untyped-call]
         assert own.grad is not None
         return found.detach().cpu(), own.grad.cpu()
 
