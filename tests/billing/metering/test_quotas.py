@@ -27,12 +27,12 @@ def fill(session: Session) -> None:
     session.add_all([tables.Organisation(id=org, name=org, created_at=NOW) for org in ("a", "b")])
     session.flush()
     for org in ("a", "b", "b"):
-        active, other, fresh, old = _sessions(session, org, numbers)
+        active, *others = _sessions(session, org, numbers)
         for state in ("live", "live", "closed"):
             session.add(_run(f"r{next(numbers)}", org, active, state))
         for size_bytes, ended_at in ((20, None), (30, None), (400, NOW)):
             session.add(_span(f"p{next(numbers)}", org, size_bytes, ended_at))
-        for owner in (active, other, fresh, old):
+        for owner in (active, *others):
             session.add(_operation(f"o{next(numbers)}", org, f"{owner}:loss", next(numbers)))
         session.add(_operation(f"o{next(numbers)}", org, f"{active}:train:0", next(numbers), stores_bytes=7))
         for result_bytes in (40, 50, None):
@@ -45,8 +45,8 @@ def fill(session: Session) -> None:
 
 
 def _sessions(session: Session, org: str, numbers: Iterator[int]) -> list[str]:
-    """Two that are active, one whose losses are still kept, and one whose are not."""
-    ends = (None, None, NOW - LOSSES_LAST + HOUR, NOW - LOSSES_LAST - HOUR)
+    """Two that are active, one whose losses are still kept, and two whose are not."""
+    ends = (None, None, NOW - LOSSES_LAST + HOUR, NOW - LOSSES_LAST - HOUR, NOW - 2 * LOSSES_LAST)
     rows = [
         tables.Session(
             id=f"s{next(numbers)}", org_id=org, state="ended" if ended_at else "active", sdk_version="1", tags=[],

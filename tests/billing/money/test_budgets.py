@@ -68,6 +68,8 @@ def test_made_in_the_middle_it_knows_what_is_spent_and_held(till: Till) -> None:
     put(till, 10, "project", "p")
     put(till, 10, "key", "1")
     assert spent(till) == [(4, 3), (4, 3)]
+    with till.database.read() as session:
+        assert [state.left_nusd for state in states(session, "a", NOVEMBER)] == [3, 3]
     assert till.refused(4, KEY, NOVEMBER).available_nusd == 3
     till.end(running, train=3)
     assert spent(till) == [(7, 0), (7, 0)]
@@ -195,11 +197,12 @@ def test_only_what_is_of_the_organisation_gets_a_budget_and_by_its_own_name(till
         create_project(session, "b", "q")
         return [str(new_key(session, org_id)[0].id) for org_id in ("a", "b")]
 
-    mine, other = till.database.write_now(write)
-    names = ["a", "b", "p", "q", mine, other, f"0{mine}", "x", "", "9" * 18, "9" * 19, "\u0661"]
-    with till.database.read() as session:
-        found = {scope: [name for name in names if owns(session, "a", scope, name)] for scope in SCOPES}
-    assert found == {"org": ["a"], "project": ["p"], "key": [mine]}
+    keys = till.database.write_now(write)
+    names = ["a", "b", "p", "q", *keys, *(f"0{key}" for key in keys), "x", "", "9" * 18, "9" * 19, "\u0661"]
+    for org_id, project_id, key_id in zip("ab", "pq", keys, strict=True):
+        with till.database.read() as session:
+            found = {scope: [name for name in names if owns(session, org_id, scope, name)] for scope in SCOPES}
+        assert found == {"org": [org_id], "project": [project_id], "key": [key_id]}
 
 
 def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till: Till) -> None:
@@ -208,9 +211,10 @@ def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till
         *(("project", "p", "total"), ("org", "a", "total"), ("org", "a", "month")),
     ):
         put(till, 10, scope, scope_id, period)  # type: ignore[arg-type]
+    till.database.write_now(lambda session: set_budget(session, "b", "org", "b", "month", 10, now=NOVEMBER))
     with till.database.read() as session:
         found = [(of.budget.scope, of.budget.scope_id, of.budget.period) for of in states(session, "a", NOVEMBER)]
-        assert states(session, "b", NOVEMBER) == []
+        assert [of.budget.scope_id for of in states(session, "b", NOVEMBER)] == ["b"]
     assert found == [
         *(("org", "a", "month"), ("org", "a", "total"), ("project", "p", "total")),
         *(("project", "q", "month"), ("project", "q", "total"), ("key", "1", "total"), ("key", "2", "month")),
@@ -223,30 +227,44 @@ def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till
         (datetime(2026, 11, 1, tzinfo=UTC), DECEMBER),
         (DECEMBER, datetime(2027, 1, 1, tzinfo=UTC)),
         (datetime(2027, 1, 1, tzinfo=UTC), datetime(2027, 2, 1, tzinfo=UTC)),
+        (datetime(2027, 12, 1, tzinfo=UTC), datetime(2028, 1, 1, tzinfo=UTC)),
     ],
     ids=lambda at: f"{at:%Y-%m}",
 )
 def test_a_month_is_from_its_first_moment_to_before_the_next_one_s(till: Till, start: datetime, end: datetime) -> None:
     """Also where it is computed from what was accepted, by whomever: before it, in it, after it, ended and queued."""
     least = timedelta(microseconds=1)
-    for number, at in enumerate((start - least, start, end - least, end)):
-        till.end(till.accept(10**number, KEY, at), now=end, train=10**number)
-        till.accept(2 * 10**number, KEY, at)
-        till.accept(10**6, Payer("b", "p", 1), at)
-    for scope, scope_id in (("org", "a"), ("project", "p"), ("key", "1"), ("project", "q"), ("key", "2")):
-        budget = tables.Budget(id="x", org_id="a", scope=scope, scope_id=scope_id, period="month")
+    for number, at in enumerate((start - least, start, end - least, end, end + least)):
+        for payer, times in ((Payer("a", "p", 2), 1), (Payer("b", "q", 3), 3), (Payer("b", "o", 1), 5)):
+            till.end(till.accept(times * 10**number, payer, at), now=end, train=times * 10**number)
+            till.accept(2 * times * 10**number, payer, at)
+    wanted = {("a", "org", "a"): 1, ("a", "project", "p"): 1, ("a", "key", "2"): 1, ("b", "org", "b"): 8}
+    wanted |= {("b", "project", "q"): 3, ("b", "key", "3"): 3, ("b", "project", "o"): 5, ("b", "key", "1"): 5}
+    wanted |= {("a", "project", "q"): 0, ("a", "key", "1"): 0, ("a", "key", "3"): 0, ("b", "key", "2"): 0}
+    for (org_id, scope, scope_id), times in wanted.items():
+        budget = tables.Budget(id="x", org_id=org_id, scope=scope, scope_id=scope_id, period="month")
         with till.database.read() as session:
-            assert derived(session, budget, start) == ((110, 220) if scope_id in "ap1" else (0, 0))
+            assert derived(session, budget, start) == (110 * times, 220 * times)
             budget.period = "total"
-            assert derived(session, budget, start) == ((1111, 2222) if scope_id in "ap1" else (0, 0))
+            assert derived(session, budget, start) == (11111 * times, 22222 * times)
 
 
 def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_has_not_ended(till: Till) -> None:
-    """And has alerts of the present one alone."""
+    """And has alerts of the present one alone. Of a month that nobody works in it knows nothing: neither of one whose
+    work has ended, nor of one in which another organisation's has not, nor of one to come."""
+    old = datetime(2026, 9, 1, tzinfo=UTC)
     till.end(till.accept(9, at=NOVEMBER), now=NOVEMBER, train=9)
     late = till.accept(1, at=NOVEMBER)
+    till.end(till.accept(1, at=old), now=old, train=1)
+    for org_id, month in (("a", 7), ("b", 8)):
+        till.accept(1, Payer(org_id), old.replace(month=month))
     till.database.write_now(lambda session: set_budget(session, "a", "org", "a", "month", 10, now=DECEMBER))
+    till.database.write_now(lambda session: set_budget(session, "b", "org", "b", "month", 10, now=DECEMBER))
+    known = {period.start.month for period in till.rows(tables.BudgetPeriod)}
+    assert known == {7, 8, 11, 12}
+    assert len(till.rows(tables.BudgetPeriod)) == 5  # 7, 11 and 12 of one, 8 and 12 of the other
     assert (spent(till), spent(till, DECEMBER)) == ([(9, 1)], [(0, 0)])
+    assert spent(till, DECEMBER + timedelta(days=31)) == [(0, 0)]
     assert till.rows(tables.BudgetAlert) == []
     till.end(late, now=DECEMBER, train=1)
     assert (spent(till), spent(till, DECEMBER)) == ([(10, 0)], [(0, 0)])
@@ -255,23 +273,23 @@ def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_ha
 
 def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:
     """In their order, each once, whatever order they are asked for in; a change of the budget repeats none."""
-    till.end(till.accept(50, at=NOVEMBER), now=NOVEMBER, train=50)
+    till.end(till.accept(509, at=NOVEMBER), now=NOVEMBER, train=509)
 
     def write(session: Session) -> None:
         for pcts in ([51, 50, 20, 50], [51, 50, 20]):
-            set_budget(session, "a", "org", "a", "month", 100, alert_pcts=pcts, now=NOVEMBER)
+            set_budget(session, "a", "org", "a", "month", 1000, alert_pcts=pcts, now=NOVEMBER)
 
     till.database.write_now(write)
     with till.database.read() as session:
         (state,) = states(session, "a", NOVEMBER)
     assert (state.budget.alert_pcts, [alert.pct for alert in state.alerts]) == ([20, 50, 51], [20, 50])
-    assert (state.start, state.budget.hard, state.left_nusd) == (datetime(2026, 11, 1, tzinfo=UTC), True, 50)
+    assert (state.start, state.budget.hard, state.left_nusd) == (datetime(2026, 11, 1, tzinfo=UTC), True, 491)
 
 
 def test_with_a_budget_go_its_counts_and_alerts_and_nobody_else_s(till: Till) -> None:
     till.end(till.accept(10, KEY, NOVEMBER), now=NOVEMBER, train=10)
-    first, second = put(till, 10), put(till, 10, "key", "1")
-    assert till.database.write_now(lambda session: remove_budget(session, "a", first)) is True
+    first, gone, last = sorted((put(till, 10), put(till, 10, "key", "1"), put(till, 10, "project", "p")))
+    assert till.database.write_now(lambda session: remove_budget(session, "a", gone)) is True
     for table in (tables.BudgetPeriod, tables.BudgetAlert):
-        assert {row.budget_id for row in till.rows(table)} == {second}
-    assert [row.id for row in till.rows(tables.Budget)] == [second]
+        assert {row.budget_id for row in till.rows(table)} == {first, last}
+    assert {row.id for row in till.rows(tables.Budget)} == {first, last}
