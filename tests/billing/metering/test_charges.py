@@ -314,9 +314,11 @@ class TestRefunds:
 
 class TestGrants:
     def give(self, till: Till, amount: int, kind: str = "promo", days: int | None = None) -> str:
+        """Each is given later than those before it."""
         expires = START + timedelta(days=days) if days is not None else None
+        now = START + timedelta(seconds=len(till.rows(tables.CreditGrant)))
         grant = till.database.write_now(
-            lambda session: give(session, "a", amount, kind=kind, expires_at=expires, now=START)  # type: ignore[arg-type]
+            lambda session: give(session, "a", amount, kind=kind, expires_at=expires, now=now)  # type: ignore[arg-type]
         )
         return grant.id
 

@@ -129,6 +129,25 @@ def test_of_a_grant_that_has_expired_nothing_is_taken_that_is_held_or_owed(till:
     assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (5, 7)
 
 
+def test_the_smallest_amounts_move_as_others_do(till: Till) -> None:
+    """Held, released, charged beyond what was held, given and taken back at the very moment."""
+    end = datetime.now(UTC) + timedelta(days=1)
+    till.database.write_now(lambda session: give(session, "a", 1, expires_at=end))
+    till.database.write_now(lambda session: give(session, "a", 1))
+    till.mode("prepaid")
+    failed = till.accept(1)
+    free = till.accept(0)  # what is held is not spent yet
+    till.end(failed)
+    assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (2, 0)
+    assert expire(till.database, end - timedelta.resolution) == {"expired": 0}
+    assert expire(till.database, end) == {"expired": 1}
+    till.end(free, train=1)
+    assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (0, 0)
+    assert {grant.remaining_nusd for grant in till.rows(tables.CreditGrant)} == {0}
+    assert till.refused(0).available_nusd == 0
+    assert till.agrees()
+
+
 @pytest.mark.parametrize(
     ("period", "remedy"), [("month", "raise the budget, or wait for the next month"), ("total", "raise the budget")]
 )
