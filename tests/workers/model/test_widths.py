@@ -16,7 +16,8 @@ import pytest
 from workers.model.native import build
 build._FLAGS = (*(flag for flag in build._FLAGS if flag != "-march=native"), *sys.argv[1].split())
 assert build.library() is not None
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
+# How libraries are kept is no matter of flags.
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "not kept", *sys.argv[2:]]))
 """
 
 
