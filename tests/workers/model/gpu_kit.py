@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,44 +21,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def interpret_library() -> None:
-    """Make what Triton's language has in its own language (sum, max, ...) ready for the interpreter: whoever imported
-    Triton before the variable was set, transformers for one, got it ready for the compiler."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    for name, function in list(vars(tl.standard).items()):
-        if isinstance(function, JITFunction):
-            interpreted = InterpretedFunction(function.fn)
-            setattr(tl.standard, name, interpreted)
-            if hasattr(tl, name):
-                setattr(tl, name, interpreted)
-
-
-def multiply_bfloat16() -> None:
-    """Products of bfloat16 as a device makes them, exactly and summed in float32: the interpreter keeps these numbers
-    as integers and multiplies those."""
-    from triton.runtime import interpreter
-
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != interpreter.tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain(self, widened(a), widened(b), *rest)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-
-
 if not torch.cuda.is_available():
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton before 3.7 cannot read NumPy 2.4's arrays")
+    from tests.workers.model.interpreter import interpret_library, multiply_bfloat16, work_once
+
     interpret_library()
     multiply_bfloat16()
+    work_once()
 
 HOST = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

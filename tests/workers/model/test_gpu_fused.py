@@ -22,7 +22,7 @@ from tests.workers.model.gpu_kit import (
     twice,
 )
 from tests.workers.model.models import ours, reference
-from tests.workers.model.test_memory import train
+from tests.workers.model.test_memory import forward
 from workers.model import lora_products
 from workers.model.config import RopeConfig
 from workers.model.gpu import softmax
@@ -140,7 +140,7 @@ def test_logprobs_over_more_than_a_block_has(
 def test_the_estimate_is_near_what_a_device_keeps(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ours(reference(family), tmp_path)
     monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
-    kept = train(decoder, [120, 9])[2]
+    kept = forward(decoder, [120, 9]).kept_bytes
     estimate = 129 * decoder.config.num_layers * kept_on_device(decoder.config, 4)
     assert 0.5 < estimate / kept < 2
     assert estimate < 129 * decoder.config.num_layers * kept_bytes(decoder.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,21 @@ CPU = torch.device("cpu")
 WHERE, GPU = (CPU, torch.float32), (torch.device("cuda"), torch.float32)
 
 
-def train(decoder: Decoder, lengths: list[int]) -> tuple[Tensor, list[Tensor], int, list[tuple[int, list[int]]]]:
-    """Logprobs, gradients, the bytes autograd kept between forward and backward, and what on_route was told."""
+@dataclass(frozen=True)
+class Forward:
+    """What a decoder makes of `tokens`, the bytes that autograd keeps for the backward, and what on_route was told."""
+
+    tokens: Tensor
+    rows: LoraRows
+    hidden: Tensor
+    kept_bytes: int
+    told: list[tuple[int, list[int]]]
+
+
+def forward(decoder: Decoder, lengths: list[int]) -> Forward:
     tokens, positions = packed(lengths, 96, seed=1)
     adapters = [random_adapter(decoder, 4, seed=1), random_adapter(decoder, 3, seed=2, train_attn=False)]
-    grads = [Adapter.zeros(adapter.shape) for adapter in adapters]
-    rows = LoraRows([0, lengths[0], sum(lengths)], adapters, grads)
+    rows = LoraRows([0, lengths[0], sum(lengths)], adapters, [Adapter.zeros(adapter.shape) for adapter in adapters])
     weights = {weight.untyped_storage().data_ptr() for weight in [*decoder.parameters(), *(a.flat for a in adapters)]}
     kept: dict[int, int] = {}
     told: list[tuple[int, list[int]]] = []
@@ -41,10 +50,16 @@ def train(decoder: Decoder, lengths: list[int]) -> tuple[Tensor, list[Tensor], i
         hidden = decoder(
             tokens, positions, PackedAttend(lengths), rows, lambda at, experts: told.append((at, experts.tolist()))
         )
-    kept_by_layers = sum(kept.values())
-    logprobs = target_logprobs(decoder, hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % 96, rows)
+    return Forward(tokens, rows, hidden, sum(kept.values()), told)
+
+
+def train(decoder: Decoder, lengths: list[int]) -> tuple[Tensor, list[Tensor], int, list[tuple[int, list[int]]]]:
+    """Logprobs, gradients, the bytes autograd kept between forward and backward, and what on_route was told."""
+    done = forward(decoder, lengths)
+    tokens = done.tokens
+    logprobs = target_logprobs(decoder, done.hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % 96, done.rows)
     (logprobs * (tokens % 5 - 1.5)).sum().backward()
-    return logprobs.detach(), [grad.flat for grad in grads], kept_by_layers, told
+    return logprobs.detach(), [grad.flat for grad in done.rows.grads if grad], done.kept_bytes, done.told
 
 
 @pytest.mark.parametrize("family", ["moe", "moe-mixed", "qwen3", "llama-tied"])
@@ -75,7 +90,7 @@ def test_inputs_kept_on_the_host_change_no_bit(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("family", ["moe", "moe-wide", "qwen3"])
 def test_the_estimate_is_near_what_is_kept(family: str, tmp_path: Path) -> None:
     decoder = ours(reference(family), tmp_path)
-    kept = train(decoder, [120, 9])[2]
+    kept = forward(decoder, [120, 9]).kept_bytes
     estimate = 129 * decoder.config.num_layers * kept_bytes(decoder.config)
     assert 0.5 < estimate / kept < 2
 

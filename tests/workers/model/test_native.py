@@ -66,6 +66,8 @@ def of_experts(rows: LoraRows) -> dict[str, Tensor]:
     return products(rows, on, EXPERTS, WIDE_EXPERT, 2 * len(rows))
 
 
+#: To compile.
+LEAST = (build._HERE / "recur.c",)
 KINDS = pytest.mark.parametrize("kind", [dense, of_experts])
 
 
@@ -143,6 +145,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_TOGETHER", LEAST)
     build.library.cache_clear()
     try:
         assert isinstance(build.library(), ctypes.CDLL)
@@ -160,7 +163,7 @@ def test_what_was_kept_and_is_damaged_is_compiled_anew(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_TOGETHER", (build._HERE / "recur.c",))  # the least to compile
+    monkeypatch.setattr(build, "_TOGETHER", LEAST)
     build.library.cache_clear()
     try:
         build.library()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_forked
 
 HERE = Path(__file__).parent
 KERNELS = ("test_native.py", "test_gemm.py", "test_joined.py", "test_alone.py")
@@ -14,9 +14,11 @@ RUN = """
 import sys
 import pytest
 from workers.model.native import build
+assert not build.library.cache_info().currsize, "what it is forked from has compiled them already"
 build._FLAGS = (*(flag for flag in build._FLAGS if flag != "-march=native"), *sys.argv[1].split())
 assert build.library() is not None
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
+# How libraries are kept is no matter of flags.
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "not kept", *sys.argv[2:]]))
 """
 
 
@@ -29,8 +31,5 @@ def runs_here(flags: str) -> bool:
 def test_rows_keep_their_bits_on_any_processor(flags: str) -> None:
     if not runs_here(flags):
         pytest.skip(f"this processor does not run {flags}")
-    files = [str(HERE / name) for name in KERNELS]
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN, flags, *files], cwd=HERE.parents[2], capture_output=True, text=True, check=False
-    )
+    ended = run_forked("-c", RUN, flags, *(str(HERE / name) for name in KERNELS))
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
