@@ -8,7 +8,17 @@ import pytest
 from sqlalchemy.orm import Session
 
 from billing.money.accounts import OutOfMoney, Payer, check_left, period_start
-from billing.money.budgets import SCOPES, Period, Scope, derived, owns, remove_budget, set_budget, states
+from billing.money.budgets import (
+    SCOPES,
+    BudgetState,
+    Period,
+    Scope,
+    derived,
+    owns,
+    remove_budget,
+    set_budget,
+    states,
+)
 from billing.money.grants import expire, give
 from store import tables
 from store.people.keys import new_key
@@ -292,17 +302,21 @@ def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_ha
 
 def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:
     """In their order, each once, whatever order they are asked for in; a change of the budget repeats none."""
-    till.end(till.accept(509, at=NOVEMBER), now=NOVEMBER, train=509)
+    till.end(till.accept(510, at=NOVEMBER), now=NOVEMBER, train=510)
 
-    def write(session: Session) -> None:
-        for pcts in ([51, 50, 20, 50], [51, 50, 20]):
-            set_budget(session, "a", "org", "a", "month", 1000, alert_pcts=pcts, now=NOVEMBER)
+    def alerts(limit: int, pcts: list[int]) -> list[int]:
+        def write(session: Session) -> BudgetState:
+            set_budget(session, "a", "org", "a", "month", limit, alert_pcts=pcts, now=NOVEMBER)
+            (state,) = states(session, "a", NOVEMBER)
+            return state
 
-    till.database.write_now(write)
-    with till.database.read() as session:
-        (state,) = states(session, "a", NOVEMBER)
-    assert (state.budget.alert_pcts, [alert.pct for alert in state.alerts]) == ([20, 50, 51], [20, 50])
-    assert (state.start, state.budget.hard, state.left_nusd) == (datetime(2026, 11, 1, tzinfo=UTC), True, 491)
+        state = till.database.write_now(write)
+        assert (state.start, state.budget.hard) == (datetime(2026, 11, 1, tzinfo=UTC), True)
+        assert (state.budget.alert_pcts, state.left_nusd) == ([20, 50, 51], limit - 510)
+        return [alert.pct for alert in state.alerts]
+
+    assert alerts(1001, [51, 50, 20, 50]) == [20, 50]
+    assert alerts(1000, [51, 50, 20]) == [20, 50, 51]
 
 
 def test_with_a_budget_go_its_counts_and_alerts_and_nobody_else_s(till: Till) -> None:
