@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
@@ -17,6 +19,7 @@ from api.errors import Invalid
 from api.http.direct import Direct
 from api.http.headers import Ready
 from api.routes.computing import batches, training
+from api.routes.runs import sessions
 from api.routes.server import weft
 from api.server.app import DIRECT
 from tests.api.conftest import PROTOBUF, World
@@ -65,6 +68,7 @@ def _sent(world: World, options: dict[str, Any]) -> dict[str, Any]:
         {"json": {}, "headers": {"x-weft-priority": "first"}},
         {"method": "GET"},
         {"method": "DELETE"},
+        {"method": "PUT"},
     ],
 )
 def test_refusals_are_the_same(world: World, path: str, options: dict[str, Any]) -> None:
@@ -139,5 +143,10 @@ def test_a_request_is_seen_by_one_of_both(world: World) -> None:
 
 
 def test_a_route_that_is_no_post_to_a_fixed_path_is_refused() -> None:
-    with pytest.raises(TypeError, match="cannot be called directly"):
-        Direct(FastAPI(), [route for route in weft.router.routes if route.methods == {"GET"}][:1], {})  # type: ignore[attr-defined,misc]
+    routes = [route for router in (weft.router, sessions.router) for route in router.routes]
+    reads = next(route for route in routes if isinstance(route, APIRoute) and route.methods == {"GET"})
+    of_many = next(route for route in routes if isinstance(route, APIRoute) and route.path.endswith("/finish"))
+    assert of_many.methods == {"POST"}
+    for route in (reads, of_many):
+        with pytest.raises(TypeError, match=f"{re.escape(route.path)} cannot be called directly"):
+            Direct(FastAPI(), [route], {})

@@ -237,7 +237,7 @@ def test_only_what_is_of_the_organisation_gets_a_budget_and_by_its_own_name(till
 def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till: Till) -> None:
     for scope, scope_id, period in (
         *(("key", "2", "month"), ("project", "q", "total"), ("project", "q", "month"), ("key", "1", "total")),
-        *(("project", "p", "total"), ("org", "a", "total"), ("org", "a", "month")),
+        *(("project", "0", "total"), ("org", "a", "total"), ("org", "a", "month")),
     ):
         put(till, 10, scope, scope_id, period)  # type: ignore[arg-type]
     till.database.write_now(lambda session: set_budget(session, "b", "org", "b", "month", 10, now=NOVEMBER))
@@ -245,7 +245,7 @@ def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till
         found = [(of.budget.scope, of.budget.scope_id, of.budget.period) for of in states(session, "a", NOVEMBER)]
         assert [of.budget.scope_id for of in states(session, "b", NOVEMBER)] == ["b"]
     assert found == [
-        *(("org", "a", "month"), ("org", "a", "total"), ("project", "p", "total")),
+        *(("org", "a", "month"), ("org", "a", "total"), ("project", "0", "total")),
         *(("project", "q", "month"), ("project", "q", "total"), ("key", "1", "total"), ("key", "2", "month")),
     ]
 
