@@ -6,24 +6,34 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.orm import Session
 
-from scheduler.journal.ending.outcomes import RECENT_BYTES_PER_ORG, Answers, _Recent
+from scheduler.journal.ending.outcomes import (
+    RECENT_BYTES_PER_ORG,
+    Answers,
+    _Recent,
+    payload_of,
+    result_ref,
+    text_of,
+)
+from scheduler.journal.rows import SMALL_BYTES
 from scheduler.links.messages import Done
 from scheduler.order.operations import Gone, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
+from store import tables
 from store.blobs.folder import FolderBlobs
-from store.database.db import Transactions
+from store.database.db import Database, Transactions
 from tests.scheduler.journal.test_journal import Service, folder, go, sample  # noqa: F401
 
 
 def ended(id: str, org: str, size: int) -> Operation:
     op = Operation(id, org, "s", "l", 0, "sample", "m", 0, "", BODY_ONLY, datetime.now(UTC))
-    op.outcome = Outcome(bytes(size))
+    op.outcome = Outcome(b"x" * size)
     return op
 
 
@@ -87,6 +97,89 @@ class _CountedBytes(Counter[str]):
         for name in super().__iter__():
             self.looked += 1
             yield name
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "text"),
+    [
+        (b'{"a":1}', "application/json", '{"a":1}'),
+        (b" " * SMALL_BYTES, "application/json", " " * SMALL_BYTES),
+        (b" " * (SMALL_BYTES + 1), "application/json", None),
+        ("\u00fc".encode(), "application/json", None),
+        (b"\0\xff", "application/x-protobuf", "AP8="),
+        (b"{}", "application/a", "e30="),  # whether it sorts before JSON or behind
+        (bytes(SMALL_BYTES + 1), "application/x-protobuf", None),
+    ],
+    ids=["json", "largest", "too large", "not ascii", "binary", "sorts before", "large binary"],
+)
+def test_what_is_small_lies_in_a_row_and_is_read_as_it_was(payload: bytes, kind: str, text: str | None) -> None:
+    assert text_of(Outcome(payload, kind)) == text
+    assert text_of(Outcome(payload, kind, error="it has failed")) is None
+    if text is not None:
+        assert payload_of(text, kind) == payload
+
+
+def test_results_are_their_own_organisation_s_alone(database: Database, tmp_path: Path) -> None:
+    """Whatever sorts before and behind it: what is in memory is forgotten for it alone, and what is stored is given to
+    nobody else. Blobs of samples are deleted when they were fetched; others are needed by replays."""
+    blobs, now = FolderBlobs(tmp_path), datetime.now(UTC)
+    blobs.put("results/la/large", b"large")
+
+    def write(session: Session) -> None:
+        columns: dict[str, Any] = {"session_id": "s", "lane": "l", "kind": "sample", "base_model": "m", "tokens": 0}
+        columns |= {"body_ref": "", "body_sha256": "", "plan": {}, "accepted_at": now, "org_id": "m"}
+        stored: dict[str, dict[str, Any]] = {
+            "refused": {"state": "failed", "error": "why", "error_category": "user"},
+            "broken": {"state": "failed", "error": "why"},
+            "small": {"state": "done", "result": "{}", "result_type": "application/json"},
+            "binary": {"state": "done", "result": "AP8=", "result_type": "application/x-protobuf"},
+            "large": {"state": "done", "result_ref": "results/la/large", "result_type": "application/x-protobuf"},
+            "plain": {"state": "done", "result_ref": "results/la/large"},
+            "gone": {"state": "done", "result_ref": "results/no/thing"},
+            "given": {"state": "done"},
+            "queued": {"state": "queued"},
+        }
+        session.add(tables.Organisation(id="m", name="m", created_at=now))
+        session.flush()
+        for seq, (name, of) in enumerate(stored.items()):
+            session.add(tables.Operation(id=name, seq=seq, **columns, **of))
+
+    database.write_now(write)
+    kept = Answers(database, blobs)
+    names = ("refused", "broken", "small", "binary", "large", "plain", "gone", "given", "queued", "nothing")
+    for other in ("a", "z"):
+        assert [kept.stored(other, name) for name in names] == [None] * len(names)
+    assert [kept.stored("m", name) for name in names] == [
+        Outcome(error="why", category="user"),
+        Outcome(error="why", category="server"),
+        Outcome(b"{}"),
+        Outcome(b"\0\xff", "application/x-protobuf"),
+        Outcome(b"large", "application/x-protobuf"),
+        Outcome(b"large"),
+        *(Gone(), Gone(), None, None),
+    ]
+    ops = [ended(f"{org}{size}", org, size) for org in ("a", "m", "z") for size in (1, SMALL_BYTES + 1)]
+    trained = ended("trained", "m", SMALL_BYTES + 1)
+    trained.kind = "forward_backward"
+    for op in (*ops, trained):
+        kept.remember(op)
+    large = f"m{SMALL_BYTES + 1}"
+    assert kept.retrieved("m", [*(op.id for op in ops), trained.id, "nobody's"]) == [result_ref(large)]
+    assert [op.id for op in (*ops, trained) if kept.recent(op.id) is None] == ["m1", large, "trained"]
+
+
+def test_of_all_the_oldest_of_who_has_most_go_until_a_sixteenth_is_free() -> None:
+    """And an error counts as it is long."""
+    kept = _Recent(50, 1600, 1000)
+    for org, count in (("little", 3), ("much", 9), ("some", 4)):
+        for n in range(count):
+            op = ended(f"{org}{n}", org, 60)
+            op.outcome = Outcome(bytes(60), error="x" * 40)
+            kept.add(op)
+    assert (len(kept), dict(kept.bytes_of)) == (16, {"little": 300, "much": 900, "some": 400})
+    kept.add(ended("one more", "little", 1))
+    assert dict(kept.bytes_of) == {"little": 301, "much": 700, "some": 400}  # 1401: at most 1500 are left
+    assert [kept.get(f"much{n}") is None for n in range(3)] == [True, True, False]
 
 
 def test_what_does_not_fit_is_read_again(folder: Path) -> None:  # noqa: F811
