@@ -214,6 +214,16 @@ def test_alerts_are_recorded_once_at_each_percentage(till: Till) -> None:
     assert ([alert.pct for alert in state.alerts], state.left_nusd) == ([50, 80, 100], -195)
 
 
+def test_an_alert_comes_with_the_very_amount(till: Till) -> None:
+    def write(session: Session) -> None:
+        set_budget(session, "a", "org", "a", "month", 1000, alert_pcts=[51], now=NOVEMBER)
+
+    till.database.write_now(write)
+    for used, told in ((506, []), (3, []), (1, [510]), (1, [510])):
+        till.end(till.accept(used, at=NOVEMBER), now=NOVEMBER, train=used)
+        assert [row.spent_nusd for row in till.rows(tables.BudgetAlert)] == told
+
+
 def test_a_budget_below_what_is_spent_alerts_at_once(till: Till) -> None:
     till.end(till.accept(60, at=NOVEMBER), now=NOVEMBER, train=60)
     put(till, 100)
