@@ -5,7 +5,7 @@ target=$1 python=$2
 here=$(cd "$(dirname "$0")" && pwd)
 
 test -x "$target/bin/python" || "$python" -m venv "$target"
-# One that chooses among the files of an index in a third of the time of Python 3.11's (23.0).
+# A pip that chooses among the files of an index in a third of the time of the one that Python 3.11 brings (23.0).
 "$target/bin/python" -m pip install --quiet --disable-pip-version-check 'pip>=26'
 "$target/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt"
 # Wheels that come along and do not fit the CPU torch: torchvision breaks the import, triton has no CPU back end.

@@ -42,8 +42,8 @@ def multiply_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def check_no_overflow() -> None:
-    """Whether an integer overflows is computed for each sum and product, but looked at in debugging only."""
+def skip_overflows() -> None:
+    """Whether integers overflow is computed for each sum and product, and looked at in debugging alone."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
@@ -110,7 +110,7 @@ def keep_shapes() -> None:
 
 def work_once() -> None:
     """Kernels compute the same, bit for bit."""
-    check_no_overflow()
+    skip_overflows()
     patch_once()
     keep_dtypes()
     keep_shapes()
