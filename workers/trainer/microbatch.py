@@ -176,7 +176,7 @@ def _loss_inputs(part: Part) -> dict[str, Array]:
             fill[name] = float(batch.loss_fn_config.get(name, default))
     inputs = {name: np.concatenate([_flat(datum, name, fill.get(name, 0.0)) for datum in part.data]) for name in names}
     if batch.loss_fn == "gspo":
-        inputs["sequence"] = np.repeat(np.arange(len(part.data)), [len(datum.tokens) for datum in part.data])
+        inputs["lengths"] = np.array([len(datum.tokens) for datum in part.data])
     return inputs
 
 

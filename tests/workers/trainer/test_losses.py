@@ -203,7 +203,7 @@ def test_gspo_ratio_is_the_sequences_and_sequences_are_apart() -> None:
         "logprobs": torch.tensor([-1.1, -1.9, -1.0]),
         "advantages": torch.tensor([1.0, -1.0, 0.0]),
         "sequence_ratio_mask": torch.tensor([1.0, 1.0, 1.0]),
-        "sequence": torch.tensor([0, 1, 1]),
+        "lengths": torch.tensor([1, 2]),
     }
     loss, metrics = gspo(lp_P, inputs, {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})
     loss.backward()

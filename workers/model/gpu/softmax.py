@@ -82,12 +82,13 @@ class Logits(NamedTuple):
         """The gradient of base's logits, and so of what is added to them: [R, V], rounded once to `dtype`."""
         rows, wide = self.base_RV.shape
         dlogits_RV, dlogprobs_P = self.base_RV.new_empty(rows, wide, dtype=dtype), dlogprobs_P.contiguous()
-        dsums_R = -dlogprobs_P.new_zeros(rows).index_add_(0, self.row_of_P, dlogprobs_P)
+        first_R1 = torch.searchsorted(self.row_of_P, torch.arange(rows + 1, device=dlogprobs_P.device))
+        # In the order of a row's targets; `index_add` would take any.
+        dsums_R = -torch.segment_reduce(dlogprobs_P, "sum", offsets=first_R1, unsafe=True)
         for blocks, arguments, fixed in self._launches(BACKWARD):
             grid = blocks, triton.cdiv(wide, fixed["BLOCK_N"])
             fused_kernels.log_sum_backward[grid](*arguments, sums_R, dsums_R, dlogits_RV, **fixed)
         if len(dlogprobs_P):
-            first_R1 = torch.searchsorted(self.row_of_P, torch.arange(rows + 1, device=dlogprobs_P.device))
             fused_kernels.at_targets_backward[len(dlogprobs_P),](
                 logprobs_P, dlogprobs_P, self.row_of_P, self.targets_P, first_R1, dsums_R, self._divisors, dlogits_RV,
                 wide, DIVIDED=self.divisor_R is not None, BLOCK_P=TOGETHER, num_warps=1,

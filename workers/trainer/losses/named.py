@@ -83,14 +83,15 @@ def dro(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str,
 def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum min(s_t * A, clamp(s_t, low, high) * A), where s_t has the value of its sequence's ratio, the geometric
     mean of r over the positions that `sequence_ratio_mask` marks, and the gradient of its own lp (GSPO-token,
-    arXiv 2507.18071). `sequence` [P] numbers the sequences; absent, all positions are one."""
+    arXiv 2507.18071). `lengths` [S] are those of the sequences; absent, all positions are one."""
     advantages_P, inside_P, marked_P = inputs["advantages"], _pushed(inputs), inputs["sequence_ratio_mask"] != 0
     low, high = _bounds("gspo", inputs, config)
     log_ratio_P = torch.where(marked_P, lp_P.detach() - inputs["logprobs"], torch.zeros_like(lp_P.detach()))
-    sequence_P = inputs["sequence"] if "sequence" in inputs else torch.zeros_like(lp_P, dtype=torch.int64)
-    sums_S = lp_P.new_zeros(int(sequence_P.max()) + 1).index_add(0, sequence_P, log_ratio_P)
-    sizes_S = torch.zeros_like(sums_S).index_add(0, sequence_P, marked_P.to(sums_S.dtype))
-    mean_P = (sums_S / sizes_S.clamp(min=1))[sequence_P]
+    lengths_S = inputs["lengths"] if "lengths" in inputs else torch.tensor([len(lp_P)], device=lp_P.device)
+    # Of a sequence in its own order, on a GPU too, where `index_add` takes any.
+    sums_S = torch.segment_reduce(log_ratio_P, "sum", lengths=lengths_S)
+    sizes_S = torch.segment_reduce(marked_P.to(sums_S.dtype), "sum", lengths=lengths_S)
+    mean_P = (sums_S / sizes_S.clamp(min=1)).repeat_interleave(lengths_S, output_size=len(lp_P))
     # Outside the loss the value must not matter, even where exp would overflow.
     mean_P = torch.where(inside_P, mean_P, torch.zeros_like(mean_P))
     ratio_P = (mean_P + lp_P - lp_P.detach()).exp()
