@@ -37,7 +37,9 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--deselect", "tests/tenancy/test_routes.py::test_every_role_against_every_route"),
         *("tests/tenancy/test_limits.py::test_requests_per_minute_of_an_organisation", "tests/api/test_bodies.py"),
     ),
+    "api/http/auth.py": ("tests/api/test_auth.py", "tests/api/test_tokens.py", "tests/tenancy/test_keys.py"),
     "api/http/direct.py": ("tests/api/test_direct.py",),
+    "api/state/rates.py": ("tests/tenancy/test_limits.py",),
     "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),
     "api/who/credentials.py": ("tests/api/who/test_credentials.py",),
     "api/who/lookup.py": ("tests/api/who/test_lookup.py",),
@@ -55,6 +57,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "billing/metering/quotas.py": ("tests/billing/metering/test_quotas.py",),
     "billing/money/budgets.py": ("tests/billing/money/test_budgets.py",),
+    "billing/money/grants.py": ("tests/billing/money/test_budgets.py", "tests/billing/metering/test_charges.py"),
     "billing/money/ledger.py": ("tests/billing/money/test_ledger.py",),
     "billing/money/wallets.py": (
         *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),

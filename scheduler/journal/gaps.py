@@ -12,8 +12,11 @@ from collections.abc import Callable
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import Operation
 
-#: A parked operation waits at least so long for the next one of its run to arrive, and at most twice.
+#: A parked operation waits at least so long for the next one of its run to arrive, and at most twice. It is counted
+#: while nothing before the gap is at work, for what comes next may be made of its result.
 GAP_LASTS_S = 600.0
+#: In so many pieces: while this process stands still nothing can arrive, and however long that is, it is one of them.
+PIECES = 60
 
 
 class Gaps:
@@ -33,8 +36,7 @@ class Gaps:
     async def _watch(self, lane: RunLane) -> None:
         while parked := lane.parked:
             missing = lane.next_seq
-            await asyncio.sleep(GAP_LASTS_S)
-            if lane.next_seq != missing:
+            if not await self._lasts(lane):
                 continue
             for op in parked:
                 if lane.missing(op) is not None:
@@ -44,6 +46,15 @@ class Gaps:
                         f"{lane.run_id}, which has not arrived; it was not run and is not billed: send {missing}, and "
                         "this again under another number",
                     )
+
+    async def _lasts(self, lane: RunLane) -> bool:
+        """Whether nothing happens for so long that would end this gap, or could."""
+        missing = lane.next_seq
+        for _ in range(PIECES):
+            await asyncio.sleep(GAP_LASTS_S / PIECES)
+            if lane.next_seq != missing or lane.at_work:
+                return False
+        return True
 
     def stop(self) -> None:
         for task in self._watching.values():

@@ -110,6 +110,11 @@ class RunLane:
         return not self._pending and not self._parked
 
     @property
+    def at_work(self) -> bool:
+        """Whether something of it has been released, and is not answered."""
+        return bool(self._pending)
+
+    @property
     def parked(self) -> list[Operation]:
         """What waits for an operation before it to arrive."""
         return list(self._parked.values())

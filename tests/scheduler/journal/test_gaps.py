@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,45 @@ def test_who_comes_late_but_in_time_is_in_time(folder: Path, monkeypatch: pytest
             await service.journal.accept(train(1))  # another 0.3 s for 2
             await asyncio.sleep(0.2)
             assert isinstance(await service.journal.outcome("org", third, 0), Waiting)
+        await service.journal.stop(1)
+        service.database.close()
+
+    go(scenario())
+
+
+def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """2 may be made of 1's result, which the trainer has not given yet."""
+    monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            await service.journal.accept(train(1))
+            third = await service.journal.accept(train(3))
+            pass_ = await service.ask(link, PullPass(["m"]))
+            await asyncio.sleep(0.5)
+            assert isinstance(await service.journal.outcome("org", third, 0), Waiting)
+            await service.answer(link, pass_)
+            assert "waited 0 s for operation 2 of run" in ((await outcome(service, third)).error or "")
+        await service.journal.stop(1)
+        service.database.close()
+
+    go(scenario())
+
+
+def test_while_the_process_stands_still_nothing_has_waited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(gaps, "GAP_LASTS_S", 3.0)
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            second = await service.journal.accept(train(2))
+            await asyncio.sleep(0.1)
+            time.sleep(3.5)  # noqa: ASYNC251
+            await asyncio.sleep(0.1)
+            assert isinstance(await service.journal.outcome("org", second, 0), Waiting)
         await service.journal.stop(1)
         service.database.close()
 

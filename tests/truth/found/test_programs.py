@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.truth.programs import Bad, Batch, Create, ForwardBackward, SaveSampler, SaveState, Step
+from tests.truth.programs import Bad, Batch, Create, ForwardBackward, SaveSampler, SaveState, Step, TwoPass
 from tests.truth.schedules import Mishap, Schedule
 from tests.truth.search import Bench
 
@@ -62,3 +62,29 @@ def test_what_was_pending_before_a_restart_is_done_in_its_order(bench: Bench) ->
         ),
     )
     bench.compare(program, schedule)
+
+
+def test_what_is_made_of_a_result_may_come_as_long_after_the_others_as_that_takes(bench: Bench) -> None:
+    """The second pass of a loss follows the first's result, for which the trainer took an hour. What had been sent
+    behind both was given up meanwhile."""
+    program = (Create(run=0, session=1), TwoPass(run=0, batch=Batch(lengths=(23,), seed=43)))
+    mishap = Mishap(role="trainer", at=4, kind="is slow", times=3600)
+    bench.compare(program, Schedule(pass_tokens=100, patient=False, seed=427, mishaps=(mishap,)))
+
+
+def test_while_the_machine_stands_still_nothing_has_waited(bench: Bench) -> None:
+    """What had arrived before one that it follows was given up at once, when the machine went on after an hour."""
+    program = (
+        Create(run=0, session=2, seed=13),
+        Create(run=1, session=2, rank=2, seed=14, attn=False),
+        Create(run=2, session=2, seed=41, attn=False),
+        Bad(run=0, fault="optimizer"),
+    )
+    mishaps = (
+        Mishap(role="server", at=47, kind="dies after"),
+        Mishap("server", at=92, kind="stands still", times=3600),
+    )
+    bench.compare(
+        program,
+        Schedule(pass_tokens=100, patient=False, seed=475, jitter_s=0.3, duplicates=0.3, mishaps=mishaps),
+    )
