@@ -37,7 +37,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--deselect", "tests/tenancy/test_routes.py::test_every_role_against_every_route"),
         *("tests/tenancy/test_limits.py::test_requests_per_minute_of_an_organisation", "tests/api/test_bodies.py"),
     ),
-    "api/http/auth.py": ("tests/api/test_auth.py", "tests/api/test_tokens.py", "tests/tenancy/test_keys.py"),
+    "api/http/auth.py": (
+        *("tests/api/test_auth.py", "tests/api/test_tokens.py", "tests/tenancy/test_keys.py"),
+        *("tests/tenancy/test_ended.py", "tests/tenancy/test_audit.py"),
+    ),
     "api/http/direct.py": ("tests/api/test_direct.py",),
     "api/state/rates.py": ("tests/tenancy/test_limits.py",),
     "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),

@@ -15,7 +15,7 @@ from api.state.remembered import REMEMBERED_S
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
 from store.people import organisations
-from store.people.keys import find
+from store.people.keys import find, revoke
 from store.settings import Settings
 from store.tables import ApiKey
 from tests.api.conftest import World, open_world
@@ -137,6 +137,14 @@ def test_revoked_everywhere_within_five_seconds(
     other.close()
 
 
+def test_a_key_that_was_revoked_makes_no_other_in_the_seconds_for_which_it_is_remembered(any_world: World) -> None:
+    any_world.get("sessions")
+    any_world.database.write_now(lambda session: revoke(session, any_world.key))
+    any_world.get("sessions")
+    for path in ("weft/keys", "auth/token"):
+        any_world.post(path, {}, status=401)
+
+
 def test_last_used_to_the_minute(any_database: Database) -> None:
     from tests.keys import create_key
 
@@ -187,6 +195,7 @@ def test_a_suspended_organisation_is_refused_everything(any_world: World, status
     set_status(status)
     reply = any_world.call("GET", "sessions")
     assert (reply.status_code, reply.json()["code"]) == (403, f"organisation_{status}")
+    assert ("see its billing page" in reply.json()["detail"]) == (status == "suspended")
     any_world.get("sessions", key=any_world.other_key)
     set_status("past_due")
     any_world.get("sessions")

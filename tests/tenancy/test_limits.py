@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.state.rates import Charge, LocalRates
+from api.errors import RateLimited
+from api.state import rates as api_rates
+from api.state.rates import Buckets, Charge, LocalRates, check_in_flight, count_background, count_searches
+from api.who.principal import Principal, RateLimit
 from scheduler.journal.accepting.in_flight import LocalInFlight
 from scheduler.order.operations import SAMPLE, NewOperation
 from store.people import organisations
@@ -77,6 +81,50 @@ def test_over_any_time_the_rate_holds(limit: int, asked: list[tuple[int, float]]
         if taken(rates, charge(limit, cost)) is None:
             passed += cost
             assert passed <= limit + limit * clock.now / 60 + max(cost, limit) + 1e-6
+
+
+def test_buckets_that_are_full_again_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_rates, "MAX_BUCKETS", 2)
+    clock = Clock()
+    buckets = Buckets(clock)
+    assert buckets.empty
+    for id in ("at once", "used up"):
+        buckets.count(charge(60, 1 if id == "at once" else 60, id))
+    clock.now = 1.0
+    buckets.count(charge(60, 1, "new"))
+    assert {name.split(":")[1] for name in buckets._full_at} == {"used up", "new"}
+    assert not buckets.empty
+    assert buckets.wait_s(charge(60, 2, "used up")) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "a_minute", "what"),
+    [(count_background, 600, "background_per_minute"), (count_searches, 240, "searches_per_minute")],
+)
+def test_what_is_counted_apart(count: Any, a_minute: int, what: str) -> None:
+    clock = Clock()
+    app = SimpleNamespace(state=SimpleNamespace(service=SimpleNamespace(rates=LocalRates(clock))))
+    asked, who = SimpleNamespace(app=app), Principal("acme", 1)
+
+    async def ask() -> None:
+        for _ in range(a_minute):
+            await count(asked, who)
+            clock.now += 1e-6  # what the parts of a minute add up to is a little more than the minute
+        await count(asked, Principal("acme", 2))
+        with pytest.raises(RateLimited, match=f"{what} of {a_minute} .this request is 1."):
+            await count(asked, who)
+
+    asyncio.run(ask())
+
+
+def test_each_limit_of_what_is_in_flight_holds_also_when_it_was_lowered() -> None:
+    in_flight = LocalInFlight()
+    for seq in range(3):
+        in_flight.add(NewOperation("acme", "s", "sampler", seq, SAMPLE, MODEL, 0, key_id=1))
+    free, held = RateLimit("key", "1", None, None, None), RateLimit("organisation", "acme", None, None, 2)
+    with pytest.raises(RateLimited, match="3 samples and runs of this organisation") as refused:
+        check_in_flight([free, held], in_flight, NewOperation("acme", "s", "sampler", 3, SAMPLE, MODEL, 0, key_id=1))
+    assert refused.value.headers["retry-after"] == "1"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=40))

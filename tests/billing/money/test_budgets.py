@@ -139,6 +139,12 @@ def test_of_a_grant_that_has_expired_nothing_is_taken_that_is_held_or_owed(till:
     assert (till.wallet().balance_nusd, till.wallet().held_nusd) == (5, 7)
 
 
+@pytest.mark.parametrize("amount_nusd", [0, -1])
+def test_a_grant_takes_nothing_away(till: Till, amount_nusd: int) -> None:
+    with pytest.raises(ValueError, match="more than 0"):
+        till.database.write_now(lambda session: give(session, "a", amount_nusd))
+
+
 def test_the_smallest_amounts_move_as_others_do(till: Till) -> None:
     """Held, released, charged beyond what was held, given and taken back at the very moment."""
     end = datetime.now(UTC) + timedelta(days=1)
