@@ -17,7 +17,7 @@ from weft.wire.checks.provenance import target_span_problems
 
 from api.errors import Invalid, quote
 from scheduler.links.messages import stability_ref
-from store.blobs.contract import BadRef, Blobs
+from store.blobs.contract import BadRef, Blobs, is_lasting
 
 #: Sequences of one operation that are remembered, and characters of the name of one.
 MAX_NAMED, MAX_NAME = 4096, 72
@@ -82,7 +82,9 @@ def _read(index: int, sequence: str, session_id: str, blobs: Blobs) -> Floats:
             raise BadRef(sequence)
         data = blobs.get(ref)
         blobs.touch(ref)  # recordings are kept for a day after their last use
-    except (BadRef, OSError):
+    except (BadRef, OSError) as error:
+        if not is_lasting(error):  # it may be there: a refusal would spend the operation's number
+            raise
         raise Invalid(
             f"datum {index}: nothing is recorded of sequence {quote(sequence)} in this session: sample it with "
             "record_stability_info, train on it within a day, or send logprobs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import tarfile
 import tempfile
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,11 +40,8 @@ def make_archive(blobs: Blobs, ref: str) -> None:
     """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread. Raises
     FileNotFoundError when there are no weights, and Damaged when they are not as they were written."""
     target = archive_ref(ref)
-    try:
+    with suppress(FileNotFoundError, Damaged):  # made anew in its place: to delete it would take what another uploads
         blobs.check_folder(target)
-    except (FileNotFoundError, Damaged):
-        blobs.delete_tree(target)
-    else:
         blobs.touch(target)
         return
     try:

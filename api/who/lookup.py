@@ -99,15 +99,16 @@ def checkpoint_at(session: Session, who: Principal, path: CheckpointPath) -> tab
 
 
 def readable_checkpoint(
-    session: Session, who: Principal, path: CheckpointPath, access_token: str | None = None
+    session: Session, who: Principal, path: CheckpointPath, access_token: str | None = None, *, keep: bool = False
 ) -> tables.Checkpoint:
     """A checkpoint to load, copy or sample from: one that `who` sees, or the owner of the API key `access_token`, or
-    published by anybody."""
+    published by anybody. To `keep` it lets nobody delete it, and its files, before this transaction has named them."""
     with unrestricted(session):
         lender = _lender(session, access_token) if access_token is not None else who
         readable = (tables.Checkpoint.public, visible(who, tables.Checkpoint), visible(lender, tables.Checkpoint))
         query = select(tables.Checkpoint).filter_by(run_id=path.run_id, kind=path.kind, name=path.name)
-        row = session.scalars(query.where(or_(*readable))).one_or_none()
+        query = query.where(or_(*readable))
+        row = session.scalars(query.with_for_update(read=True) if keep else query).one_or_none()
     if row is None or expired(row):
         raise NotFound(f"no checkpoint {path}")
     return row

@@ -17,7 +17,7 @@ from scheduler.links.messages import Done
 from scheduler.links.redis_queue import BATCH, RedisQueue
 from scheduler.order.operations import Operation
 from scheduler.order.timings import Stretch
-from store.blobs.contract import Blobs
+from store.blobs.contract import Blobs, Damaged
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class SampleAnswers:
                 ended = await journal.end(op, done)
                 if ended and done.failure is None:
                     settled.path, settled.tokens = op.path, journal.corrected(op, done)
-        except FileNotFoundError:  # its result is gone: it is sampled again
+        except (FileNotFoundError, Damaged):  # its result is lost: it is sampled again
             settled.ref = ""
         except Exception:
             log.exception("the answer to %s could not be settled; another look is taken at it", answer.id)

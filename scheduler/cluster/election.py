@@ -55,7 +55,11 @@ class Leadership:
     async def _serve(self, term: Term) -> None:
         log.info("this replica leads")
         self.term = term
-        await term.begin()
+        try:
+            await term.begin()
+        except Exception:
+            await self._end(term)
+            raise
         await self._renew_until_over(term)
         log.warning("another replica leads")
         await self._end(term)

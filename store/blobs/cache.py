@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from store.blobs.contract import Damaged, check_folder
+from store.blobs.contract import SUMS_FILE, Damaged, check_folder, files_of
 
 #: Being filled, or being deleted.
 _UNFINISHED = ".unfinished"
@@ -30,16 +30,14 @@ class FolderCache:
     @contextmanager
     def reading(self, key: str, fetch: Callable[[Path], None]) -> Iterator[Path]:
         """The folder of that key, which `fetch` fills unless it is here, as it was written. Raises Damaged when it is
-        not even when it was just fetched, and what `fetch` raises."""
+        not even when it was fetched again, and what `fetch` raises."""
         path = self._root / key
         lock = self._lock(path)
         try:
-            if lock is not None and _damaged(path):
-                os.close(lock)
-                self._drop(path)
-                lock = None
             if lock is None:
                 lock = self._fetched(path, fetch)
+            if _damaged(path):
+                self._mend(path, fetch)
                 check_folder(path)
             os.utime(path)
             yield path
@@ -87,6 +85,17 @@ class FolderCache:
             if lock is not None:  # else another process has taken it away at once
                 self.evict()
                 return lock
+
+    def _mend(self, path: Path, fetch: Callable[[Path], None]) -> None:
+        """Fetch again what is damaged. Others may be reading the folder, so it stays, and its files are replaced."""
+        folder = self.new()
+        try:
+            fetch(folder)
+            for name in (*files_of(folder), SUMS_FILE):
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(folder / name, path / name)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, path: Path, folder: Path) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ import pyrage
 import pytest
 from safetensors.numpy import load, save_file
 
+from api.http.archives import make_archive
 from scheduler.journal.rows import plan_of
 from scheduler.order.plans import Save
 from store import tables
+from store.blobs.bucket import Bucket
+from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
+from store.blobs.objects import ObjectBlobs
 from tests.api.conftest import MODEL, World
+from tests.servers import OwnStore
 
 AGE_KEY = str(pyrage.x25519.Identity.generate().to_public())
 SSH_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
@@ -153,6 +159,29 @@ class TestArchive:
                 found.append(tar.extractfile("which").read())  # type: ignore[union-attr]
         assert found == [b"1", b"2"]
 
+    def test_who_asks_while_it_is_uploaded_takes_nothing_of_it(
+        self, object_store: OwnStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in object_store.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
+        bucket.check()
+        blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20)
+        with blobs.new_folder("weights/one") as folder:
+            (folder / "which").write_text("one")
+        put, asked = bucket.put, list[str]()
+
+        def another_asks_before_the_list(key: str, data: bytes | Path) -> None:
+            if key == "folders/archives/one" and not asked:
+                asked.append(key)
+                make_archive(blobs, "weights/one")
+            put(key, data)
+
+        monkeypatch.setattr(bucket, "put", another_asks_before_the_list)
+        make_archive(blobs, "weights/one")
+        assert asked
+        blobs.check_folder("archives/one")
+
     def test_not_for_others(self, world: World) -> None:
         path = world.checkpoint(world.run(), 1)
         world.post(f"{route(path)}/publish")
@@ -253,6 +282,15 @@ class TestCopying:
         assert folder.is_dir()
         world.call("DELETE", route(copied))
         assert not folder.exists()
+
+    def test_deleting_does_not_wait_for_a_disk(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        def away(_ref: str) -> None:
+            raise StoreAway("the server's object store does not answer (Unreachable)")
+
+        path = world.checkpoint(world.run(), 1)
+        monkeypatch.setattr(folders(world), "delete_tree", away)
+        assert world.call("DELETE", route(path)).status_code == 200
+        assert world.call("DELETE", route(path)).status_code == 404
 
     @pytest.mark.parametrize(
         ("changes", "status"),

@@ -11,6 +11,7 @@ from weft.wire import FuturesRetrieveResponse
 
 from scheduler.journal.ending.completions import CLIENT_STRIDE, LocalFeeds
 from scheduler.links.messages import Done, Failure
+from store.blobs.contract import StoreAway
 from tests.api.conftest import World
 from tests.api.test_sampling import sample, sampler
 
@@ -105,6 +106,17 @@ def test_results_that_were_fetched_are_dropped(world: World) -> None:
     poll(world, sampler_id, retrieved_request_ids=[request_id])
     assert not world.service.blobs.exists(ref)
     assert world.outcome(request_id).status_code == 410
+
+
+def test_results_that_cannot_be_dropped_now_disturb_no_poll(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_ref: str) -> None:
+        raise StoreAway("the server's object store does not answer (Unreachable)")
+
+    sampler_id = sampler(world, world.session())
+    request_id = submit(world, sampler_id)
+    world.finish(request_id, b"1" * 2000, sample=1)
+    monkeypatch.setattr(world.service.blobs, "delete", away)
+    assert poll(world, sampler_id, retrieved_request_ids=[request_id])["completions"] == [finished(request_id, 2000)]
 
 
 def test_after_a_restart_the_cursor_still_holds(world: World) -> None:

@@ -11,6 +11,7 @@ from weft.wire import PromptProvenanceSpan, SampledProvenanceSpan
 from weft.wire.binary.codec import ArrayDatum, decode_train_request, encode_train_request
 
 from scheduler.links.messages import stability_ref
+from store.blobs.contract import StoreAway
 from tests.api.conftest import World
 from tests.api.data import batch, datum
 
@@ -92,6 +93,20 @@ def test_recordings_of_another_session_are_not_there(world: World) -> None:
     record(world, world.session(), [-0.1, -0.2, -0.3, -0.4])
     reply = world.train(batch(world.run(), 1, [spanned(WHOLE)], loss_fn="stable_reinforce"))
     assert "nothing is recorded" in world.error(reply["request_id"])
+
+
+def test_while_recordings_cannot_be_read_the_number_is_not_spent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_ref: str, _sha256: str = "") -> bytes:
+        raise StoreAway("the server's object store does not answer (Unreachable)")
+
+    session = world.session()
+    run = world.run(session)
+    record(world, session, [-0.1, -0.2, -0.3, -0.4])
+    request = batch(run, 1, [spanned(WHOLE)], loss_fn="stable_reinforce")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.service.blobs, "get", away)
+        assert "object store does not answer" in world.train(request, status=503)["detail"]
+    assert world.operation(world.train(request)["request_id"]).state == "queued"
 
 
 def test_other_losses_may_carry_spans(world: World) -> None:

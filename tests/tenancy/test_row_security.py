@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,14 +12,19 @@ from sqlalchemy import create_engine, delete, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from api.paths import CheckpointPath
+from api.who.lookup import readable_checkpoint
+from api.who.principal import Principal
 from migrations.upgrade import migrate
+from scheduler.journal.ending.references import in_use
 from store import tables
 from store.database import audit, row_security
-from store.database.caller import Caller, acting_as, unrestricted
+from store.database.caller import SERVER, Caller, acting_as, enter, unrestricted
 from store.database.db import Database
 from store.database.row_security import SERVER_ONLY
 from store.people import organisations
 from store.people.keys import new_key
+from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
@@ -209,3 +215,41 @@ def test_every_table_has_its_policies(two: Database) -> None:
         for table in SERVER_ONLY:
             allowed = text("SELECT has_table_privilege(:table, 'SELECT')")
             assert not session.scalar(allowed, {"table": table}), table
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_who_deletes_what_another_copies_at_this_moment_leaves_the_files(two: Database, restricted: bool) -> None:
+    """Each on a replica of its own; the copy is not committed when the owner deletes."""
+
+    def checkpoint(id: str, org: str, run_id: str) -> tables.Checkpoint:
+        facts: dict[str, Any] = {"name": "one", "ref": "weights/c", "size_bytes": 1, "user_metadata": {}}
+        return tables.Checkpoint(id=id, org_id=org, run_id=run_id, kind="weights", public=True, created_at=NOW, **facts)
+
+    def write(session: Session) -> None:
+        for org in ("a", "b"):
+            session.add(session_row(org, NOW, f"s-{org}"))
+            session.flush()
+            session.add(run_row(org, NOW, f"run-{org}", f"s-{org}"))
+        session.flush()
+        session.add(checkpoint("c", "a", "run-a"))
+
+    two.write_now(write)
+    needed: list[bool] = []
+
+    def remove() -> None:
+        with Session(two._read_engine) as session:
+            session.delete(session.get_one(tables.Checkpoint, "c"))
+            needed.append(in_use(session, "weights/c"))
+            session.commit()
+
+    with acting_as(B if restricted else SERVER), Session(two._read_engine) as copying:
+        enter(copying)
+        readable_checkpoint(copying, Principal("b", None), CheckpointPath("run-a", "weights", "one"), keep=True)
+        copying.add(checkpoint("d", "b", "run-b"))
+        copying.flush()
+        removing = Thread(target=remove)
+        removing.start()
+        removing.join(0.3)
+        copying.commit()
+    removing.join()
+    assert needed == [True]

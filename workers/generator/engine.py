@@ -132,11 +132,12 @@ class Facts:
 @dataclass(frozen=True)
 class RequestError:
     """Why a request ended without a result. `elsewhere` says who may still serve it: an engine of another kind
-    ("request"; "weights" when the adapter is the reason), or any engine, because this one was lost ("again")."""
+    ("request"; "weights" when the adapter is the reason), any engine, because this one was lost ("again"), or this one
+    once its disk answers ("later")."""
 
     message: str
     category: ErrorCategory
-    elsewhere: Literal["", "request", "weights", "again"] = ""
+    elsewhere: Literal["", "request", "weights", "again", "later"] = ""
 
 
 @dataclass(frozen=True)

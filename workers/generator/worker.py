@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from scheduler.links.messages import Cancel, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork, facts_of
 from store import logs, tracing
@@ -69,7 +71,9 @@ class Generator:
         self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
         self._offered = 0  # free slots that the server was told of and has not filled yet
         self._draining = False
-        self._again: dict[str, Callable[[], None]] = {}  # work to retry after an error of the disk, by operation
+        # To try again after an error of the disk, by operation: samples to begin, and answers to give.
+        self._aside: dict[str, SampleOp] = {}
+        self._unrecorded: dict[str, Callable[[], None]] = {}
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
         self._streams = Streams(link, clock)
@@ -104,7 +108,7 @@ class Generator:
 
     def _receive(self) -> None:
         """Handle all messages of the server; wait for one when there is nothing else to do."""
-        message = self._link.recv(0 if self._pending else DISK_AGAIN_S if self._again else IDLE_POLL_S)
+        message = self._link.recv(0 if self._pending else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S)
         while message is not None:
             self._on(message)
             message = self._link.recv(0)
@@ -121,7 +125,9 @@ class Generator:
                 finished = self._engines[pending.op.base_model].cancel(message.op_id) if pending is not None else None
                 if finished is not None:
                     self._finish(finished)
-                elif pending is None and self._again.pop(message.op_id, None) is not None:
+                elif pending is None and message.op_id in self._to_try_again:
+                    self._aside.pop(message.op_id, None)
+                    self._unrecorded.pop(message.op_id, None)
                     self._link.send(failure(message.op_id, "cancelled while the disk did not answer", "user"))
             case PolicyMoved():
                 self._moved(message)
@@ -135,6 +141,9 @@ class Generator:
             if moved.adapter_ref:
                 self._follow(engine, inflight_name(moved.run_id), moved.adapter_ref)
             engine.run_moved(moved.run_id, moved.version)
+        for op_id, pending in self._pending.items():  # what is begun anew begins there
+            self._pending[op_id] = dataclasses.replace(pending, op=_after(pending.op, moved))
+        self._aside = {op_id: _after(op, moved) for op_id, op in self._aside.items()}
 
     def _follow(self, engine: Engine, name: str, ref: str) -> None:
         """Put the inflight samplers that the engine knows as `name` on the weights at `ref`."""
@@ -155,7 +164,7 @@ class Generator:
             if is_lasting(error):
                 self._link.send(failure(op.op_id, f"the request cannot be read: {type(error).__name__}"))
             else:
-                self._again[op.op_id] = partial(self._add, op)
+                self._aside[op.op_id] = op
             return
         if op.inflight:
             self._follow(engine, policy_name(op), op.adapter_ref)
@@ -177,6 +186,9 @@ class Generator:
         if pending is None:  # an id that came twice: the request has ended already
             return
         self._streams.close(finished.id)
+        if finished.error is not None and finished.error.elsewhere == "later":
+            self._aside[finished.id] = pending.op
+            return
         _tell(pending, finished)
         self._answer(pending, finished)
 
@@ -186,17 +198,31 @@ class Generator:
                 record_stability(pending.op, finished.sequences, self._blobs)
             except OSError:
                 log.exception("sample %s: its logprobs cannot be recorded; it is tried again", finished.id)
-                self._again[finished.id] = partial(self._answer, pending, finished)
+                self._unrecorded[finished.id] = partial(self._answer, pending, finished)
                 return
         self._link.send(answer(pending, finished))
 
+    @property
+    def _to_try_again(self) -> set[str]:
+        return self._aside.keys() | self._unrecorded.keys()
+
     def _try_again(self) -> None:
-        if not self._again or self._clock() - self._tried < DISK_AGAIN_S:
+        if not self._to_try_again or self._clock() - self._tried < DISK_AGAIN_S:
             return
         self._tried = self._clock()
-        works, self._again = self._again, {}
-        for work in works.values():
-            work()
+        answers, self._unrecorded = self._unrecorded, {}
+        samples, self._aside = self._aside, {}
+        for give in answers.values():
+            give()
+        for op in samples.values():
+            self._add(op)
+
+
+def _after(op: SampleOp, moved: PolicyMoved) -> SampleOp:
+    if op.run_id != moved.run_id:
+        return op
+    ref = moved.adapter_ref if op.inflight and moved.adapter_ref else op.adapter_ref
+    return replace(op, adapter_ref=ref, version=moved.version)
 
 
 def _tell(pending: PendingSample, finished: Finished) -> None:

@@ -138,7 +138,7 @@ def new_sampler(
         path = parse_path(body.model_path, "model_path")
         if path.kind != "sampler_weights":
             raise Invalid(f"model_path: {path} cannot be sampled; use save_weights_for_sampler and its path")
-        checkpoint = readable_checkpoint(session, who, path)
+        checkpoint = readable_checkpoint(session, who, path, keep=True)
         run = run_of(session, checkpoint)
         if base_model is not None and base_model != run.base_model:
             raise Invalid(f"base_model: those weights are of {run.base_model}, not of {quote(base_model)}")

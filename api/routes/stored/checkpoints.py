@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import partial
@@ -162,8 +162,9 @@ async def delete_checkpoint(
 
     free = await service.database.write(write)
     if free is not None:
-        for ref in (free, archive_ref(free)):
-            await service.threads.run(who.org_id, partial(service.blobs.delete_tree, ref))
+        with suppress(OSError):  # then the reaper finds them
+            for ref in (free, archive_ref(free)):
+                await service.threads.run(who.org_id, partial(service.blobs.delete_tree, ref))
     return StatusResponse(status="deleted")
 
 

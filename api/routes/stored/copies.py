@@ -62,7 +62,7 @@ async def copy_weights(
         if there is not None:
             return there
         need_money(session, who, owner)
-        original = readable_checkpoint(session, who, source, token)
+        original = readable_checkpoint(session, who, source, token, keep=True)
         need_room(session, who.org_id, service.settings.limits, "stored_bytes", original.size_bytes)
         copy = _copy(session, who, owner, number, original, body.ttl_seconds)
         path = str(CheckpointPath(copy.run_id, copy.kind, copy.name))

@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -111,10 +112,11 @@ class Acceptance:
             await self._write(Taking(row, rows, self._claims(new)))
         except BaseException as error:
             self.forget(op)
-            if op.body_ref and isinstance(error, OutOfMoney | QuotaReached):
-                await beside_the_loop(self._blobs, self._blobs.delete, op.body_ref)
             entry.durable.set_exception(error)
             entry.durable.exception()  # seen, even when nobody else waits for it
+            if op.body_ref and isinstance(error, OutOfMoney | QuotaReached):
+                with suppress(OSError):  # then the reaper finds it
+                    await beside_the_loop(self._blobs, self._blobs.delete, op.body_ref)
             raise
         entry.durable.set_result(None)
         return op

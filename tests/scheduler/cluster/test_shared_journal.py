@@ -16,7 +16,7 @@ import pytest
 import redis
 from msgspec.structs import replace
 from sqlalchemy import func, select
-from sqlalchemy.exc import NoResultFound
+from sqlalchemy.exc import NoResultFound, OperationalError
 from weft.wire import decode_sample_response
 
 from api.state.fetched import Fetched
@@ -33,7 +33,7 @@ from scheduler.journal.rows import pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
 from scheduler.links.contract import Answered, Item, QueueUnreachable
-from scheduler.links.large_results import pack
+from scheduler.links.large_results import INLINE_BYTES, pack
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import BATCH, RedisQueue
@@ -367,6 +367,25 @@ def test_a_small_answer_to_what_was_accepted_here_is_not_looked_up_and_is_correc
     play(scenario)
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_result_that_is_lost_or_damaged_on_its_way_is_sampled_again(
+    play: Play, blobs: FolderBlobs, gone: bool
+) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        answer = pack(Done(request_id, b"x" * 2 * INLINE_BYTES, {"sample": 4}), blobs)
+        (ref,) = blobs.listed("handoff/*")
+        blobs.delete(ref) if gone else blobs.path(ref).write_bytes(b"not what was written")
+        op = one.journal.opened(request_id)
+        assert await one.answers._settle(Answered(request_id, answer, 20, 1.0, ""), op) is not None, "it is forgotten"
+        await one.lead()
+        async with generator(one.broadcasts.url, blobs) as got:
+            assert (await two.result(request_id)).payload == b"tokens"
+        assert got == [request_id]
+
+    play(scenario)
+
+
 def test_a_leader_takes_answers_only_where_the_others_do_not_keep_up(url: str) -> None:
     queue = RedisQueue(url, "left to others")
 
@@ -397,6 +416,27 @@ def test_a_leader_takes_answers_only_where_the_others_do_not_keep_up(url: str) -
 
     asyncio.run(scenario())
     queue.close()
+
+
+def test_a_replica_that_could_not_begin_to_lead_does_not_lead(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, tried = Term.begin, list[Term]()
+
+    async def away(self: Term) -> None:
+        tried.append(self)
+        raise OperationalError("SELECT", {}, Exception("the connection is lost"))
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        monkeypatch.setattr(Term, "begin", away)
+        one.leadership.start()
+        await until(lambda: tried)
+        monkeypatch.setattr(Term, "begin", begin)
+        async with asyncio.timeout(1):  # until its lease is over
+            while one.leadership.term is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await until(lambda: one.leadership.term is not None)
+        assert one.leadership.term is not tried[0]
+
+    play(scenario)
 
 
 def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(

@@ -26,6 +26,7 @@ from scheduler.links.messages import Done, OpKind, RunSpec
 from scheduler.order.operations import INTERACTIVE, NewOperation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, Sample
 from store import tables
+from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom
 from store.database.db import Database
@@ -231,3 +232,29 @@ def test_what_was_stored_is_not_refused_for_what_it_holds_itself(
         row = session.get_one(tables.Operation, request_id)
     assert (row.seq, row.hold_nusd, blobs.get(row.body_ref)) == (1, 100, b"data")
     assert check(database) == []
+
+
+def test_a_disk_that_keeps_the_body_of_what_cannot_be_paid_for_hides_no_reason(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it leave a repeat waiting that came at the same moment."""
+    nano = {"version": "n", "effective_from": NOW.replace(year=2020), "models": {"*": dict.fromkeys(KINDS, 1000)}}
+    database.write_now(lambda session: set_up(session, 99))
+
+    def away(_blobs: FolderBlobs, _ref: str) -> None:
+        raise StoreAway("the server's object store does not answer (Unreachable)")
+
+    monkeypatch.setattr(FolderBlobs, "delete", away)
+
+    async def story() -> None:
+        prices = load_prices([nano | {"storage_uusd_per_gb_month": 1}])
+        journal = Journal(database, FolderBlobs(tmp_path / "blobs"), prices)
+        plan = Create(RunSpec("s:train:0", "m", 8, 32.0, 0, True, True, True), INTERACTIVE)
+        new = NewOperation("org", "s", "s:train:0", 0, OpKind.CREATE, "m", 0, b"{}", plan)
+        await journal.accept(new, run_row("org", NOW))
+        new = replace(new, seq=1, kind=OpKind.FORWARD_BACKWARD, tokens=100, body=b"data", plan=BODY_ONLY)
+        async with asyncio.timeout(10):
+            ends = await asyncio.gather(*(journal.accept(new) for _ in range(2)), return_exceptions=True)
+        assert [type(end) for end in ends] == [OutOfMoney, OutOfMoney]
+
+    asyncio.run(story())

@@ -67,6 +67,30 @@ def test_damage_is_fetched_again_and_what_comes_damaged_is_given_to_nobody(tmp_p
             pass
 
 
+def test_damage_is_fetched_again_while_somebody_still_reads_it(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 1 << 20)
+    with cache.reading("a", source("a")) as first:
+        (tmp_path / "a" / "x").write_bytes(b"b" * 1000)
+        assert read(cache, source, "a") == b"a" * 1000
+        assert (first / "x").is_file()
+    assert read(cache, source, "a") == b"a" * 1000
+    assert source.fetched == ["a", "a"]
+    assert list((tmp_path / ".unfinished").iterdir()) == []
+
+
+def test_what_was_damaged_on_its_way_is_fetched_once_more(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 1 << 20)
+
+    def once_wrong(folder: Path) -> None:
+        source("a")(folder)
+        if source.fetched == ["a"]:
+            (folder / "x").write_bytes(b"b" * 1000)
+
+    with cache.reading("a", once_wrong) as folder:
+        assert (folder / "x").read_bytes() == b"a" * 1000
+    assert source.fetched == ["a", "a"]
+
+
 def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path) -> None:
     cache = FolderCache(tmp_path, 1 << 20)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,21 @@ from weft.wire import SamplingParams as WireSamplingParams
 
 import workers.model.tiny
 from scheduler.links.configs import Basics, GeneratorConfig
-from scheduler.links.messages import Cancel, Done, Drain, Occupancy, PolicyMoved, PullSamples, SampleOp, SampleWork
+from scheduler.links.messages import (
+    Cancel,
+    Declined,
+    Done,
+    Drain,
+    Occupancy,
+    PolicyMoved,
+    PullSamples,
+    SampleOp,
+    SampleWork,
+)
 from scheduler.links.sockets import ServerLink
+from store.blobs.contract import StoreAway, Weights, reading
 from store.blobs.folder import FolderBlobs
+from workers.generator import adapters
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
 from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
@@ -286,6 +299,39 @@ def test_a_policy_that_moves_takes_inflight_samples_along(
     assert (first[0], second[0], first[1] + second[1]) == (1, 2, 30)
     assert 1 < first[1] < 29
     assert spans(done["s"]) == [(1, 30)]
+
+
+def test_weights_that_cannot_be_read_for_now_delay_a_sample_which_is_then_on_the_newest(
+    decoder: Decoder, blobs: FolderBlobs, policies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More often than it has lives; and its policy moves meanwhile."""
+    monkeypatch.setattr("workers.generator.worker.DISK_AGAIN_S", 0.0)
+    refusals = iter(range(5))
+    snapshot = msgspec.structs.replace(put_op(blobs, "s", adapter_ref=policies[0], max_tokens=30), run_id="mine")
+    link = ScriptedLink([[following(blobs, "f", policies[0], version=1), snapshot]], drain=False)
+    serving = generator(decoder, blobs, link)
+
+    def refused(folder: Weights) -> AbstractContextManager[Path]:
+        if (left := next(refusals, None)) is not None:
+            if left == 3:
+                link.inbox.append(PolicyMoved("mine", 2, policies[1]))
+            raise StoreAway("the server's object store does not answer (Unreachable)")
+        return reading(folder)
+
+    send = link.send
+
+    def drained_at_the_end(message: msgspec.Struct) -> None:
+        send(message)
+        if len(link.of(Done)) + len(link.of(Declined)) == 2:
+            serving.drain()
+
+    monkeypatch.setattr(adapters, "reading", refused)
+    monkeypatch.setattr(link, "send", drained_at_the_end)
+    serving.serve()
+    assert link.of(Declined) == []
+    done = {message.op_id: message for message in link.of(Done)}
+    assert (spans(done["f"]), spans(done["s"])) == ([(2, 30)], [(1, 30)])
+    assert next(refusals, None) is None
 
 
 def test_a_later_request_brings_newer_weights_of_its_run(

@@ -32,8 +32,7 @@ def failed(request_id: str, error: BaseException) -> Finished:
     if isinstance(error, NotFinite):
         return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))
     message = f"generation failed ({type(error).__name__}); the generator's log has the details"
-    # A disk that does not answer now may answer the next attempt.
-    return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "again"))
+    return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "later"))
 
 
 def refused(request_id: str, message: str) -> Finished:

@@ -14,7 +14,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from store.blobs.contract import Weights
+from store.blobs.contract import Weights, is_lasting
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Finished, RequestError
 from workers.generator.requests.refusals import refused
@@ -201,6 +201,9 @@ def _fault(request_id: str, error: Exception) -> Finished:
         case VllmRefused(status=status) if status < 500:
             log.warning("request %s: vLLM refuses it: %s", request_id, error)
             return refused(request_id, f"vLLM refuses the request: {error}")
+        case OSError() if not is_lasting(error):
+            log.warning("request %s waits for a disk: %s", request_id, error)
+            return _declined(request_id, FAILED, "later", "server")
     log.error("request %s failed", request_id, exc_info=error)
     return Finished(request_id, error=RequestError(FAILED, "server"))
 

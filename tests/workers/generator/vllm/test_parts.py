@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from store.blobs.contract import StoreAway
 from tests.workers.model.models import FAMILIES, SIZES
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import GenerateRequest, PolicySpan, SamplingParams
@@ -23,7 +24,7 @@ from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, no
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.process import not_on_cpu, quantised
 from workers.generator.vllm.server import VllmServer
-from workers.generator.vllm.serving import PrioritySemaphore
+from workers.generator.vllm.serving import PrioritySemaphore, _fault
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
 from workers.model.config import LatentConfig, RopeConfig, read_json
 from workers.model.families.read import read_config
@@ -163,6 +164,12 @@ def test_slots_go_to_the_higher_priority_first() -> None:
         return order
 
     assert asyncio.run(scenario()) == ["high", "a", "b", "low"]
+
+
+def test_a_request_whose_weights_cannot_be_read_for_now_is_made_later() -> None:
+    error = _fault("r", StoreAway("the server's object store does not answer (Unreachable)")).error
+    assert error is not None
+    assert (error.category, error.elsewhere) == ("server", "later")
 
 
 def test_labels_become_versions() -> None:
