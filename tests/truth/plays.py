@@ -179,9 +179,12 @@ def _excused(one: Found, other: Found) -> set[int]:
     """Places of operations whose client was told, with them or before, that something of their run was lost."""
     told: set[int] = set()  # runs and, as -1 - number, samplers
     excused: set[int] = set()
+    saves = [each.op for each in one.steps if isinstance(each.op, SaveSampler)]
+    followed = {op.sampler: op.run for op in saves if op.kind == "inflight"}
     for each in one.steps:
         op: Any = each.op
-        about = {getattr(op, "run", None), (getattr(op, "source", None) or (None,))[0]} - {None}
+        about = {getattr(op, "run", None), (getattr(op, "source", None) or (None,))[0]}
+        about = (about | {followed.get(getattr(op, "sampler", None))}) - {None}
         if getattr(op, "sampler", None) is not None:
             about.add(-1 - op.sampler)
         labels = [label for label in {*one.outcomes, *other.outcomes} if label.startswith(f"{each.place}.")]
