@@ -74,6 +74,7 @@ class HeldRuns:
         begun = [progress for progress in self.open.values() if progress.op.run_id == run_id]
         for progress in begun:
             progress.fail(why)
+            progress.abandon()  # a gradient may be spoilt, and the operation begins anew
             del self.open[progress.op.op_id]
         return not any(progress.parts for progress in begun)
 
