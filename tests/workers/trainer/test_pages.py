@@ -79,7 +79,7 @@ def test_what_a_killed_trainer_has_left_goes_with_the_next(tmp_path: Path, monke
     """Each that a tenant's loss had killed left its runs on the disk, until there was no room on it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    (tmp_path / "weft-pages-file").write_text("not ours")
+    (tmp_path / "weft-paged-file").write_text("not ours")
     command = [sys.executable, "-c", PAGES]
     pipe = subprocess.PIPE
     workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) for _ in range(2)]
@@ -97,4 +97,4 @@ def test_what_a_killed_trainer_has_left_goes_with_the_next(tmp_path: Path, monke
         for worker in workers:
             worker.kill()
             worker.communicate()
-    assert [path.name for path in tmp_path.iterdir()] == ["weft-pages-file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["weft-paged-file"]

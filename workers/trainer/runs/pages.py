@@ -25,8 +25,8 @@ from torch import Tensor
 _names = itertools.count()
 
 
-#: Names of temporary folders begin with it.
-_PREFIX = "weft-pages-"
+#: Names of temporary folders begin with it; those of versions that lock none begin with another.
+_PREFIX = "weft-paged-"
 
 
 class PageError(RuntimeError):
@@ -144,8 +144,8 @@ def temporary_pages() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix="weft-new-pages-"))  # until it is locked nobody may take it for left
-    folder = new.with_name(new.name.replace("weft-new-pages-", _PREFIX, 1))
+    new = Path(tempfile.mkdtemp(prefix="weft-new-paged-"))  # until it is locked nobody may take it for left
+    folder = new.with_name(new.name.replace("weft-new-paged-", _PREFIX, 1))
     with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, of which nobody takes it then
             stack.enter_context(_locked(new))
