@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -36,6 +35,7 @@ from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.trainer.runs.held import Send, Tell
+from workers.trainer.runs.pages import temporary_pages
 from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
@@ -141,8 +141,8 @@ def serve_all(
     from scheduler.links.train_link import TrainerLink  # with the client of Redis
 
     while not stop.is_set:
-        with tempfile.TemporaryDirectory(prefix="weft-pages-") as pages:
-            trainer = begin(Path(pages))
+        with temporary_pages() as pages:
+            trainer = begin(pages)
             with (
                 suppress(EOFError),
                 closing(TrainerLink(config.basics.redis_url, blobs, lambda: stop.is_set)) as link,

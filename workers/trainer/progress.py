@@ -63,7 +63,7 @@ class Progress:
         return self.run.gradient_of(self.op.op_id) if self.trains else None
 
     def abandon(self) -> None:
-        """The operation will never be complete; the run must be in memory."""
+        """The operation will never be complete."""
         self.run.give_up(self.op.op_id)
 
     def part_done(self) -> PartDone:

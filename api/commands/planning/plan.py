@@ -13,7 +13,7 @@ from api.commands.places import refuse
 @click.option(
     "--model", "paths", type=click.Path(path_type=Path), multiple=True, required=True, help="Folder (repeat)."
 )
-@click.option("--gpu-gib", type=click.FloatRange(min=0, min_open=True), help="Memory of each GPU (default: here).")
+@click.option("--gpu-gib", type=click.FloatRange(0, 1 << 20, min_open=True), help="Memory of each GPU (default: here).")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, help="GPUs that the trainer's base is spread over.")
 @click.option("--tenants", type=click.IntRange(min=1), default=16, help="Runs in training at the same time.")
 @click.option("--rank", type=click.IntRange(min=1), default=32, help="Of their adapters, on everything.")
@@ -41,7 +41,7 @@ def plan(
         if context is not None:
             generator = settings.generator.model_copy(update={"context_tokens": context})
             settings = settings.model_copy(update={"generator": generator})
-        cards = {path.name: config_card(path.name, path) for path in paths}
+        cards = {str(path): config_card(path.name, path) for path in paths}  # folders of one name are several
         size = int((gpu_gib or 0) * 2**30)
         devices = [Device(f"GPU of {gpu_gib:g} GiB", size, gpus)] if gpu_gib else devices_here(settings)
         for number, device in enumerate(devices):

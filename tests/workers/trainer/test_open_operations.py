@@ -166,6 +166,28 @@ def test_replays_save_how_far_they_are(bench: Bench) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("how", ["drained", "handed over"])
+def test_what_has_failed_half_way_fails_on_the_next_trainer_too(bench: Bench, how: str) -> None:
+    """Its first slice has a loss that overflows; the trainer leaves before the last one has come."""
+    bad = ce_data([9, 7, 8], 1)
+    bad[0].inputs["weights"][:] = 3e38
+    bench.ok(bench.create("a"), bench.fb("a", SECOND))
+    op = bench.fb("a", bad)
+    bench.go(sliced(op, 1)[0])
+    bench.snapshots.clear()
+    if how == "drained":
+        bench.trainer.drain(bench.snapshots.append)
+    else:
+        bench.go(hand_over=["a"])
+    (snapshot,) = bench.snapshots
+    bench.restart()
+    # The desk goes on behind what the snapshot holds of the operation.
+    rest = sliced(op, snapshot.part_stop) if snapshot.part_stop else [op]
+    failure = bench.go(restore(bench, snapshot), rest[-1])[op.op_id].failure
+    assert failure is not None
+    assert "datum 0" in failure.message or "data 0" in failure.message
+
+
 def test_runs_that_take_long_to_save_are_not_saved_most_of_the_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

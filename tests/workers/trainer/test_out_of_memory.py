@@ -321,6 +321,34 @@ def test_a_run_that_cannot_come_back_in_the_middle_of_an_operation_is_rebuilt(
     bench.ok(bench.optim("b"))
 
 
+@pytest.mark.parametrize("accumulated", [False, True], ids=["alone", "behind a gradient"])
+def test_what_was_spoilt_before_an_operation_waits_is_not_in_its_gradient(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, accumulated: bool
+) -> None:
+    """Its first slice runs out of memory in the backward, and before the next comes its run has made room and does not
+    find any. When there is memory again all of it is computed, from nothing."""
+    ample, short = make_bench(), make_bench()
+    for bench in (ample, short):
+        bench.ok(bench.create("a"))
+        if accumulated:
+            bench.ok(bench.fb("a", ce_data([5], 7)))
+        op = bench.fb("a", ce_data([12, 4], 1))
+        if bench is short:
+            with monkeypatch.context() as patch:
+                room, allocator = Room(patch, bench), Allocator(patch, 10)
+                first, second = sliced(op, 1)
+                assert bench.go(first) == {}
+                assert allocator.refused
+                bench.trainer.residency.squeeze()
+                room.runs = 0
+                assert bench.go(second) == {}
+                (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+                assert aside.kept
+        bench.ok(op)
+        bench.ok(bench.optim("a"))
+    assert_equal_worlds(short, ample, "a")
+
+
 def test_a_run_that_did_not_come_is_forgotten_like_any(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,20 @@ MAX_BYTES = 64 << 30
 
 #: Fields of PEFT's configuration that change what the factors mean, with the only value that Weft supports.
 _PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
-_EMPTY = ("modules_to_save", "layers_to_transform", "target_parameters")
+_EMPTY = (
+    "modules_to_save",
+    "layers_to_transform",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+)
+#: Initial values with which PEFT leaves the base as it is. With others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) it takes
+#: from the base what the adapter begins with, so the factors are not those of the base that is served.
+_PLAIN_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class CannotImport(ValueError):
@@ -92,6 +105,9 @@ def _fields(file: Path) -> dict[str, Any]:
     for name in _EMPTY:
         if fields.get(name):
             raise CannotImport(f"{file}: {name} is set, which cannot be imported")
+    if (begun := fields.get("init_lora_weights", True)) not in _PLAIN_BASE:
+        way_out = "have PEFT save it with path_initial_model_for_weight_conversion"
+        raise CannotImport(f"{file}: init_lora_weights is {begun!r}, which has changed the base: {way_out}")
     return fields
 
 

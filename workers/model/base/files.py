@@ -123,10 +123,18 @@ def at_folder(folder: Path) -> Iterator[str]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """What the files take that are there already."""
+    """What the files that are there already take of the memory: nothing on a disk, whose cache the kernel gives up."""
     with suppress(CannotShare, OSError):
-        return sum(path.stat().st_size for path in own_folder(folder).iterdir())
+        if _in_memory(folder):
+            return sum(path.stat().st_size for path in own_folder(folder).iterdir())
     return 0
+
+
+def _in_memory(folder: Path) -> bool:
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(mount[2] == number and mount[mount.index("-") + 1] in ("tmpfs", "ramfs") for mount in mounts)
 
 
 def _let_go(descriptor: int) -> None:

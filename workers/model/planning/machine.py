@@ -9,12 +9,15 @@ from pathlib import Path
 #: Where nothing is known (not Linux).
 UNKNOWN_BYTES = 1 << 62
 
+#: Of the container that this process is in.
+CGROUP = Path("/sys/fs/cgroup")
+
 
 def free_bytes() -> int:
     """Of the host's memory, what can be allocated now. In a container the cgroup's limit applies as well."""
     free = _available_bytes()
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return max(0, free if limit is None or used is None else min(free, limit - used))
+    return max(0, free if limit is None or used is None else min(free, limit - used + _cached_bytes()))
 
 
 def cuda_bytes() -> list[int]:
@@ -47,6 +50,16 @@ def _available_bytes() -> int:
 
 def _cgroup_bytes(name: str) -> int | None:
     try:
-        return int(Path("/sys/fs/cgroup", name).read_text())
+        return int((CGROUP / name).read_text())
     except (OSError, ValueError):
         return None
+
+
+def _cached_bytes() -> int:
+    """Of what a container uses, pages of files: the kernel gives them up for whoever allocates, and counts them as
+    available on a host, too. Reading a checkpoint fills all of a limit with them."""
+    try:
+        found = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return int(found["active_file"]) + int(found["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0

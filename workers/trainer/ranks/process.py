@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -35,6 +34,7 @@ from workers.trainer.process import StopFlag, serve_all
 from workers.trainer.ranks.group import FOR_EVER, Base, Group
 from workers.trainer.ranks.launch import handed
 from workers.trainer.ranks.leader import Leader, Member, Word, announce, follow
+from workers.trainer.runs.pages import temporary_pages
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
@@ -67,8 +67,8 @@ def main(door: str, parent: int) -> int:
 
         return Member(group, bases, where.device, make)
 
-    with tempfile.TemporaryDirectory(prefix="weft-pages-") as temporary:
-        pages = _pages(config, Path(temporary))
+    with temporary_pages() as temporary:
+        pages = _pages(config, temporary)
         if link is None:
             follow(group, lambda: begin(pages))
             return 0

@@ -74,6 +74,7 @@ class HeldRuns:
         begun = [progress for progress in self.open.values() if progress.op.run_id == run_id]
         for progress in begun:
             progress.fail(why)
+            progress.abandon()  # a gradient may be spoilt, and the operation begins anew
             del self.open[progress.op.op_id]
         return not any(progress.parts for progress in begun)
 
@@ -145,12 +146,19 @@ class HeldRuns:
         return self._is_changed(run) and (often or run.unsaved_tokens >= self._bounds.snapshot_every_tokens)
 
     def _is_changed(self, run: RunState) -> bool:
-        return run.unsaved or any(progress.parts for progress in self._begun(run.spec.run_id))
+        return run.unsaved or self._half_done(run) is not None
+
+    def _half_done(self, run: RunState) -> Progress | None:
+        """The run's open operation of which something is computed. One that has failed already is none: whoever went on
+        behind it would not know, so the next trainer begins it anew, and has it fail again."""
+        begun = self._begun(run.spec.run_id)
+        return next((progress for progress in begun if progress.parts and progress.failure is None), None)
 
     def snapshot(self, run: RunState, send: Tell) -> bool:
         """False when it could not be written, or there is no memory for the run: the older one still holds."""
         run_id = run.spec.run_id
-        part = next((progress.part_done() for progress in self._begun(run_id) if progress.parts), run.part)
+        progress = self._half_done(run)
+        part = progress.part_done() if progress is not None else run.part
         name = f"runs/{run_id}/state-{run.last_seq}" + (f".{part.stop}" if part is not None else "")
         began = time.monotonic()
         try:

@@ -117,6 +117,7 @@ class Residency:
         run.apart = {
             op_id: Adapter(run.kind.shape, flat, run.kind.scale)
             for op_id, flat in zip(run.paged_apart, apart, strict=True)
+            if op_id  # given up meanwhile
         }
         run.dirty = not paged
 

@@ -165,11 +165,13 @@ class RunState:
         self.has_grad = True
 
     def give_up(self, op_id: str) -> None:
-        """Drop the gradient of an operation that has failed or will never be complete. The run must be in memory."""
+        """Drop the gradient of an operation that has failed or will never be complete. The page of a run that is paged
+        out keeps what it has of it, without a name."""
         if self.gathers(op_id):
             self.dirty = True
             self.apart.pop(op_id, None)
             self.gathering = "" if op_id == self.gathering else self.gathering
+        self.paged_apart = tuple("" if kept == op_id else kept for kept in self.paged_apart)
 
     def due_grad(self, zeros: Tensor) -> Tensor:
         """The gradient for an optimizer step, of `zeros` if nothing is accumulated. Call `stepped` afterwards."""

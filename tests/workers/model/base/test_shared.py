@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from bench.memory import TINY, Host, Worker, forget_pages, make_model, pair, planned
 from tests.forked import Forked
 from tests.workers.model.models import packed, random_adapter, reference
-from workers.model.base.files import CannotShare, hold, leave_files, remove_unused
+from workers.model.base.files import CannotShare, hold, leave_files, own_folder, remove_unused, stored_bytes
 from workers.model.base.shared import base_decoder
 from workers.model.base.weights import ModelWeightsError, load_decoder
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
@@ -124,6 +125,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: 
     with pytest.raises(ModelWeightsError, match="missing"):
         base_decoder(tmp_path / "model", ModelDevice(CPU, torch.float32), folder)
     assert files(folder) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="says of Linux's mounts")
+def test_a_base_takes_memory_only_where_it_lies_in_it() -> None:
+    """On a disk the kernel counts it as available already: counted again, a plan gave away memory that is not there."""
+    for place, taken in (("/var/tmp", 0), ("/dev/shm", 1 << 30)):
+        with tempfile.TemporaryDirectory(dir=place) as own:
+            with (own_folder(Path(own)) / "base").open("wb") as file:
+                file.truncate(1 << 30)
+            assert stored_bytes(Path(own)) == taken
 
 
 def test_no_room_is_said_and_costs_a_copy(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

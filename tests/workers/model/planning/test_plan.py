@@ -237,6 +237,17 @@ def setting(shown: str, name: str) -> int:
     return int(next(line.split(" = ")[1] for line in shown.splitlines() if line.startswith(name)))
 
 
+def test_models_in_folders_of_one_name_are_planned_together(folder_of: Any, tmp_path: Path) -> None:
+    """Such as `main` of two owners: the plan was for the last one alone."""
+    paths = [tmp_path / owner / "main" for owner in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.symlink_to(folder_of("4B"))
+    one = weftd_plan(paths[0], "--gpu-gib", "80")
+    both = weftd_plan(paths[0], "--gpu-gib", "80", "--model", str(paths[1]))
+    assert setting(both, "trainer.resident_bytes") < setting(one, "trainer.resident_bytes")
+
+
 def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

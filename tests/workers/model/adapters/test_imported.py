@@ -1,0 +1,56 @@
+"""Adapters that PEFT trained in other ways than plain LoRA: imported as what they are, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.workers.model.adapters.test_peft_format import our_logprobs, their_logprobs
+from tests.workers.model.models import ours, reference
+from workers.model.adapters.adapter import load_adapter
+from workers.model.adapters.imported import CannotImport, read_adapter
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def trained(folder: Path, **how: Any) -> None:
+    """Of qwen3, as PEFT saves it; no factor is what it began with."""
+    model = get_peft_model(reference("qwen3"), LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, **how))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("begun", [True, False, "gaussian", "orthogonal"])
+def test_however_it_began_it_is_what_peft_says_if_the_base_is_as_it_was(tmp_path: Path, begun: bool | str) -> None:
+    decoder = ours(reference("qwen3"), tmp_path / "model")
+    trained(tmp_path / "theirs", init_lora_weights=begun)
+    (tmp_path / "ours").mkdir()
+    read_adapter(tmp_path / "theirs", decoder.config).write(tmp_path / "ours", "tiny")
+    adapter = load_adapter(tmp_path / "ours", decoder.config).adapter
+    theirs = PeftModel.from_pretrained(reference("qwen3"), tmp_path / "theirs").eval()
+    assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"alora_invocation_tokens": [5, 7]}, "alora_invocation_tokens is set"),
+    ],
+    ids=str,
+)
+def test_what_computes_something_else_in_peft_is_refused(tmp_path: Path, how: dict[str, Any], says: str) -> None:
+    """Its tensors look like any others': it was imported, and gave other numbers than in PEFT."""
+    decoder = ours(reference("qwen3"), tmp_path / "model")
+    trained(tmp_path / "theirs", **{"task_type": "CAUSAL_LM", **how})
+    with pytest.raises(CannotImport, match=says):
+        read_adapter(tmp_path / "theirs", decoder.config)
