@@ -52,9 +52,10 @@ class _Writer:
         return event(orjson.dumps({**answer, "choices": choices, **self._every, **more}))
 
     def opening(self) -> list[Json]:
-        if not self._form.chat:
+        if not self._form.chat and not self._form.ids:
             return []
-        choices = [self._choice(index, {"role": "assistant", "content": ""}) for index in range(len(self._texts))]
+        said = {"role": "assistant", "content": ""} if self._form.chat else ""
+        choices = [self._choice(index, said) for index in range(len(self._texts))]
         if self._form.ids:
             for choice in choices:
                 choice["prompt_token_ids"] = self._asked.prompt
