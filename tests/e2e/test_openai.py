@@ -80,6 +80,7 @@ def test_a_chat_is_the_sample_of_its_template(client: openai.OpenAI, service: we
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     whole = chat(client, n=2, max_completion_tokens=40, logprobs=True, extra_body=IDS)
     texts, tokens, logprobs, reasons, usage = ["", ""], [[], []], [[], []], [None, None], None
+    stale: list[Any] = [None, None]
     stream = chat(
         client,
         **{"n": 2, "max_completion_tokens": 40, "logprobs": True, "extra_body": IDS, "stream": True},
@@ -92,10 +93,12 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
             tokens[choice.index] += getattr(choice, "token_ids", None) or []
             logprobs[choice.index] += [e.logprob for e in choice.logprobs.content] if choice.logprobs else []
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            stale[choice.index] = getattr(choice, "weft", {}).get("stale", stale[choice.index])
     assert texts == [choice.message.content for choice in whole.choices]
     assert tokens == [choice.token_ids for choice in whole.choices]
     assert [len(row) for row in logprobs] == [len(row) for row in tokens]
     assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert stale == [choice.weft["stale"] for choice in whole.choices] == [False, False]
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
 

@@ -85,7 +85,10 @@ class _Writer:
                     delta = {"content": parsed.content or None, "tool_calls": calls}
                     found.append(self._choice(index, delta))
                     delta, reason = {}, "tool_calls"  # type: ignore[assignment]
-            found.append({**self._choice(index, delta), "finish_reason": reason})
+            ended = {**self._choice(index, delta), "finish_reason": reason}
+            if self._form.ids:  # whether it was stopped for its age is known at its end
+                ended["weft"] = {"policy_versions": [], "stale": sequence.stale}
+            found.append(ended)
         return found
 
     def _text(self, text: str) -> Any:
