@@ -80,6 +80,7 @@ def test_a_chat_is_the_sample_of_its_template(client: openai.OpenAI, service: we
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     whole = chat(client, n=2, max_completion_tokens=40, logprobs=True, extra_body=IDS)
     texts, tokens, logprobs, reasons, usage = ["", ""], [[], []], [[], []], [None, None], None
+    stale: list[Any] = [None, None]
     stream = chat(
         client,
         **{"n": 2, "max_completion_tokens": 40, "logprobs": True, "extra_body": IDS, "stream": True},
@@ -92,10 +93,12 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
             tokens[choice.index] += getattr(choice, "token_ids", None) or []
             logprobs[choice.index] += [e.logprob for e in choice.logprobs.content] if choice.logprobs else []
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            stale[choice.index] = getattr(choice, "weft", {}).get("stale", stale[choice.index])
     assert texts == [choice.message.content for choice in whole.choices]
     assert tokens == [choice.token_ids for choice in whole.choices]
     assert [len(row) for row in logprobs] == [len(row) for row in tokens]
     assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert stale == [choice.weft["stale"] for choice in whole.choices] == [False, False]
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
 
@@ -106,6 +109,14 @@ def test_with_usage_every_chunk_says_that_it_has_none_but_the_last(http: httpx.C
     chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
     assert [bool(chunk["usage"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1]["choices"] == []
+
+
+def test_a_streamed_completion_begins_with_the_ids_of_its_prompt(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": [5, 6, 7], "n": 2, "max_tokens": 2, "stream": True} | IDS
+    lines = http.post("/v1/completions", json=body).text.splitlines()
+    told = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert [choice.get("prompt_token_ids") for choice in told[:2]] == [[5, 6, 7]] * 2
+    assert [choice["index"] for choice in told[:2]] == [0, 1]
 
 
 def test_the_stream_ends_as_curl_expects(http: httpx.Client) -> None:
@@ -160,6 +171,16 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
         ({"max_tokens": 3}, openai.BadRequestError, "max_tokens, max_completion_tokens: they differ"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options: only with stream: true"),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: only with logprobs: true"),
+        (
+            {"stream": True, "extra_body": {"prompt_logprobs": 1}},
+            openai.BadRequestError,
+            "prompt_logprobs: only without stream: true",
+        ),
+        (
+            {"stream": True, "extra_body": {"return_routed_experts": True}},
+            openai.BadRequestError,
+            "return_routed_experts: only without stream: true",
+        ),
         ({"extra_body": {"chat_template_kwargs": 1}}, openai.BadRequestError, "chat_template_kwargs: "),
         ({"extra_body": {"add_generation_prompt": False}}, openai.BadRequestError, "add_generation_prompt"),
         ({"model": "nope"}, openai.NotFoundError, "nope"),

@@ -117,7 +117,7 @@ def logprobs_of(
         return {"content": [Fragment(dumps(entry)) for entry in entries], "refusal": None}
     words = [form.text.word(token) for token in tokens]
     offsets = np.cumsum([offset, *(len(word) for word in words)]).tolist()[:-1]
-    best = [Fragment(dumps({form.text.word(t): p for t, p in row[: form.top]})) for row in rows]
+    best = [Fragment(dumps(_by_word(form, row[: form.top]))) for row in rows]
     return {
         "tokens": words,
         "token_logprobs": logprobs,
@@ -127,8 +127,15 @@ def logprobs_of(
 
 
 def _entry(form: Form, token: int, logprob: float) -> Json:
-    word = form.text.word(token)
-    return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+    return {"token": form.text.word(token), "logprob": logprob, "bytes": list(form.text.bytes_of(token))}
+
+
+def _by_word(form: Form, row: list[tuple[int, float]]) -> dict[str, float]:
+    """Of tokens that read alike, as parts of characters do, the likeliest, which comes first."""
+    found: dict[str, float] = {}
+    for token, logprob in row:
+        found.setdefault(form.text.word(token), logprob)
+    return found
 
 
 def usage_of(prompt: Sequence[int], result: SampleResult) -> Json:

@@ -133,6 +133,9 @@ class Sampling(Door):
             if not self.stream:
                 raise Refused("stream_options: only with stream: true", "stream_options")
             self.stream_options.refuse_unknown("stream_options.")
+        for name in ("prompt_logprobs", "return_routed_experts"):  # no chunk has a place for them
+            if self.stream and getattr(self, name) not in (None, False):
+                raise Refused(f"{name}: only without stream: true", name, "unsupported_parameter")
 
     @property
     def include_usage(self) -> bool:

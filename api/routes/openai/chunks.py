@@ -52,9 +52,10 @@ class _Writer:
         return event(orjson.dumps({**answer, "choices": choices, **self._every, **more}))
 
     def opening(self) -> list[Json]:
-        if not self._form.chat:
+        if not self._form.chat and not self._form.ids:
             return []
-        choices = [self._choice(index, {"role": "assistant", "content": ""}) for index in range(len(self._texts))]
+        said = {"role": "assistant", "content": ""} if self._form.chat else ""
+        choices = [self._choice(index, said) for index in range(len(self._texts))]
         if self._form.ids:
             for choice in choices:
                 choice["prompt_token_ids"] = self._asked.prompt
@@ -84,7 +85,10 @@ class _Writer:
                     delta = {"content": parsed.content or None, "tool_calls": calls}
                     found.append(self._choice(index, delta))
                     delta, reason = {}, "tool_calls"  # type: ignore[assignment]
-            found.append({**self._choice(index, delta), "finish_reason": reason})
+            ended = {**self._choice(index, delta), "finish_reason": reason}
+            if self._form.ids:  # whether it was stopped for its age is known at its end
+                ended["weft"] = {"policy_versions": [], "stale": sequence.stale}
+            found.append(ended)
         return found
 
     def _text(self, text: str) -> Any:

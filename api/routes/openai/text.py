@@ -26,6 +26,14 @@ from api.state.threads import Threads
 PIECE = 1 << 16
 #: What OpenAI's API knows.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+#: A byte as tokenizers with a fallback to bytes spell it.
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+#: The signs that byte-level tokenizers have for bytes: what can be seen stands for itself, the rest follows from 256 on
+#: (GPT-2).
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_SEEN)))
+}
 #: What a template compares a role with, and words of it in quotes.
 _COMPARED, _QUOTED = re.compile(r"role\W{0,4}(?:==|!=|in\b)([^%}]*)"), re.compile(r"['\"](\w+)['\"]")
 
@@ -76,6 +84,17 @@ class ModelText:
         if token not in self._words:
             self._words[token] = self.decode([token], special=True)
         return self._words[token]
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token, which may be part of a character and no text by itself."""
+        word = self.word(token)
+        if "\ufffd" in word:
+            piece = self._tokenizer.id_to_token(token) or ""
+            if _BYTE.fullmatch(piece):
+                return bytes([int(piece[3:5], 16)])
+            if all(sign in _BYTES for sign in piece):
+                return bytes(_BYTES[sign] for sign in piece)
+        return word.encode()
 
     def render(
         self,

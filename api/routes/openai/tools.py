@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,23 +67,32 @@ def beginning(template: str) -> tuple[str, bool]:
 def parse_calls(text: str, template: str) -> Parsed:
     """Qwen's and Hermes' calls (JSON in tags) and Llama's (all is JSON). What cannot be read stays text."""
     if OPEN in template:
-        found = [(start, _call(said, "arguments")) for start, said in _tagged(text)]
-        if not found or any(call is None for _, call in found):
+        beside, said = _tagged(text)
+        calls = [_call(each, "arguments") for each in said]
+        if not calls or any(call is None for call in calls):
             return Parsed(text)
-        return Parsed(text[: found[0][0]].rstrip("\n"), tuple(call for _, call in found if call is not None))
+        return Parsed("\n".join(filter(None, beside)), tuple(call for call in calls if call is not None))
     if '"parameters"' in template:
         call = _call(text.strip(), "parameters")
         return Parsed("", (call,)) if call is not None else Parsed(text)
     return Parsed(text)
 
 
-def _tagged(text: str) -> Iterator[tuple[int, str]]:
-    """Where each call begins, and what its tags hold. The text is gone through once, whatever a model has written: a
-    pattern that may begin and end in many ways would keep the whole server waiting."""
-    end = 0
-    while (start := text.find(OPEN, end)) >= 0 and (closed := text.find(CLOSE, start + len(OPEN))) >= 0:
-        yield start, text[start + len(OPEN) : closed].strip()
+def _tagged(text: str) -> tuple[list[str], list[str]]:
+    """What stands beside the calls, and what their tags hold: nothing, where one was cut off. The text is gone through
+    once, whatever a model has written: a pattern that may begin and end in many ways would keep the whole server
+    waiting."""
+    beside, held, end = list[str](), list[str](), 0
+    while (start := text.find(OPEN, end)) >= 0:
+        closed = text.find(CLOSE, start + len(OPEN))
+        if closed < 0:
+            held.append("")
+            break
+        beside.append(text[end:start])
+        held.append(text[start + len(OPEN) : closed].strip())
         end = closed + len(CLOSE)
+    first, *others = [*beside, text[end:]]
+    return [first.rstrip("\n"), *(each.strip("\n") for each in others)], held
 
 
 def _call(text: str, arguments: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from weft.wire.binary.sample_codec import SampleResult, SequenceResult, TopkLogprobs
 
-from api.routes.openai.answers import Form, base85, routed_of, whole
+from api.routes.openai.answers import Form, base85, logprobs_of, routed_of, whole
 from api.routes.openai.text import ModelText
 from workers.model.tiny import TINY_PATH
 
@@ -39,6 +39,23 @@ def test_an_answer_takes_the_memory_that_its_limit_counts_on() -> None:
     assert [len(entry["top_logprobs"]) for entry in entries] == [TOP] * TOKENS
     told = [[cell["logprob"] for cell in entry["top_logprobs"]] for entry in entries]
     np.testing.assert_array_equal(np.float32(told), sequence.topk.logprobs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("words", ["日本 😀", "naïve", "\ufffd", "plain<|im_end|>"])
+def test_bytes_of_tokens_are_those_of_their_text(words: str) -> None:
+    """A character may have several tokens, none of which is text by itself: clients put their bytes together."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=True, logprobs=True)
+    tokens = form.text.encode(words)
+    entries = orjson.loads(orjson.dumps(logprobs_of(form, tokens, [-1.0] * len(tokens), [])))["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == words
+
+
+def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
+    """Parts of characters all read as U+FFFD, and a completion names the likeliest tokens by what they read as."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, top=2)
+    part, other = form.text.encode("😀")[:2]
+    told = logprobs_of(form, [part], [-0.5], [[(part, -0.5), (other, -9.0)]])
+    assert orjson.loads(orjson.dumps(told))["top_logprobs"] == [{"\ufffd": -0.5}]
 
 
 @pytest.mark.parametrize("raw", [b"", b"\0\0\0\0", b"\xff" * 8, bytes(range(256))])

@@ -161,6 +161,10 @@ def test_a_template_is_the_models_own(tmp_path: Path) -> None:
         ModelText(tmp_path, CONTEXT).render(CHATS[0], TOOLS)
 
 
+#: The second call was cut off by `max_tokens`.
+CUT = '<tool_call>{"name": "f"}</tool_call><tool_call>{"na'
+
+
 @pytest.mark.parametrize(
     ("said", "content", "calls"),
     [
@@ -172,6 +176,10 @@ def test_a_template_is_the_models_own(tmp_path: Path) -> None:
         ),
         ("<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>", []),
         ('<tool_call>\n{"name": "add"', '<tool_call>\n{"name": "add"', []),
+        (CUT, CUT, []),
+        ('<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
+        ('S:\n<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\nE', "S:\nE",
+         [("f", "{}"), ("g", "{}")]),
         ("plain", "plain", []),
     ],
 )  # fmt: skip

@@ -130,6 +130,8 @@ def test_tool_calls_and_thoughts_are_read() -> None:
     assert (parsed.content, parsed.reasoning_content) == ("Look:", "hm")
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("add", {"a": 1})]
     assert renderer.parse_response(tokenizer().encode(broken)).tool_calls[0].arguments is None
+    deep = '<tool_call>{"name": "add", "arguments": ' + "[" * 100_000 + "}</tool_call>"
+    assert renderer.parse_response(tokenizer().encode(deep)).tool_calls[0].arguments is None
 
 
 def test_a_tool_loop() -> None:

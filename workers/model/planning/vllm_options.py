@@ -10,6 +10,7 @@ what Weft promises.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,7 +81,9 @@ OPTIONS: dict[str, Option] = {
         "more than 0 and less than 1", lambda value: isinstance(value, float) and 0 < value < 1
     ),
     "speculative_config": Option(f"a table with method ({' or '.join(GUESSERS)}) and num_speculative_tokens", _guesses),
-    "kv_offloading_size": Option("GiB of the host's memory", lambda value: type(value) in (int, float) and value > 0),
+    "kv_offloading_size": Option(
+        "GiB of the host's memory", lambda value: type(value) in (int, float) and 0 < value < math.inf
+    ),
     "kv_transfer_config": Option(
         f'a table with kv_connector ({" or ".join(CONNECTORS)}), kv_role = "kv_both" and kv_connector_extra_config: '
         f"cpu_bytes_to_use, and of {', '.join(sorted(OFFLOADING))} what you like. A vLLM that only prefills or only "
@@ -122,7 +125,8 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
         if option is None:
             raise BadOption(f"generator.vllm.options.{name} is not known here; known are {', '.join(OPTIONS)}")
         if not option.fits(value):
-            raise BadOption(f"generator.vllm.options.{name} is {json.dumps(value)}; it may be {option.may_be}")
+            given = json.dumps(value, default=str)  # TOML has dates, JSON has none
+            raise BadOption(f"generator.vllm.options.{name} is {given}; it may be {option.may_be}")
     layout = Layout.of(found)
     if layout.by_expert and layout.gpus == 1:
         raise BadOption("generator.vllm.options.enable_expert_parallel: there is one GPU, which has all experts")

@@ -160,6 +160,6 @@ def _tool_call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return ToolCall("", None)
     return ToolCall(str(name), arguments if isinstance(arguments, dict) else None)

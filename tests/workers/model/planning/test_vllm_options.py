@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,8 @@ OFFLOADED: dict[str, Any] = {
         ),
         ({"enable_expert_parallel": True}, "there is one GPU"),
         ({"gpu_memory_utilization": 1.5}, "less than 1"),
+        ({"kv_cache_dtype": date(2026, 1, 1)}, 'is "2026-01-01"; it may be auto or fp8'),  # TOML has dates
+        ({"kv_offloading_size": math.inf}, "is Infinity; it may be GiB of the host's memory"),
     ],
 )
 def test_what_vllm_is_not_told(tmp_path: Path, options: dict[str, Any], said: str) -> None:
