@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ def test_the_running_baseline_moves_after_it_was_used() -> None:
     assert again([1.0]) == baseline([1.0])
 
 
-@pytest.mark.parametrize("advantage", [advantages.dr_grpo, advantages.grpo, advantages.rloo, advantages.maxrl])
-@pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.5, 0.5], [0.0, 0.0]])
+@pytest.mark.parametrize(
+    "advantage",
+    [advantages.dr_grpo, advantages.grpo, partial(advantages.grpo, eps=0.0), advantages.rloo, advantages.maxrl],
+)
+@pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.5, 0.5], [0.0, 0.0], [0.1] * 3, [0.7] * 6, [1 / 3] * 7])
 def test_equal_rewards_teach_nothing(advantage: Any, rewards: list[float]) -> None:
     assert advantage(rewards) == [0.0] * len(rewards)
 

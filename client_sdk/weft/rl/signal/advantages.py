@@ -7,6 +7,7 @@ arXiv 2402.14740; MaxRL and the running baseline as prime-rl computes them.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ Advantage = Callable[[Sequence[float]], list[float]]
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """s - mean."""
-    mean = sum(rewards) / len(rewards)
-    return [s - mean for s in rewards]
+    """s - mean, which is that of exact numbers: equal rewards give 0, and nothing that a division makes large."""
+    mean = statistics.mean(rewards)
+    return [float(s - mean) for s in rewards]
 
 
 def grpo(rewards: Sequence[float], *, unbiased: bool = True, eps: float = 1e-6) -> list[float]:
@@ -31,18 +32,15 @@ def grpo(rewards: Sequence[float], *, unbiased: bool = True, eps: float = 1e-6) 
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """s - mean of the others. A group of one gives 0."""
-    others = len(rewards) - 1
-    if others == 0:
-        return [0.0]
-    total = sum(rewards)
-    return [s - (total - s) / others for s in rewards]
+    """s - mean of the others, which is (s - mean) G / (G - 1). A group of one gives 0."""
+    size = len(rewards)
+    return [c * size / max(1, size - 1) for c in dr_grpo(rewards)]
 
 
 def maxrl(rewards: Sequence[float]) -> list[float]:
     """(s - mean) / mean, and 0 where the mean is not positive: rare successes count most."""
-    mean = sum(rewards) / len(rewards)
-    return [(s - mean) / mean for s in rewards] if mean > 0 else [0.0] * len(rewards)
+    mean = statistics.mean(rewards)
+    return [c / mean for c in dr_grpo(rewards)] if mean > 0 else [0.0] * len(rewards)
 
 
 def reinforce(rewards: Sequence[float]) -> list[float]:
