@@ -100,6 +100,7 @@ class Term:
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
 
     async def end(self) -> None:
+        self.journal.training.stop()
         tasks = [*self._tasks, *self._serving]
         for task in tasks:
             task.cancel()

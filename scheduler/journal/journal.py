@@ -248,8 +248,7 @@ class Journal:
 
     async def stop(self, within_s: float) -> None:
         """`flush`, but not for ever: what still cannot be stored stays queued, and is done again after a restart."""
-        self.training.setbacks.stop()
-        self.training.gaps.stop()
+        self.training.stop()
         await self._storing.stop(within_s)
 
     # ---- what the front asks for

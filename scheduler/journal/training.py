@@ -245,6 +245,11 @@ class Training:
         """Wait until every result handed in so far is settled."""
         await self._storing.flush()
 
+    def stop(self) -> None:
+        """Nothing happens here by itself any more."""
+        self.setbacks.stop()
+        self.gaps.stop()
+
     # ---- the end of runs
 
     def close_for_good(self, lane: RunLane, why: str, category: str) -> None:

@@ -471,6 +471,21 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
     play(scenario)
 
 
+def test_a_leader_of_before_waits_for_nothing_any_more(play: Play) -> None:
+    def waits() -> bool:
+        return any("Gaps" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        assert isinstance(await one.journal.accept(create(), run_row()), str)
+        await one.journal.accept(train(2))
+        await until(waits)
+        await one.leadership.stop(0.1)
+        await until(lambda: not waits())
+
+    play(scenario)
+
+
 def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
     play: Play, url: str, blobs: FolderBlobs, board: PolicyBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
