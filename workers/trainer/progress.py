@@ -47,6 +47,7 @@ class Progress:
     experts_LE: Tensor | None = None  # tokens per mixture layer and expert
     failure: Failure | None = None
     unfit: bool = False  # a part of it has failed for want of memory
+    saved: bool = False  # its run's snapshot holds a part of it, behind which it would be sent again
     in_loss: InLoss = field(default=lambda part: nullcontext())  # what the loss of a part is computed within
 
     @property
@@ -79,6 +80,7 @@ class Progress:
 
     def go_on_from(self, done: PartDone) -> None:
         """Take over what another trainer has computed of this operation; its gradient is in the run already."""
+        self.saved = True
         self.parts = [Part(self, start, stop, tokens) for start, stop, tokens in done.parts]
         self.tokens = sum(part.tokens for part in self.parts)
         self.outputs, self.experts_LE = list(done.outputs), done.experts_LE

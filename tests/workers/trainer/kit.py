@@ -185,3 +185,11 @@ def output(done: Done) -> tuple[list[np.ndarray[Any, Any]], dict[str, float]]:
 
 def arenas(run: RunState) -> list[Any]:
     return [run.adapter.flat, run.m, run.v]
+
+
+def restore(bench: Bench, snapshot: Snapshot) -> TrainOp:
+    spec = run_spec(snapshot.run_id)
+    return TrainOp(
+        "restore", snapshot.run_id, snapshot.seq, OpKind.CREATE,
+        replay=True, source_ref=snapshot.ref, with_optimizer=True, spec=spec,
+    )  # fmt: skip

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, TrainOp
-from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, run_spec, sliced
+from scheduler.links.messages import Done, OpKind, SetAside, TrainOp
+from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, restore, run_spec, sliced
 from workers.trainer.runs import held
 from workers.trainer.runs.state import save_snapshot
 
@@ -93,14 +93,6 @@ def saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def again(op: TrainOp) -> TrainOp:
     return msgspec.structs.replace(op, again=True)
-
-
-def restore(bench: Bench, snapshot: Snapshot) -> TrainOp:
-    spec = run_spec(snapshot.run_id)
-    return TrainOp(
-        "restore", snapshot.run_id, snapshot.seq, OpKind.CREATE,
-        replay=True, source_ref=snapshot.ref, with_optimizer=True, spec=spec,
-    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("saves_often")

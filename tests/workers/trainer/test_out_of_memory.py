@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scheduler.links.messages import OpKind, SetAside
-from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, rl_data, sliced
+from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed, restore, rl_data, sliced
 from workers.model.adapters.adapter import Adapter
 from workers.model.memory import is_out_of_memory
 from workers.trainer import computing
@@ -345,6 +345,38 @@ def test_what_was_spoilt_before_an_operation_waits_is_not_in_its_gradient(
                 (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
                 assert aside.kept
         bench.ok(op)
+        bench.ok(bench.optim("a"))
+    assert_equal_worlds(short, ample, "a")
+
+
+def test_what_a_snapshot_holds_of_an_operation_is_had_from_there_after_it_was_begun_anew(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first slice is saved, the second runs out of memory and begins the operation anew, and before the third its
+    run finds no memory. Who sends it again goes on behind what is saved, so the run must be had from there, too."""
+    ample, short = make_bench(), make_bench()
+    for bench in (ample, short):
+        bench.ok(bench.create("a"))
+        op = bench.fb("a", ce_data([4, 12, 5], 1))
+        first, second, third = sliced(op, 1, 2)
+        if bench is ample:
+            bench.ok(first, second, third)
+        else:
+            assert bench.go(first) == {}
+            bench.trainer.drain(bench.snapshots.append)
+            snapshot = bench.snapshots[-1]
+            assert (snapshot.part_op, snapshot.part_stop) == (op.op_id, 1)
+            with monkeypatch.context() as patch:
+                room, allocator = Room(patch, bench), Allocator(patch, 3)
+                assert bench.go(second) == {}
+                assert allocator.refused
+                bench.trainer.residency.squeeze()
+                room.runs = 0
+                assert bench.go(third) == {}
+                (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+                assert not aside.kept
+            bench.restart()
+            bench.ok(restore(bench, snapshot), second, third)
         bench.ok(bench.optim("a"))
     assert_equal_worlds(short, ample, "a")
 

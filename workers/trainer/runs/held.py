@@ -70,13 +70,13 @@ class HeldRuns:
 
     def give_up(self, run_id: str, why: str) -> bool:
         """The run takes no further part in this pass: its open operations end with it. Whether it is still what it was
-        before them."""
+        before them, and what they would go on from."""
         begun = [progress for progress in self.open.values() if progress.op.run_id == run_id]
         for progress in begun:
             progress.fail(why)
             progress.abandon()  # a gradient may be spoilt, and the operation begins anew
             del self.open[progress.op.op_id]
-        return not any(progress.parts for progress in begun)
+        return not any(progress.parts or progress.saved for progress in begun)
 
     def bring(self, *runs: RunState) -> None:
         """Return when all these runs are in memory. OSError when there is none for them now."""
@@ -172,6 +172,8 @@ class HeldRuns:
             log.exception("run %s could not be saved; the next step tries again", run_id)
             return False
         run.saved_seq, run.unsaved_tokens, run.saved_at = run.last_seq, 0, time.monotonic()
+        for begun in self._begun(run_id):
+            begun.saved = begun is progress
         self._saved_in_s = run.saved_at - began
         part_op, part_stop = (part.op_id, part.stop) if part is not None else ("", 0)
         send(Snapshot(run_id, run.last_seq, ref, part_op, part_stop))
