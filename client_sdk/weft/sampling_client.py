@@ -221,6 +221,8 @@ class SamplingClient(Pending["SamplingClient"]):
                     numbered = request.model_copy(update={"sampling_session_id": sampler.id, "seq_id": seq_id})
                     return await self._draw(numbered, drawing, priority)
                 except GoneError as error:
+                    if drawing is not None and drawing.told and request.sampling_params.seed is None:
+                        raise  # another draw has other tokens than those that were read
                     lost = error
             raise lost
 

@@ -139,7 +139,7 @@ def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
     held, writers = Held(), set[int]()
     turn = {"request_id": "r", "choice": 0, "model": "m", "at": 0.5, "prompt": [1], "tokens": [2], "logprobs": [-1.0]}
     turn |= {"versions": [[1, 1]], "stop_reason": "stop", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    both = [turn | {"choice": choice, "sequence_id": f"r-{choice}"} for choice in range(2)]
+    both = [turn | {"choice": choice, "sequence_id": f"r-{choice}", "stale": False} for choice in range(2)]
     now, about = datetime.now(UTC), {"org_id": org_id_of(world), "name": "mine", "size_bytes": 1}
     for number in range(3):
         row = tables.SessionTurn(request_id=f"r{number}", ref=f"turns/x/r{number}", created_at=now, **about)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import CancelledError
 
 import pytest
 import weft
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from weft import ModelInput, SamplingParams, ServiceClient
 
 from tests.client_sdk.stub_server import SESSION, Stub, not_yet, status
@@ -50,6 +51,44 @@ def test_a_lost_sample_is_drawn_again_under_a_new_number(service: ServiceClient,
     stub.faults["/retrieve_future"] = [status(410)]
     service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS).result(10)
     assert [body["seq_id"] for body in stub.bodies("/asample")] == [0, 1]
+
+
+def event(*tokens: int) -> Response:
+    """A stream that tells these tokens of sample 0."""
+    part = {"sample": 0, "start": 0, "tokens": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    return Response(f"data: {json.dumps(part)}\n\n", media_type="text/event-stream")
+
+
+def test_a_lost_sample_whose_tokens_were_read_is_not_drawn_again(service: ServiceClient, stub: Stub) -> None:
+    """Without a seed another draw has other tokens: those read before would not be the beginning of the result's."""
+    stub.faults["/stream_future"] = [event(1, 2)]
+    stub.faults["/retrieve_future"] = [not_yet()] * 5 + [status(410)]
+    drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
+    parts = iter(drawing)
+    assert next(parts).tokens == [1, 2]
+    with pytest.raises(weft.GoneError):
+        next(parts)
+    assert len(stub.bodies("/asample")) == 1
+
+
+def test_a_lost_sample_with_a_seed_is_drawn_again_though_its_tokens_were_read(
+    service: ServiceClient, stub: Stub
+) -> None:
+    stub.faults["/stream_future"] = [event(7, 8)]
+    stub.faults["/retrieve_future"] = [not_yet()] * 5 + [status(410)]
+    seeded = PARAMS.model_copy(update={"seed": 1})
+    drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, seeded, stream=True)
+    assert [token for part in drawing for token in part.tokens] == [7, 8, 9]
+
+
+def test_a_stream_that_cannot_be_read_is_told(
+    service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.faults["/stream_future"] = [Response('data: {"sample": 0}\n\n', media_type="text/event-stream")]
+    stub.faults["/retrieve_future"] = [not_yet()] * 5
+    drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
+    assert [token for part in drawing for token in part.tokens] == [7, 8, 9]
+    assert "come at its end" in caplog.text
 
 
 def test_a_failed_sample_is_final(service: ServiceClient, stub: Stub) -> None:

@@ -167,6 +167,7 @@ class Asked:
                 top_p=self.params.top_p,
                 top_k=self.params.top_k,
                 sequence_id=sequence_id(self.request_id, choice),
+                stale=sequence.stale,
             )
             for choice, sequence in enumerate(result.sequences)
         )

@@ -37,9 +37,16 @@ class Drawing:
 
     def accepted(self, transport: Transport, request_id: str, *, stream: bool) -> None:
         """The server has it under this id."""
+        if self._reading is not None:  # of one that was lost
+            self._reading.cancel()
         self._acceptance().set_result((transport, request_id))
         if stream:
             self._reading = asyncio.ensure_future(self._read(transport, request_id))
+
+    @property
+    def told(self) -> bool:
+        """Whether any of its tokens may have been read already."""
+        return bool(self._parts)
 
     def _acceptance(self) -> asyncio.Future[tuple[Transport, str]]:
         if self._accepted is None or self._accepted.done():
@@ -96,7 +103,7 @@ class Drawing:
                     self._hear(TokensDrawn.model_validate(json.loads(data)))
             except APIConnectionError as error:
                 log.debug("a stream broke off: %s", error)
-            except WeftError as error:
+            except (WeftError, ValueError) as error:  # ValueError: an event of another form
                 log.warning("the tokens of request %s come at its end: %s", request_id, error)
                 return
             await asyncio.sleep(READ_AGAIN_S)

@@ -9,7 +9,8 @@ __all__ = ["Turn", "TurnsResponse"]
 
 class Turn(Response):
     """One sampled answer: `tokens` behind `prompt`, the logprob of each, which policy version drew how many (version,
-    count), and how. `choice` is its number in a request for several; `at` is in seconds since 1970."""
+    count), and how. `stale`: it was ended because its run had moved on too far (`max_staleness`). `choice`
+    is its number in a request for several; `at` is in seconds since 1970."""
 
     request_id: str
     choice: int
@@ -24,6 +25,7 @@ class Turn(Response):
     top_p: float = 1.0
     top_k: int = -1
     sequence_id: str = ""
+    stale: bool = False
 
 
 class TurnsResponse(Response):

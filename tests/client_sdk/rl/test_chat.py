@@ -122,6 +122,16 @@ def test_a_group_asks_once_and_each_gets_its_own() -> None:
     assert [len(chat.recorded) for chat in chats] == [1, 1, 1]
 
 
+def test_a_stale_answer_of_a_group_is_that_rollouts_own() -> None:
+    who, _ = policy(Said([40], "length", stale=True), "yes", "no")
+    env = prompts(["?"], lambda text, task: float(text == "yes"))
+    chats = [Chat(who) for _ in range(3)]
+    stale, *others = asyncio.run(env.group("?", chats))
+    assert isinstance(stale, StaleError)
+    assert others == [Reward(1.0), Reward(0.0)]
+    assert [len(chat.recorded) for chat in chats] == [1, 1, 1]
+
+
 def test_tool_calls_and_thoughts_are_read() -> None:
     text = '<think>\nhm\n</think>\n\nLook:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     broken = "<tool_call>\n{not json}\n</tool_call>"

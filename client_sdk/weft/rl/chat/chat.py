@@ -237,9 +237,27 @@ def _call(call: Any) -> ToolCall:
 
 async def sample_together(chats: Sequence[Chat], max_tokens: int | None = None, stop: Any = None) -> list[Reply]:
     """One answer for each of several chats that have read the same: one request, whose prompt is computed once."""
+    replies = []
+    for answer in await answers_together(chats, max_tokens, stop):
+        if isinstance(answer, BaseException):
+            raise answer
+        replies.append(answer)
+    return replies
+
+
+async def answers_together(
+    chats: Sequence[Chat], max_tokens: int | None = None, stop: Any = None
+) -> list[Reply | BaseException]:
+    """`sample_together`, where one chat's error is that chat's own: a stale answer takes no other with it."""
     first = chats[0]
     prompt = first.prompt()
     if any(chat.prompt() != prompt for chat in chats[1:]):
-        return list(await asyncio.gather(*(chat.sample(max_tokens, stop) for chat in chats)))
+        return await asyncio.gather(*(chat.sample(max_tokens, stop) for chat in chats), return_exceptions=True)
     got = await first._policy.draw(first._sampler, prompt, len(chats), first._for_next(max_tokens, stop))
-    return [chat._take(prompt, sequence) for chat, sequence in zip(chats, got.sequences, strict=True)]
+    answers = list[Reply | BaseException]()
+    for chat, sequence in zip(chats, got.sequences, strict=True):
+        try:
+            answers.append(chat._take(prompt, sequence))
+        except StaleError as error:
+            answers.append(error)
+    return answers

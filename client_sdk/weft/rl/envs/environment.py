@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from weft.rl.chat.chat import Chat, sample_together
+from weft.rl.chat.chat import Chat, Reply, answers_together
 from weft.rl.chat.render import Tool
 from weft.rl.sandboxes.sandbox import Sandboxes, opened
 from weft.rl.signal.advantages import Advantage
@@ -110,12 +110,14 @@ class Prompts:
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
         for chat in chats:
             chat.add(*self.messages(task))
-        replies = await sample_together(chats, self.max_tokens, self.stop)
-        return list(await asyncio.gather(*(self._judge(reply.text, task) for reply in replies)))
+        answers = await answers_together(chats, self.max_tokens, self.stop)
+        return list(await asyncio.gather(*(self._judge(answer, task) for answer in answers)))
 
-    async def _judge(self, text: str, task: Any) -> Outcome:
+    async def _judge(self, answer: Reply | BaseException, task: Any) -> Outcome:
+        if isinstance(answer, BaseException):
+            return answer
         try:
-            found = self.reward(text, task)
+            found = self.reward(answer.text, task)
             return reward_of(await found if inspect.isawaitable(found) else found)
         except Exception as error:
             return error

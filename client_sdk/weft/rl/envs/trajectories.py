@@ -39,6 +39,7 @@ def _turn(turn: WireTurn) -> Turn:
         tuple(turn.logprobs),
         spans,
         turn.stop_reason,
+        turn.stale,
         temperature=turn.temperature,
         top_p=turn.top_p,
         top_k=turn.top_k,

@@ -126,7 +126,9 @@ class Rollouts:
     ) -> None:
         if self._looking is not None:
             self._looking.cancel()
+        tried = dict(self._tried)
         await self._cancel(list(self._tasks))
+        self._tried = tried  # a checkpoint that is saved after the end has these tasks tried again
 
     @property
     def _most_groups(self) -> int:
@@ -214,7 +216,8 @@ class Rollouts:
             found = await self._roll(number, name, index)
         except Exception as error:
             self._tasks.pop(number, None)
-            self._tried.pop(number, None)
+            if not isinstance(error, FATAL):  # which ends this life, and the next tries the task again
+                self._tried.pop(number, None)
             self._count("failed_tokens", self._drawn.pop(number, 0))
             self.pacer.drop(number)
             self._failure(error)
