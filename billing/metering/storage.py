@@ -114,6 +114,7 @@ def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int
 
 def _adopt(session: Session, now: datetime) -> int:
     """Begin the spans of checkpoints that have none: they were made before storage was metered."""
+    take_locks(session, ["storage spans"])  # two that look at once would begin two spans for one checkpoint
     open_spans = select(StorageSpan.checkpoint_id).where(StorageSpan.ended_at.is_(None))
     alive = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now)
     found = session.scalars(select(Checkpoint).where(Checkpoint.id.not_in(open_spans), alive)).all()
@@ -139,18 +140,20 @@ def _meter_some(session: Session, prices: PriceList, now: datetime) -> tuple[int
     """Meter some spans, up to the last full hour or their end. Returns the number of pieces, and what they cost."""
     span = StorageSpan
     over = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    due = select(span).where(or_(span.metered_until < over, span.ended_at.is_not(None)), span.metered_until <= now)
+    # A span that ended after `now` is not over by then: an hour is metered in one piece.
+    due = select(span).where(or_(span.metered_until < over, span.ended_at <= now), span.metered_until <= now)
     chosen = session.scalars(due.order_by(span.org_id, span.id).limit(AT_A_TIME)).all()
     take_locks(session, {span.org_id for span in chosen})
     query = select(span).where(span.id.in_([span.id for span in chosen])).execution_options(populate_existing=True)
     charges: list[Charge] = []
     pieces = 0
     for row in session.scalars(query):  # again: another process may have metered them while this one waited
-        stop = over if row.ended_at is None else min(row.ended_at, now)
+        ended = row.ended_at is not None and row.ended_at <= now
+        stop = row.ended_at if row.ended_at is not None and ended else over
         found = _charges(row, list(hours(row.metered_until, stop)))
-        pieces += max(1, len(found)) if row.ended_at is not None else len(found)
+        pieces += max(1, len(found)) if ended else len(found)
         charges += found
-        if row.ended_at is not None and row.ended_at <= now:
+        if ended:
             session.delete(row)
         elif stop > row.metered_until:
             row.metered_until = stop

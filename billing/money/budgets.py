@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from billing.money.accounts import period_start, record_alerts
 from billing.money.wallets import wallet_of
-from store.tables import ApiKey, Budget, BudgetAlert, BudgetPeriod, Operation, Project, UsageEvent
+from store.tables import ApiKey, Budget, BudgetAlert, BudgetPeriod, Operation, Project, StorageSpan, UsageEvent
 
 Scope = Literal["org", "project", "key"]
 Period = Literal["month", "total"]
@@ -130,9 +130,10 @@ def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int
 
 
 def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
-    """The current period, and periods with work that has not ended."""
+    """The current period, and periods with work that has not ended or storage that is not metered."""
     open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
-    return {period_start(budget.period, at) for at in (now, *session.scalars(open_ops))}
+    spans = select(StorageSpan.metered_until).where(StorageSpan.org_id == budget.org_id).distinct()
+    return {period_start(budget.period, at) for at in (now, *session.scalars(open_ops), *session.scalars(spans))}
 
 
 def _in_scope(budget: Budget, table: type[UsageEvent] | type[Operation]) -> list[ColumnElement[bool]]:

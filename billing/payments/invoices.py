@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
-from billing.payments.meters import METERS, used_nusd
+from billing.payments.meters import METERS, unput_uusd, used_nusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import reconcile
 from store.tables import Invoice, Organisation, StripeOutbox
@@ -50,6 +50,11 @@ def close(session: Session, org_id: str, period_start: datetime, now: datetime) 
     if count := session.scalar(waiting.where(row.state != "sent")):
         if now > end_of(period_start) + CLOSE_BY:
             message = f"{name_of(period_start)} of {org_id} cannot be closed: {count} meter events are unconfirmed"
+            raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
+        return False
+    if missing := unput_uusd(session, org_id, period_start):  # once it is closed, nothing more of it is put there
+        if now > end_of(period_start) + CLOSE_BY:
+            message = f"{name_of(period_start)} of {org_id} cannot be closed: {missing} micro-USD are not in the outbox"
             raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
         return False
     if drifts := reconcile(session, org_id):

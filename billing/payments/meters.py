@@ -63,6 +63,16 @@ def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tupl
     return int(session.scalar(used) or 0) - int(session.scalar(refunded) or 0)
 
 
+def unput_uusd(session: Session, org_id: str, period_start: datetime) -> int:
+    """What of a month's usage is not in the outbox yet, or is there and was refunded since."""
+    missing = 0
+    for meter, kinds in METERS.items():
+        cursor = session.get(StripeMeterCursor, (org_id, meter, period_start), populate_existing=True)
+        put_uusd = cursor.sent_uusd if cursor is not None else 0
+        missing += abs(used_nusd(session, org_id, period_start, kinds) // NUSD_PER_UUSD - put_uusd)
+    return missing
+
+
 def _invoiced(session: Session, org_id: str, period_start: datetime) -> bool:
     query = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
     return session.scalar(query) is not None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +15,9 @@ from sqlalchemy.orm import Session
 
 from billing.metering import storage
 from billing.metering.storage import byte_hours, hours, meter
+from billing.money.budgets import set_budget
 from store import tables
+from store.database.db import Database
 from store.tables import Checkpoint
 from tests.billing.conftest import START, Till
 from tests.rows import run_row, session_row
@@ -132,10 +138,6 @@ def test_many_at_once(till: Till) -> None:
 
 
 def test_two_that_meter_at_once_bill_once(till: Till) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    from store.database.db import Database
-
     save(till, NOON)
     others = [Database(till.database.url) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -144,6 +146,58 @@ def test_two_that_meter_at_once_bill_once(till: Till) -> None:
         other.close()
     assert len(billed(till)) == 3
     assert till.agrees()
+
+
+def test_two_that_meter_at_once_begin_a_checkpoint_once(till: Till) -> None:
+    save(till, NOON, begin=False)
+    others = [Database(till.database.url) for _ in range(2)]
+
+    def adopt(other: Database) -> int:
+        def work(session: Session) -> int:
+            begun = storage._adopt(session, NOON)
+            time.sleep(0.5)  # the other one looks before this commits
+            return begun
+
+        return other.write_now(work)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(adopt, others)) == [0, 1]
+    for other in others:
+        other.close()
+    assert len(till.rows(tables.StorageSpan)) == 1
+
+
+def test_a_deletion_after_metering_began_waits_for_the_next_time(till: Till, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_meter_some", at_most(10, storage._meter_some))
+    save(till, NOON)
+    delete(till, NOON + timedelta(minutes=90, seconds=1))
+    assert meter(till.database, till.prices, NOON + timedelta(minutes=90))["events"] == 1
+    meter(till.database, till.prices, NOON + timedelta(hours=2))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB, byte_hours(GB, NOON, NOON + timedelta(seconds=1801))]
+    assert till.agrees()
+
+
+def test_a_budget_made_before_the_last_hour_of_a_month_is_metered(till: Till) -> None:
+    december = datetime(2026, 12, 1, tzinfo=UTC)
+    save(till, december - timedelta(hours=3))
+    meter(till.database, till.prices, december - timedelta(minutes=30))
+    till.database.write_now(
+        lambda session: set_budget(session, "a", "org", "a", "month", GB, now=december + timedelta(minutes=1))
+    )
+    meter(till.database, till.prices, december + timedelta(minutes=5))
+    assert len(billed(till)) == 3
+    assert till.agrees()
+
+
+def at_most(times: int, called: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """`called`, which raises instead of going on for ever."""
+    left = iter(range(times))
+
+    def call(*arguments: Any) -> tuple[int, int]:
+        next(left)
+        return called(*arguments)
+
+    return call
 
 
 @given(

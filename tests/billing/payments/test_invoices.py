@@ -85,6 +85,21 @@ def test_a_month_is_not_closed_before_every_event_is_confirmed(payments: Payment
     assert close_invoices(payments.context) == {"closed": 1}
 
 
+def test_a_month_is_not_closed_before_all_of_it_is_in_the_outbox(payments: Payments, org_id: str) -> None:
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    payments.use(org_id, "train", 2_000_000_000)
+    payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
+    assert close_invoices(payments.context) == {"closed": 0}  # Stripe was away when usage was to be put there
+    payments.wait(48 * 3600)
+    assert close_invoices(payments.context) == {"closed": 0}
+    assert _alerts(payments) == ["invoice_blocked"]
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    assert close_invoices(payments.context) == {"closed": 1}
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5_210_123
+
+
 def test_books_that_do_not_agree_stop_the_month(payments: Payments, org_id: str) -> None:
     payments.database.write_now(lambda session: session.execute(text("UPDATE wallets SET balance_nusd = 1")))
     assert _end_november(payments) == {"closed": 0}
