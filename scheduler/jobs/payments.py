@@ -33,21 +33,31 @@ WEBHOOKS = 200
 @job("put_meter_events", every_s=3600)
 def put_meter_events(context: JobContext) -> Result:
     """Usage since the last time into the outbox, organisation by organisation; each is a customer and subscribed first,
-    because Stripe invoices a meter from the start of the subscription on."""
+    because Stripe invoices a meter from the start of the subscription on. One that Stripe refuses (its customer was
+    deleted there) fails the job in the end, and holds up no other."""
     settings, now = context.settings.payments, context.now()
     if not settings.enabled:
         return {}
+    import stripe  # slow to import
+
     with context.database.read() as session:
         organisations = meters.postpaid_organisations(session)
     client = stripe_client(settings)
-    put = 0
+    put, refused = 0, list[stripe.InvalidRequestError]()
     for org_id in organisations:
-        customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
+        try:
+            customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
+        except stripe.InvalidRequestError as error:
+            log.exception("%s cannot be metered", org_id)
+            refused.append(error)
+            continue
         put += context.database.write_now(
             partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
         )
     if put:
         context.database.write_now(partial(ask, name="send_meter_events", now=now))
+    if refused:
+        raise refused[0]
     return {"put": put}
 
 

@@ -7,12 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import stripe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
 from billing.money.alerts import read_gauges
-from billing.payments import sender
+from billing.payments import customers, sender
 from billing.payments.client import stripe_client
 from billing.payments.meters import METERS
 from billing.payments.periods import period_of
@@ -248,6 +249,25 @@ def test_a_postpaid_organisation_becomes_a_customer_before_it_is_metered(payment
     assert [row.customer_id for row in payments.outbox()] == [customer]
     _drain(payments)
     _agree(payments, [org_id])
+
+
+def test_whom_stripe_refuses_holds_up_no_other(payments: Payments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One customer was deleted at Stripe: the others, in whatever order they come, are metered, and the job is seen to
+    fail."""
+    organisations = [payments.organisation() for _ in range(3)]
+    for org_id in organisations:
+        payments.use(org_id, "train", 5_000)
+    enrol = customers.enrol
+
+    def refused(client: Any, database: Any, org_id: str, *others: Any) -> str:
+        if org_id == organisations[1]:
+            raise stripe.InvalidRequestError("No such customer", "customer", code="resource_missing")
+        return enrol(client, database, org_id, *others)
+
+    monkeypatch.setattr(customers, "enrol", refused)
+    with pytest.raises(stripe.InvalidRequestError, match="No such customer"):
+        put_meter_events(payments.context)
+    assert {row.org_id for row in payments.outbox()} == {organisations[0], organisations[2]}
 
 
 def test_the_outbox_is_watched(payments: Payments) -> None:
