@@ -66,11 +66,15 @@ def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tupl
 def unput_uusd(session: Session, org_id: str, period_start: datetime) -> int:
     """What of a month's usage is not in the outbox yet, or is there and was refunded since."""
     missing = 0
-    for meter, kinds in METERS.items():
+    for meter in METERS:
         cursor = session.get(StripeMeterCursor, (org_id, meter, period_start), populate_existing=True)
-        put_uusd = cursor.sent_uusd if cursor is not None else 0
-        missing += abs(used_nusd(session, org_id, period_start, kinds) // NUSD_PER_UUSD - put_uusd)
+        missing += abs(_beyond_uusd(session, org_id, meter, period_start, cursor))
     return missing
+
+
+def _beyond_uusd(session: Session, org_id: str, meter: str, period: datetime, cursor: StripeMeterCursor | None) -> int:
+    """What was used of a meter beyond what the cursor has seen; below 0 for what was refunded since."""
+    return used_nusd(session, org_id, period, METERS[meter]) // NUSD_PER_UUSD - (cursor.sent_uusd if cursor else 0)
 
 
 def _invoiced(session: Session, org_id: str, period_start: datetime) -> bool:
@@ -84,7 +88,7 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
     session.execute(first.on_conflict_do_nothing())
     # Locked before the sum is taken, so that two processes never put the same delta in.
     cursor = session.get_one(StripeMeterCursor, tuple(key.values()), with_for_update=True, populate_existing=True)
-    delta_uusd = used_nusd(session, org_id, period, METERS[meter]) // NUSD_PER_UUSD - cursor.sent_uusd
+    delta_uusd = _beyond_uusd(session, org_id, meter, period, cursor)
     if delta_uusd == 0:
         return 0
     cursor.seq += 1

@@ -35,11 +35,10 @@ class Gaps:
 
     async def _watch(self, lane: RunLane) -> None:
         while parked := lane.parked:
-            missing = lane.next_seq
             if not await self._lasts(lane):
                 continue
             for op in parked:
-                if lane.missing(op) is not None:
+                if (missing := lane.missing(op)) is not None:
                     self._give_up(
                         op,
                         f"operation {op.seq} has waited {GAP_LASTS_S:.0f} s for operation {missing} of run "

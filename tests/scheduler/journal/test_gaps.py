@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,21 @@ from billing.reports.reconcile import check
 from scheduler.journal import gaps
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import PullPass
+from scheduler.links.sockets import WorkerLink
 from scheduler.order.operations import Waiting
 from store.tables import Wallet
 from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, train  # noqa: F401
+
+
+@asynccontextmanager
+async def begun(folder: Path) -> AsyncIterator[tuple[Service, WorkerLink]]:  # noqa: F811
+    """A service, and the link of its trainer, which has made the run."""
+    service = Service(folder)
+    async with service.worker(service.trainer) as link:
+        await first_pass(service, link)
+        yield service, link
+    await service.journal.stop(1)
+    service.database.close()
 
 
 def held(service: Service) -> int:
@@ -72,16 +86,13 @@ def test_who_comes_late_but_in_time_is_in_time(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.3)
 
     async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
+        async with begun(folder) as (service, link):
             third = await service.journal.accept(train(3))
             await asyncio.sleep(0.2)
             await service.journal.accept(train(1))  # another 0.3 s for 2
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
             await asyncio.sleep(0.2)
             assert isinstance(await service.journal.outcome("org", third, 0), Waiting)
-        await service.journal.stop(1)
-        service.database.close()
 
     go(scenario())
 
@@ -91,9 +102,7 @@ def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: py
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 
     async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
+        async with begun(folder) as (service, link):
             await service.journal.accept(train(1))
             third = await service.journal.accept(train(3))
             pass_ = await service.ask(link, PullPass(["m"]))
@@ -101,8 +110,6 @@ def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: py
             assert isinstance(await service.journal.outcome("org", third, 0), Waiting)
             await service.answer(link, pass_)
             assert "waited 0 s for operation 2 of run" in ((await outcome(service, third)).error or "")
-        await service.journal.stop(1)
-        service.database.close()
 
     go(scenario())
 
@@ -111,15 +118,11 @@ def test_while_the_process_stands_still_nothing_has_waited(folder: Path, monkeyp
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 3.0)
 
     async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
+        async with begun(folder) as (service, _):
             second = await service.journal.accept(train(2))
             await asyncio.sleep(0.1)
             time.sleep(3.5)  # noqa: ASYNC251
             await asyncio.sleep(0.1)
             assert isinstance(await service.journal.outcome("org", second, 0), Waiting)
-        await service.journal.stop(1)
-        service.database.close()
 
     go(scenario())
