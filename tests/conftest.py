@@ -6,11 +6,12 @@ import gc
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Generator, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +21,9 @@ from store.database.db import Database
 from tests.order import ByFile, place
 from tests.search import load_profile
 from tests.servers import OwnStore, PostgresServer, postgres_server, redis_server
+
+if TYPE_CHECKING:
+    from store.blobs.bucket import Bucket
 
 # Before torch is imported: threads that spin would take the cores from the other processes that share them. A test of
 # several threads says how many.
@@ -150,6 +154,18 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnStore]
     own = OwnStore(tmp_path_factory.mktemp("object-store"))
     yield own
     own.stop()
+
+
+@pytest.fixture
+def bucket(object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty one."""
+    from store.blobs.bucket import Bucket
+
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    made = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
+    made.check()
+    return made
 
 
 @pytest.fixture

@@ -223,12 +223,8 @@ def test_a_damaged_list_of_a_folder_is_listed_and_all_else_is_copied(
 
 
 def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
-    tmp_path: Path, object_store: OwnStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, object_store: OwnStore, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
-    bucket = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
-    bucket.check()
     blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20)
 
     def write(text: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from store.blobs.objects import ObjectBlobs
 from tests.api.conftest import MODEL, World
-from tests.servers import OwnStore
 
 AGE_KEY = str(pyrage.x25519.Identity.generate().to_public())
 SSH_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
@@ -160,12 +158,8 @@ class TestArchive:
         assert found == [b"1", b"2"]
 
     def test_who_asks_while_it_is_uploaded_takes_nothing_of_it(
-        self, object_store: OwnStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for name, value in object_store.environment.items():
-            monkeypatch.setenv(name, value)
-        bucket = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
-        bucket.check()
         blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20)
         with blobs.new_folder("weights/one") as folder:
             (folder / "which").write_text("one")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,16 +14,6 @@ from store.blobs.bucket import Bucket
 from store.blobs.contract import BadRef, Blobs, Damaged
 from store.blobs.folder import FolderBlobs
 from store.blobs.objects import ObjectBlobs
-from tests.servers import OwnStore
-
-
-@pytest.fixture
-def bucket(object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
-    made = Bucket(f"{object_store.url}/{uuid.uuid4().hex}")
-    made.check()
-    return made
 
 
 @pytest.fixture(params=["folder", "bucket"])
