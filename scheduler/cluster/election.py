@@ -7,6 +7,8 @@ import logging
 import uuid
 from datetime import UTC, datetime
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from scheduler.cluster import fence
 from scheduler.cluster.term import BEAT_S, Shared, Term
 
@@ -40,7 +42,10 @@ class Leadership:
             renewals.cancel()
         await self._end(term)
         token, now = term.token, datetime.now(UTC)
-        await self._shared.database.write(lambda session: fence.give_up(session, token, now))
+        try:
+            await self._shared.database.write(lambda session: fence.give_up(session, token, now))
+        except SQLAlchemyError as error:
+            log.warning("the lease is left to its end: %s", error)
 
     async def _stand(self) -> None:
         while True:

@@ -1,0 +1,73 @@
+"""How a time of leading ends, and what a leader of before can still do. Two replicas, as in `test_shared_journal`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from scheduler.cluster import term
+from scheduler.order.operations import Outcome
+from store.blobs.folder import FolderBlobs
+from store.database.db import Database
+from tests.scheduler.cluster.test_shared_journal import (  # noqa: F401
+    Play,
+    Replica,
+    play,
+    sample,
+    trainer,
+    until,
+    url,
+)
+from tests.scheduler.journal.test_journal import create, run_row, train
+
+
+class Away:
+    """A database that takes nothing while it is `away`."""
+
+    def __init__(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.away, self.refused = False, 0
+        for name in ("write", "write_batched"):
+            monkeypatch.setattr(database, name, self._through(getattr(database, name)))
+
+    def _through(self, write: Any) -> Any:
+        async def maybe(*arguments: Any, **options: Any) -> Any:
+            if self.away:
+                self.refused += 1
+                raise OperationalError("INSERT", {}, Exception("the connection is lost"))
+            return await write(*arguments, **options)
+
+        return maybe
+
+
+def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it_left(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    postgres_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(term, "STORE_WITHIN_S", 0.1)
+    database = Away(postgres_database, monkeypatch)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        ids = [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]
+        cancelled = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([cancelled]))
+        database.away = True
+        assert one.journal.cancel("org", cancelled)
+        async with trainer(url, blobs) as given:
+            await until(lambda: database.refused > 2 and (1, False) in given)
+            async with asyncio.timeout(20):
+                await one.leadership.stop(0.1)
+                await one.journal.stop(0.1)
+            assert one.leadership.term is None
+            database.away = False
+            await two.lead()
+            for request_id in ids:
+                assert isinstance(await two.result(request_id), Outcome)
+
+    play(scenario)
