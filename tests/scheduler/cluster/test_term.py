@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from scheduler.cluster import term
 from scheduler.order.operations import Outcome
+from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
 from tests.scheduler.cluster.test_shared_journal import (  # noqa: F401
@@ -21,7 +23,9 @@ from tests.scheduler.cluster.test_shared_journal import (  # noqa: F401
     until,
     url,
 )
-from tests.scheduler.journal.test_journal import create, run_row, train
+from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class Away:
@@ -69,5 +73,43 @@ def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it
             await two.lead()
             for request_id in ids:
                 assert isinstance(await two.result(request_id), Outcome)
+
+    play(scenario)
+
+
+def test_a_leader_of_before_deletes_nothing_of_a_run_that_it_believes_to_be_over(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    postgres_database: Database,
+) -> None:
+    """Its session has ended, and the one before has not heard what was accepted until then."""
+
+    def usurp(session: Any) -> None:
+        session.get_one(tables.JobLease, tables.LEADS).until = LONG_AGO
+        session.get_one(tables.Session, "s").state = "finished"
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            for request_id in [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]:
+                assert isinstance(await two.result(request_id), Outcome)
+        old = one.leadership.term
+        assert old is not None
+        for task in (one.leadership._elections, *old._tasks):  # it is stopped, and notices nothing
+            task.cancel()  # type: ignore[union-attr]
+        last = await two.journal.accept(train(2))
+        await postgres_database.write(usurp)
+        needed = blobs.listed("ops/*/*")
+        await two.lead()
+        old.journal.training.close_run(RUN)
+        await old.journal.training.flush()
+        assert len(needed) == 2
+        assert blobs.listed("ops/*/*") == needed
+        async with trainer(url, blobs) as given:
+            assert (await two.result(last)).payload == b"result"
+        assert given[:3] == [(0, True), (1, True), (2, False)]
+        await until(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
+        await until(lambda: not blobs.listed("ops/*/*"))
 
     play(scenario)
