@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api.state.liveness import end_idle, runs_of
+from api.state.liveness import end_idle, runs_over
 from api.state.service import Service
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ async def keep_house(service: Service) -> None:
 
 
 async def reap(service: Service, now: datetime | None = None) -> list[str]:
-    """End the sessions that are idle for too long, and close their runs. Checkpoints stay."""
+    """End the sessions that are idle for too long, and close the runs of all that have ended. Checkpoints stay."""
     before = (now or datetime.now(UTC)) - timedelta(seconds=service.settings.session_idle_s)
     working = service.journal.working_sessions()
 
     def write(session: Session) -> tuple[list[str], list[str]]:
         ended = end_idle(session, before, working)
-        return ended, runs_of(session, ended)
+        return ended, runs_over(session)
 
     ended, runs = await service.database.write(write)
     service.liveness.ended(ended)

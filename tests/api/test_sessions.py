@@ -10,7 +10,7 @@ from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason,
 
 from api.errors import SessionEnded
 from api.server.housekeeping import reap
-from api.state.liveness import Liveness
+from api.state.liveness import Liveness, end
 from api.who.principal import Principal
 from store import tables
 from store.database.db import Database
@@ -19,6 +19,7 @@ from tests.api.conftest import MODEL, World
 from tests.api.data import batch
 from tests.keys import create_key
 
+NOBODY = {"reason": None, "detail": None, "key_id": None}
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 
 
@@ -171,6 +172,27 @@ class TestReaping:
         assert self.reap(world, hours=5) == [session]
         world.http.portal.call(world.journal.flush)  # type: ignore[union-attr,call-arg]
         assert "session ended before operation 1" in world.error(parked)
+
+    def test_a_run_that_was_being_made_when_its_session_ended_is_over(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session, accept = world.session(), world.journal.accept
+
+        async def late(*arguments: Any) -> str:
+            await world.database.write(lambda db: end(db, db.get_one(tables.Session, session), "finished", **NOBODY))
+            return await accept(*arguments)
+
+        monkeypatch.setattr(world.journal, "accept", late)
+        run = world.run(session)
+        with world.database.read() as reading:
+            (creation,) = reading.query(tables.Operation.id).filter_by(lane=run).one()
+        assert self.reap(world) == []
+        assert "closed" in world.train(batch(run, 1), status=400)["detail"]
+        world.finish(creation)
+        assert world.outcome(creation).status_code == 200
+        with world.database.read() as reading:
+            assert reading.get_one(tables.Run, run).state == "closed"
+        assert run not in world.journal.training.runs
 
     def test_an_expired_session_stays_expired(self, world: World) -> None:
         session = world.session()
