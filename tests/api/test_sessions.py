@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,7 +10,8 @@ from sqlalchemy import update
 from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason, SessionSearchResponse
 
 from api.errors import SessionEnded
-from api.server.housekeeping import reap
+from api.server import housekeeping
+from api.server.housekeeping import keep_house, reap
 from api.state.liveness import Liveness, end
 from api.who.principal import Principal
 from store import tables
@@ -173,6 +175,35 @@ class TestReaping:
         world.http.portal.call(world.journal.flush)  # type: ignore[union-attr,call-arg]
         assert "session ended before operation 1" in world.error(parked)
 
+    @pytest.mark.parametrize(
+        ("at_s", "state"),
+        [
+            ([100, 200, 300], "active"),  # it has been silent for less than the 600 s
+            ([100, 200, 300, 400, 500, 599], "active"),
+            ([100, 200, 300, 400, 500, 601], "expired"),
+            ([601], "active"),  # nobody could be heard of: the machine slept, or its clock was set
+            ([100, 200, 5000, 5100], "active"),
+            ([100, 200, 5000, 5100, 5200], "expired"),
+            ([100, 200, -5000, 700, 800], "active"),
+            ([100, 200, -5000, 700, 821], "expired"),
+        ],
+    )
+    def test_nobody_is_silent_while_nobody_could_be_heard(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, at_s: list[float], state: str
+    ) -> None:
+        monkeypatch.setattr(housekeeping, "ROUND_S", 0.0)
+        session, began = world.session(), datetime.now(UTC)
+        rounds = iter([0.0, *at_s])
+
+        def clock() -> datetime:
+            if (after_s := next(rounds, None)) is None:
+                raise asyncio.CancelledError
+            return began + timedelta(seconds=after_s)
+
+        with pytest.raises(CancelledError):
+            world.http.portal.call(keep_house, world.service, clock)  # type: ignore[union-attr]
+        assert stored(world, session).state == state
+
     def test_a_run_that_was_being_made_when_its_session_ended_is_over(
         self, world: World, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -317,7 +348,7 @@ class TestSearch:
         world.post(f"sessions/{done}/finish", FINISHED)
         world.post(f"sessions/{failed}/finish", {"reason": {"type": "errored"}, "detail": "boom"})
         age(world.database, silent, 2)
-        world.http.portal.call(reap, world.service)  # type: ignore[union-attr]
+        world.http.portal.call(reap, world.service, datetime.now(UTC))  # type: ignore[union-attr]
         assert self.found(world, statuses=[{"type": "active"}]) == [active]
         assert self.found(world, statuses=[{"type": "client_finished"}]) == [failed, done]
         finished = {"type": "client_finished", "reasons": ["errored"]}
