@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from scheduler.cluster import term
+from scheduler.cluster import election, term
 from scheduler.order.operations import Outcome
 from store import tables
 from store.blobs.folder import FolderBlobs
@@ -73,6 +73,34 @@ def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it
             await two.lead()
             for request_id in ids:
                 assert isinstance(await two.result(request_id), Outcome)
+
+    play(scenario)
+
+
+class Ahead(datetime):
+    """The clock of a machine that was set wrong."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + timedelta(hours=1)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_who_leads_does_not_hang_on_the_clock_of_a_replica(
+    play: Play,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    killed: bool,
+) -> None:
+    monkeypatch.setattr(election, "datetime", Ahead, raising=False)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        if killed:
+            one.leadership._elections.cancel()  # type: ignore[union-attr]
+        else:
+            await one.leadership.stop(0.1)
+        monkeypatch.setattr(election, "datetime", datetime, raising=False)
+        await two.lead()
 
     play(scenario)
 
