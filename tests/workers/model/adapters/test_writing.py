@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyrage
 import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from workers.model.adapters.encryption import encrypt_folder
 from workers.model.adapters.writing import writing
 
 
@@ -38,8 +40,12 @@ def numpy_file(folder: Path) -> None:
         safetensors.numpy.save_file({"a": np.zeros(10_000)}, folder / "a")
 
 
+def encrypted(folder: Path) -> None:
+    encrypt_folder(folder, [pyrage.x25519.Identity.generate().to_public()])
+
+
 @pytest.mark.parametrize("size_bytes", [1000, 10_000, 1_000_000])
-@pytest.mark.parametrize("write", [torch_file, numpy_file])
+@pytest.mark.parametrize("write", [torch_file, numpy_file, encrypted])
 def test_what_the_disk_says_is_an_error_of_the_disk(
     write: Callable[[Path], None], tmp_path: Path, size_bytes: int
 ) -> None:
