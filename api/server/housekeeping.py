@@ -5,47 +5,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api.state.liveness import end_idle, runs_of
+from api.state.liveness import end_idle, runs_over
 from api.state.service import Service
 
 log = logging.getLogger(__name__)
 
 #: Longest time between two rounds, and so between a sign of life and its row.
 ROUND_S = 20.0
-#: After a start, clients have this long to be heard of again before silence counts.
+#: After a start, and after a while in which nobody could be heard, clients have this long to be heard of again before
+#: silence counts.
 GRACE_S = 120.0
 
 
-async def keep_house(service: Service) -> None:
+class Silence:
+    """Whether it counts that clients are silent: once this process has been there to hear them for a while. It is not
+    before it starts, nor while its machine sleeps or it is stopped, which looks like a clock that was set."""
+
+    def __init__(self, idle_s: float, now: datetime) -> None:
+        self._idle, self._grace = timedelta(seconds=idle_s), timedelta(seconds=min(GRACE_S, idle_s))
+        self._since = self._looked = now
+
+    def counts(self, now: datetime) -> bool:
+        """To be asked in each round."""
+        if not timedelta() <= now - self._looked <= self._idle / 2:
+            self._since = now
+        self._looked = now
+        return now - self._since > self._grace
+
+
+async def keep_house(service: Service, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
     """Rounds for as long as the server runs; cancelled at its end."""
     idle_s = service.settings.session_idle_s
-    started = asyncio.get_running_loop().time()
+    silence = Silence(idle_s, clock())
     while True:
         await asyncio.sleep(min(ROUND_S, idle_s / 4))
         try:
             await service.liveness.flush()
             await service.last_used.flush()
             await service.fetched.flush()
-            if asyncio.get_running_loop().time() - started > min(GRACE_S, idle_s):
-                await reap(service)
+            if silence.counts(now := clock()):
+                await reap(service, now)
             await run_in_threadpool(service.telemetry.forget_old)
         except Exception:
             log.exception("a round of housekeeping failed; the next one tries again")
 
 
-async def reap(service: Service, now: datetime | None = None) -> list[str]:
-    """End the sessions that are idle for too long, and close their runs. Checkpoints stay."""
-    before = (now or datetime.now(UTC)) - timedelta(seconds=service.settings.session_idle_s)
+async def reap(service: Service, now: datetime) -> list[str]:
+    """End the sessions that are idle for too long, and close the runs of all that have ended. Checkpoints stay."""
+    before = now - timedelta(seconds=service.settings.session_idle_s)
     working = service.journal.working_sessions()
 
     def write(session: Session) -> tuple[list[str], list[str]]:
         ended = end_idle(session, before, working)
-        return ended, runs_of(session, ended)
+        return ended, runs_over(session)
 
     ended, runs = await service.database.write(write)
     service.liveness.ended(ended)

@@ -111,6 +111,13 @@ def runs_of(session: Session, session_ids: Iterable[str]) -> list[str]:
     return list(session.scalars(query))
 
 
+def runs_over(session: Session) -> list[str]:
+    """The runs that are still open though their session has ended, also those that were being made just then."""
+    run, owner = tables.Run, tables.Session
+    query = select(run.id).join(owner, owner.id == run.session_id).where(run.state == "live", owner.state != "active")
+    return list(session.scalars(query))
+
+
 def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:
     """Expire the sessions that neither were heard of nor asked for anything since `before`, in a write; but those that
     are `working` have time until they are done. Returns them.

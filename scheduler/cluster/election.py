@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from datetime import UTC, datetime
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from scheduler.cluster import fence
 from scheduler.cluster.term import BEAT_S, Shared, Term
@@ -39,8 +41,11 @@ class Leadership:
         finally:
             renewals.cancel()
         await self._end(term)
-        token, now = term.token, datetime.now(UTC)
-        await self._shared.database.write(lambda session: fence.give_up(session, token, now))
+        token = term.token
+        try:
+            await self._shared.database.write(lambda session: fence.give_up(session, token, fence.clock(session)))
+        except SQLAlchemyError as error:
+            log.warning("the lease is left to its end: %s", error)
 
     async def _stand(self) -> None:
         while True:
@@ -80,5 +85,7 @@ class Leadership:
             await asyncio.sleep(BEAT_S)
 
     async def _take(self, token: str) -> bool:
-        now = datetime.now(UTC)
-        return await self._shared.database.write(lambda session: fence.take(session, token, now, fence.LEADS_S))
+        def write(session: Session) -> bool:
+            return fence.take(session, token, fence.clock(session), fence.LEADS_S)
+
+        return await self._shared.database.write(write)

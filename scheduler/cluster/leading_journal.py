@@ -61,6 +61,12 @@ class LeadingJournal:
         """Take up the runs that the one before has left."""
         recover_runs(self.training, self._database, self.training.enqueue)
 
+    async def stop(self, within_s: float) -> None:
+        """Nothing happens here any more, after what is being stored is, or cannot be for now: the next leader does it
+        again."""
+        self.training.stop()
+        await self._storing.stop(within_s)
+
     def hear(self, packed: bytes) -> bool:
         """An operation that some replica has accepted and packed. False: it has to be looked up."""
         try:

@@ -356,6 +356,10 @@ class SharedJournal:
         """Wait until everything that was begun is stored and told."""
         await self._storing.flush()
 
+    async def stop(self, within_s: float) -> None:
+        """`flush`, but not for ever: what still cannot be stored is done again by others, or after a restart."""
+        await self._storing.stop(within_s)
+
     # ---- what the front asks for
 
     def cancel(self, org_id: str, request_id: str) -> bool:

@@ -43,6 +43,8 @@ from store.database.db import Database
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+#: What is being stored at the end of a term has this long; what cannot be is done again by the next leader.
+STORE_WITHIN_S = 5.0
 #: How often the leader looks for what is accepted in the database and queued nowhere.
 RESCAN_S = 2.0
 #: Samples queued again in one look.
@@ -100,11 +102,14 @@ class Term:
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
 
     async def end(self) -> None:
-        self.journal.training.stop()
-        tasks = [*self._tasks, *self._serving]
-        for task in tasks:
+        """The trainers are let go last: until then what they have done is stored, and then nobody is to blame for what
+        is left in their hands."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.journal.stop(STORE_WITHIN_S)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._serving, return_exceptions=True)
         await self._run(self._joining.close)
         self._board.close()
 

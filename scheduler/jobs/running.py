@@ -43,7 +43,7 @@ class JobState:
             return True
         ended_well = self.row.succeeded_at is not None and self.row.succeeded_at >= self.row.started_at
         wait_s = self.job.every_s if ended_well else min(self.job.every_s, RETRY_S)
-        return now >= self.row.started_at + timedelta(seconds=wait_s)
+        return abs(now - self.row.started_at) >= timedelta(seconds=wait_s)  # ahead of now: the clock was set back
 
     def age_s(self, now: datetime) -> float | None:
         """Seconds since it last succeeded; None: never."""

@@ -53,11 +53,15 @@ class Storing:
     def __init__(self, database: Transactions, blobs: Blobs, room: Room) -> None:
         self._database, self._blobs, self._room = database, blobs, room
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopped = False
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """After `stop` nothing is done any more."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if self._stopped:
+            task.cancel()
         return task
 
     async def write(self, statement: Update) -> None:
@@ -95,8 +99,11 @@ class Storing:
             await asyncio.wait(list(self._tasks))
 
     async def stop(self, within_s: float) -> None:
-        """`flush`, but not for ever: what still cannot be stored is given up."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=within_s)
+        """`flush`, with what that begins, but not for ever: what still cannot be stored is given up."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within_s
+        while self._tasks and (left := deadline - loop.time()) > 0:
+            await asyncio.wait(list(self._tasks), timeout=left)
+        self._stopped = True
         for task in list(self._tasks):
             task.cancel()

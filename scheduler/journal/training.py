@@ -275,7 +275,12 @@ class Training:
         self.versions.pop(lane.run_id, None)
         self._moved_by.pop(lane.run_id, None)
         self.released.append(lane.run_id)
-        self._storing.in_background(self._storing.write(_closed(lane.run_id)))
+        self._storing.in_background(self._close_lastingly(lane))
+
+    async def _close_lastingly(self, lane: RunLane) -> None:
+        """Its files go when its row says so, and not before: who leads no more cannot write that, and does not know
+        what the next one still has to do."""
+        await self._storing.write(_closed(lane.run_id))
         for op in lane.saved(lane.next_seq, ""):
             self._storing.drop_body(op)
         self._storing.delete_tree(f"runs/{lane.run_id}")

@@ -54,6 +54,16 @@ ENOUGH = 32
 #: Between the beginnings of two transactions of the writer on PostgreSQL, in seconds, unless ENOUGH wait.
 APART_S = 0.004
 
+#: How soon a PostgreSQL is given up that is gone without a word (its machine, or the network to it), in libpq's own
+#: words and units: otherwise a connection waits for a quarter of an hour, or for ever. The URL may say otherwise.
+GONE = {
+    "connect_timeout": 5,
+    "tcp_user_timeout": 15_000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 5,
+    "keepalives_count": 2,
+}
+
 #: What a database says of a statement that is wrong; nothing of its transaction is so.
 WRONG = (IntegrityError, DataError, ProgrammingError, InternalError)
 
@@ -73,11 +83,13 @@ class Database:
 
     def __init__(self, url: str, *, durable: bool = False) -> None:
         self.url = url
-        sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True)
+        parsed = make_url(url)
+        sqlite = parsed.get_backend_name() == "sqlite"
+        gone = {} if sqlite else {name: limit for name, limit in GONE.items() if name not in parsed.query}
+        self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True, connect_args=gone)
         alone = {} if sqlite else {"isolation_level": "AUTOCOMMIT"}
         self._asking_engine = self._read_engine.execution_options(**alone)
-        begins = {} if sqlite else {"autocommit": True}  # the writer sends BEGIN itself, with what comes first
+        begins = {} if sqlite else gone | {"autocommit": True}  # the writer sends BEGIN itself, with what comes first
         self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True, connect_args=begins)
         if sqlite:
             prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)

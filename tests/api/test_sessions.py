@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,8 +10,9 @@ from sqlalchemy import update
 from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason, SessionSearchResponse
 
 from api.errors import SessionEnded
-from api.server.housekeeping import reap
-from api.state.liveness import Liveness
+from api.server import housekeeping
+from api.server.housekeeping import keep_house, reap
+from api.state.liveness import Liveness, end
 from api.who.principal import Principal
 from store import tables
 from store.database.db import Database
@@ -19,6 +21,7 @@ from tests.api.conftest import MODEL, World
 from tests.api.data import batch
 from tests.keys import create_key
 
+NOBODY = {"reason": None, "detail": None, "key_id": None}
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 
 
@@ -172,6 +175,56 @@ class TestReaping:
         world.http.portal.call(world.journal.flush)  # type: ignore[union-attr,call-arg]
         assert "session ended before operation 1" in world.error(parked)
 
+    @pytest.mark.parametrize(
+        ("at_s", "state"),
+        [
+            ([100, 200, 300], "active"),  # it has been silent for less than the 600 s
+            ([100, 200, 300, 400, 500, 599], "active"),
+            ([100, 200, 300, 400, 500, 601], "expired"),
+            ([601], "active"),  # nobody could be heard of: the machine slept, or its clock was set
+            ([100, 200, 5000, 5100], "active"),
+            ([100, 200, 5000, 5100, 5200], "expired"),
+            ([100, 200, -5000, 700, 800], "active"),
+            ([100, 200, -5000, 700, 821], "expired"),
+        ],
+    )
+    def test_nobody_is_silent_while_nobody_could_be_heard(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, at_s: list[float], state: str
+    ) -> None:
+        monkeypatch.setattr(housekeeping, "ROUND_S", 0.0)
+        session, began = world.session(), datetime.now(UTC)
+        rounds = iter([0.0, *at_s])
+
+        def clock() -> datetime:
+            if (after_s := next(rounds, None)) is None:
+                raise asyncio.CancelledError
+            return began + timedelta(seconds=after_s)
+
+        with pytest.raises(CancelledError):
+            world.http.portal.call(keep_house, world.service, clock)  # type: ignore[union-attr]
+        assert stored(world, session).state == state
+
+    def test_a_run_that_was_being_made_when_its_session_ended_is_over(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session, accept = world.session(), world.journal.accept
+
+        async def late(*arguments: Any) -> str:
+            await world.database.write(lambda db: end(db, db.get_one(tables.Session, session), "finished", **NOBODY))
+            return await accept(*arguments)
+
+        monkeypatch.setattr(world.journal, "accept", late)
+        run = world.run(session)
+        with world.database.read() as reading:
+            (creation,) = reading.query(tables.Operation.id).filter_by(lane=run).one()
+        assert self.reap(world) == []
+        assert "closed" in world.train(batch(run, 1), status=400)["detail"]
+        world.finish(creation)
+        assert world.outcome(creation).status_code == 200
+        with world.database.read() as reading:
+            assert reading.get_one(tables.Run, run).state == "closed"
+        assert run not in world.journal.training.runs
+
     def test_an_expired_session_stays_expired(self, world: World) -> None:
         session = world.session()
         age(world.database, session, 2)
@@ -295,7 +348,7 @@ class TestSearch:
         world.post(f"sessions/{done}/finish", FINISHED)
         world.post(f"sessions/{failed}/finish", {"reason": {"type": "errored"}, "detail": "boom"})
         age(world.database, silent, 2)
-        world.http.portal.call(reap, world.service)  # type: ignore[union-attr]
+        world.http.portal.call(reap, world.service, datetime.now(UTC))  # type: ignore[union-attr]
         assert self.found(world, statuses=[{"type": "active"}]) == [active]
         assert self.found(world, statuses=[{"type": "client_finished"}]) == [failed, done]
         finished = {"type": "client_finished", "reasons": ["errored"]}

@@ -39,6 +39,8 @@ REPORT_S = 0.5
 
 #: How often an idle generator looks whether it was told to stop by a signal.
 IDLE_POLL_S = 0.5
+#: A generator that waits for nothing but bodies looks this often whether there is other work.
+COMING_S = 0.05
 #: Seconds between two attempts at a read or write that the disk refused.
 DISK_AGAIN_S = 0.2
 
@@ -68,6 +70,7 @@ class Generator:
         self._link = link
         self._slots = slots
         self._pending: dict[str, PendingSample] = {}  # samples that have not ended, by operation
+        self._coming: dict[str, SampleOp] = {}  # samples whose bodies are on their way here, by operation
         self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
         self._offered = 0  # free slots that the server was told of and has not filled yet
         self._draining = False
@@ -79,15 +82,16 @@ class Generator:
         self._streams = Streams(link, clock)
 
     def drain(self) -> None:
-        """Pull no more; `serve` returns when all pending samples have ended."""
+        """Pull no more; `serve` returns when all samples that are begun, or about to be, have ended."""
         self._draining = True
 
     def serve(self) -> None:
         """Work until drained. EOFError when the server is gone."""
-        while not (self._draining and not self._pending):
+        while not (self._draining and not (self._pending or self._coming)):
             self._pull()
             self._receive()
             self._try_again()
+            self._wait_for_bodies()
             self._meter.begin()
             self._step()
             self._streams.tell()
@@ -104,11 +108,13 @@ class Generator:
 
     def _free_slots(self) -> int:
         taken = sum(self._slots - engine.free_slots for engine in self._engines.values())
-        return max(0, self._slots - taken)
+        coming = sum(op.num_samples for op in self._coming.values())
+        return max(0, self._slots - taken - coming)
 
     def _receive(self) -> None:
         """Handle all messages of the server; wait for one when there is nothing else to do."""
-        message = self._link.recv(0 if self._pending else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S)
+        busy = self._pending or self._coming
+        message = self._link.recv(0 if busy else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S)
         while message is not None:
             self._on(message)
             message = self._link.recv(0)
@@ -116,19 +122,18 @@ class Generator:
     def _on(self, message: SampleWork | Cancel | PolicyMoved | Drain) -> None:
         match message:
             case SampleWork():
-                self._bodies.fetch((op.body_ref, op.body_sha256) for op in message.ops)
-                for op in message.ops:
-                    self._offered -= op.num_samples
-                    self._add(op)
+                self._offered -= sum(op.num_samples for op in message.ops)
+                self._fetch(message.ops)
             case Cancel():
                 pending = self._pending.get(message.op_id)
                 finished = self._engines[pending.op.base_model].cancel(message.op_id) if pending is not None else None
                 if finished is not None:
                     self._finish(finished)
-                elif pending is None and message.op_id in self._to_try_again:
+                elif pending is None and message.op_id in self._to_try_again | self._coming.keys():
+                    self._coming.pop(message.op_id, None)
                     self._aside.pop(message.op_id, None)
                     self._unrecorded.pop(message.op_id, None)
-                    self._link.send(failure(message.op_id, "cancelled while the disk did not answer", "user"))
+                    self._link.send(failure(message.op_id, "cancelled before the disk had answered", "user"))
             case PolicyMoved():
                 self._moved(message)
             case Drain():
@@ -144,12 +149,30 @@ class Generator:
         for op_id, pending in self._pending.items():  # what is begun anew begins there
             self._pending[op_id] = dataclasses.replace(pending, op=_after(pending.op, moved))
         self._aside = {op_id: _after(op, moved) for op_id, op in self._aside.items()}
+        self._coming = {op_id: _after(op, moved) for op_id, op in self._coming.items()}
 
     def _follow(self, engine: Engine, name: str, ref: str) -> None:
         """Put the inflight samplers that the engine knows as `name` on the weights at `ref`."""
         if self._inflight.get(name, ref) != ref:
             engine.swap_adapter(name, self._blobs.at(ref))
         self._inflight[name] = ref
+
+    def _fetch(self, ops: Iterable[SampleOp]) -> None:
+        self._coming.update({op.op_id: op for op in ops})
+        self._bodies.fetch((op.body_ref, op.body_sha256) for op in self._coming.values())
+        self._begin()
+
+    def _wait_for_bodies(self) -> None:
+        """Samples that are begun go on meanwhile; without any there is nothing else to do."""
+        if self._coming and not self._pending:
+            self._bodies.wait(COMING_S)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the samples whose bodies have come."""
+        for op in [op for op in self._coming.values() if self._bodies.has(op.body_ref, op.body_sha256)]:
+            del self._coming[op.op_id]
+            self._add(op)
 
     def _add(self, op: SampleOp) -> None:
         engine = self._engines.get(op.base_model)
@@ -214,8 +237,7 @@ class Generator:
         samples, self._aside = self._aside, {}
         for give in answers.values():
             give()
-        for op in samples.values():
-            self._add(op)
+        self._fetch(samples.values())
 
 
 def _after(op: SampleOp, moved: PolicyMoved) -> SampleOp:

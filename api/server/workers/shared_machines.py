@@ -15,7 +15,7 @@ from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
-from scheduler.cluster.term import Shared
+from scheduler.cluster.term import STORE_WITHIN_S, Shared
 from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.messages import Drawn
@@ -97,7 +97,7 @@ class SharedMachines:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.journal.flush()
+        await self.journal.stop(STORE_WITHIN_S)
         self._listener.stop()
         self._streams.stop()
         await asyncio.to_thread(self._threads.shutdown)

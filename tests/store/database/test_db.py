@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -382,6 +384,36 @@ def test_readers_do_not_wait_for_the_writer(database: Database) -> None:
 def test_write_now_inside_of_a_write_is_refused(database: Database) -> None:
     with pytest.raises(RuntimeError, match="wait for itself"):
         database.write_now(lambda _session: database.write_now(add("a")))
+
+
+def option(session: Session, level: int, name: int) -> int:
+    """Of the socket to PostgreSQL that a session talks over."""
+    driver = session.connection().connection.driver_connection
+    assert driver is not None
+    with socket.socket(fileno=os.dup(driver.pgconn.socket)) as connected:
+        return connected.getsockopt(level, name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other options")
+def test_a_postgresql_that_is_gone_without_a_word_is_given_up_soon_unless_the_url_says_otherwise(
+    postgres_database: Database,
+) -> None:
+    """Neither reads nor writes wait for what the kernel would: a quarter of an hour, or two."""
+    patient = Database(f"{postgres_database.url}?tcp_user_timeout=60000")
+
+    def waits_ms(session: Session) -> int:
+        return option(session, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+    def asks_after_s(session: Session) -> int:
+        assert option(session, socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        return option(session, socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+
+    for database, limit in ((postgres_database, 15_000), (patient, 60_000)):
+        assert database.write_now(waits_ms) == limit
+        assert database.write_now(asks_after_s) == 5
+        with database.read() as session:
+            assert (waits_ms(session), asks_after_s(session)) == (limit, 5)
+    patient.close()
 
 
 def test_close_commits_what_waits_and_refuses_more(database: Database) -> None:

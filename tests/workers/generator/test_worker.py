@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,63 @@ def test_a_disk_that_does_not_answer_delays_a_sample(
     serving.serve()
     assert [(done.op_id, done.failure) for done in link.of(Done)] == [("a", None)]
     assert next(refusals, None) is None
+
+
+class FarBlobs(FolderBlobs):
+    """A store that does not answer for "ops/far" until it is `there`, or for ever."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.threads = ThreadPoolExecutor(4)
+        self.there, self.asked = threading.Event(), 0
+
+    def get(self, ref: str, sha256: str = "") -> bytes:
+        if ref == "ops/far":
+            self.asked += 1
+            if not self.there.wait(20):
+                raise StoreAway("the server's object store does not answer (Unreachable)")
+        return super().get(ref, sha256)
+
+
+def far(decoder: Decoder, blobs: FolderBlobs, work: list[list[SampleOp]]) -> tuple[FarBlobs, ScriptedLink, Generator]:
+    store, link = FarBlobs(blobs.root), ScriptedLink(work)
+    return store, link, generator(decoder, store, link)
+
+
+def test_a_body_that_is_long_in_coming_holds_up_no_other_sample(decoder: Decoder, blobs: FolderBlobs) -> None:
+    work = [[put_op(blobs, "a", max_tokens=20)], [put_op(blobs, "far"), put_op(blobs, "b", max_tokens=30)]]
+    store, link, serving = far(decoder, blobs, work)
+    send = link.send
+
+    def sent(message: msgspec.Struct) -> None:
+        send(message)
+        if len(link.of(Done)) == 2:
+            store.there.set()
+
+    link.send = sent  # type: ignore[method-assign]
+    serving.serve()
+    assert [(done.op_id, done.failure) for done in link.of(Done)] == [("a", None), ("b", None), ("far", None)]
+    assert store.asked == 1
+
+
+def test_what_waits_for_its_body_has_its_slots_follows_its_policy_and_can_be_cancelled(
+    decoder: Decoder, blobs: FolderBlobs
+) -> None:
+    ops = [put_op(blobs, "a", samples=2), put_op(blobs, "far", samples=2)]
+    ops[1] = msgspec.structs.replace(ops[1], run_id="mine", version=1)
+    store, link, serving = far(decoder, blobs, [ops])
+    link.drain = False
+    serving._pull()
+    serving._receive()
+    serving._pull()
+    assert [pull.free_slots for pull in link.of(PullSamples)] == [4]
+    link.inbox.append(PolicyMoved("mine", 2))
+    serving._receive()
+    assert serving._coming["far"].version == 2
+    link.inbox += [Cancel("far"), Drain()]
+    serving.serve()
+    assert {done.op_id: done.failure is None for done in link.of(Done)} == {"a": True, "far": False}
+    store.there.set()
 
 
 def test_pulls_serves_and_drains(decoder: Decoder, blobs: FolderBlobs) -> None:

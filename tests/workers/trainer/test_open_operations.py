@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.links.messages import Done, OpKind, SetAside, TrainOp
+from scheduler.links.messages import SAVES, Done, OpKind, SetAside, TrainOp
+from tests.workers.model.adapters.test_writing import files_of_at_most
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output, replayed, restore, run_spec, sliced
+from tests.workers.trainer.test_external import save_external
 from workers.trainer.runs import held
 from workers.trainer.runs.state import save_snapshot
 
@@ -271,4 +273,16 @@ def test_a_full_disk_fails_no_save(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert bench.go(save, after) == {}
     assert [aside.kept for aside in asides(bench)] == [True]
     monkeypatch.setattr(bench.blobs, "new_folder", new_folder)
+    bench.ok(save, after)
+
+
+@pytest.mark.parametrize("kind", sorted(SAVES))
+def test_a_disk_that_takes_only_a_part_of_a_file_fails_no_save(bench: Bench, kind: OpKind) -> None:
+    bench.ok(bench.create("a"), bench.fb("a", FIRST), bench.optim("a"))
+    external = kind is OpKind.SAVE_EXTERNAL
+    save = save_external(bench, "a", "w/1") if external else bench.op("a", kind, target_ref="w/1")
+    after = bench.fb("a", SECOND)
+    with files_of_at_most(1000):
+        assert bench.go(save, after) == {}
+    assert [(aside.kept, aside.lasting) for aside in asides(bench)] == [(True, False)]
     bench.ok(save, after)

@@ -24,6 +24,7 @@ from workers.model.adapters.encryption import SUFFIX as ENCRYPTED
 from workers.model.adapters.peft_format import WEIGHTS_FILE, Array, PeftFormatError
 from workers.model.adapters.peft_reading import read_layout, with_zeros
 from workers.model.adapters.shape import FORMAT, AdapterShape, Slot, adapter_config
+from workers.model.adapters.writing import writing
 from workers.model.config import DecoderConfig, read_json
 
 __all__ = [
@@ -110,9 +111,12 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     config_file = folder / "adapter_config.json"
     config_file.unlink(missing_ok=True)
-    save_file({name: view.cpu().contiguous() for name, view in adapter.views.items()}, folder / "adapter.safetensors")
+    tensors = {name: view.cpu().contiguous() for name, view in adapter.views.items()}
+    with writing():
+        save_file(tensors, folder / "adapter.safetensors")
     if extra:
-        save_file({name: t.cpu().contiguous() for name, t in extra.items()}, folder / "extra.safetensors")
+        with writing():
+            save_file({name: t.cpu().contiguous() for name, t in extra.items()}, folder / "extra.safetensors")
     else:
         (folder / "extra.safetensors").unlink(missing_ok=True)
     alpha = adapter.scale * adapter.rank

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyrage
 
+from workers.model.adapters.writing import writing
+
 SUFFIX = ".age"
 #: pyrage has no types of its own.
 Recipient = Any
@@ -39,5 +41,8 @@ def _parse(index: int, text: str) -> Recipient:
 def encrypt_folder(folder: Path, recipients: Sequence[Recipient]) -> None:
     """Put in place of every file under `folder` one with SUFFIX that any of the recipients can read."""
     for file in [path for path in folder.rglob("*") if path.is_file()]:
-        pyrage.encrypt_file(str(file), f"{file}{SUFFIX}", list(recipients))
+        target = file.with_name(file.name + SUFFIX)
+        # pyrage.encrypt_file drops what it could not write at the end of a file, and says nothing.
+        with writing(pyrage.EncryptError), file.open("rb") as plain, target.open("wb") as out:
+            pyrage.encrypt_io(plain, out, list(recipients))
         file.unlink()

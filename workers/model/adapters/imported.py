@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from workers.model.adapters.peft_format import CONFIG_FILE, PARTED, WEIGHTS_FILE, Array, PeftFormatError
 from workers.model.adapters.peft_reading import read_layout, with_zeros
 from workers.model.adapters.shape import AdapterShape, adapter_config
+from workers.model.adapters.writing import writing
 from workers.model.config import DecoderConfig
 
 #: A larger file is not taken for an adapter.
@@ -58,7 +59,9 @@ class Imported:
         """As `workers.model.adapters.adapter.save_adapter` would, for a model served as `base_model`."""
         scale = self.alpha / self.shape.rank
         config = adapter_config(self.shape, base_model, alpha=self.alpha, scale=scale, details={"step": 0})
-        save_file({name: np.ascontiguousarray(x) for name, x in self.tensors.items()}, folder / "adapter.safetensors")
+        tensors = {name: np.ascontiguousarray(x) for name, x in self.tensors.items()}
+        with writing():
+            save_file(tensors, folder / "adapter.safetensors")
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 

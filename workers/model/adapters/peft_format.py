@@ -31,6 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from workers.model.adapters.writing import writing
+
 Array = NDArray[np.float32]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -98,7 +100,8 @@ def _other_ranks(peft: Mapping[str, Array], rank: int) -> dict[str, int]:
 
 def _write(folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: np.ascontiguousarray(x) for key, x in tensors.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+    with writing():
+        save_file({key: np.ascontiguousarray(x) for key, x in tensors.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 

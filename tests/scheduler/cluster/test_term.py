@@ -1,0 +1,143 @@
+"""How a time of leading ends, and what a leader of before can still do. Two replicas, as in `test_shared_journal`."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from scheduler.cluster import election, term
+from scheduler.order.operations import Outcome
+from store import tables
+from store.blobs.folder import FolderBlobs
+from store.database.db import Database
+from tests.scheduler.cluster.test_shared_journal import (  # noqa: F401
+    Play,
+    Replica,
+    play,
+    sample,
+    trainer,
+    until,
+    url,
+)
+from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+class Away:
+    """A database that takes nothing while it is `away`."""
+
+    def __init__(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.away, self.refused = False, 0
+        for name in ("write", "write_batched"):
+            monkeypatch.setattr(database, name, self._through(getattr(database, name)))
+
+    def _through(self, write: Any) -> Any:
+        async def maybe(*arguments: Any, **options: Any) -> Any:
+            if self.away:
+                self.refused += 1
+                raise OperationalError("INSERT", {}, Exception("the connection is lost"))
+            return await write(*arguments, **options)
+
+        return maybe
+
+
+def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it_left(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    postgres_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(term, "STORE_WITHIN_S", 0.1)
+    database = Away(postgres_database, monkeypatch)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        ids = [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]
+        cancelled = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([cancelled]))
+        database.away = True
+        assert one.journal.cancel("org", cancelled)
+        async with trainer(url, blobs) as given:
+            await until(lambda: database.refused > 2 and (1, False) in given)
+            async with asyncio.timeout(20):
+                await one.leadership.stop(0.1)
+                await one.journal.stop(0.1)
+            assert one.leadership.term is None
+            database.away = False
+            await two.lead()
+            for request_id in ids:
+                assert isinstance(await two.result(request_id), Outcome)
+
+    play(scenario)
+
+
+class Ahead(datetime):
+    """The clock of a machine that was set wrong."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + timedelta(hours=1)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_who_leads_does_not_hang_on_the_clock_of_a_replica(
+    play: Play,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    killed: bool,
+) -> None:
+    monkeypatch.setattr(election, "datetime", Ahead, raising=False)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        if killed:
+            one.leadership._elections.cancel()  # type: ignore[union-attr]
+        else:
+            await one.leadership.stop(0.1)
+        monkeypatch.setattr(election, "datetime", datetime, raising=False)
+        await two.lead()
+
+    play(scenario)
+
+
+def test_a_leader_of_before_deletes_nothing_of_a_run_that_it_believes_to_be_over(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    postgres_database: Database,
+) -> None:
+    """Its session has ended, and the one before has not heard what was accepted until then."""
+
+    def usurp(session: Any) -> None:
+        session.get_one(tables.JobLease, tables.LEADS).until = LONG_AGO
+        session.get_one(tables.Session, "s").state = "finished"
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            for request_id in [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]:
+                assert isinstance(await two.result(request_id), Outcome)
+        old = one.leadership.term
+        assert old is not None
+        for task in (one.leadership._elections, *old._tasks):  # it is stopped, and notices nothing
+            task.cancel()  # type: ignore[union-attr]
+        last = await two.journal.accept(train(2))
+        await postgres_database.write(usurp)
+        needed = blobs.listed("ops/*/*")
+        await two.lead()
+        old.journal.training.close_run(RUN)
+        await old.journal.training.flush()
+        assert len(needed) == 2
+        assert blobs.listed("ops/*/*") == needed
+        async with trainer(url, blobs) as given:
+            assert (await two.result(last)).payload == b"result"
+        assert given[:3] == [(0, True), (1, True), (2, False)]
+        await until(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
+        await until(lambda: not blobs.listed("ops/*/*"))
+
+    play(scenario)
