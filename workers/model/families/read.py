@@ -26,6 +26,8 @@ def read_config(name: str, path: Path) -> DecoderConfig:
         if not text:
             fields.refuse(f"text_config={raw.get('text_config')!r}", "the text model's fields there")
         fields = Fields(name, path, _text_part(raw, text))
+    if not fields.flag("is_causal", True):
+        fields.refuse("is_causal=false", "attention to what came before alone")
     _check_quantised(fields)
     config = FAMILIES[VISION.get(architecture, architecture)].read(fields)
     fields.finish()

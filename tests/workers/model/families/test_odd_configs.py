@@ -88,6 +88,22 @@ def test_whatever_a_field_says_it_is_read_or_refused_by_name(model: str, tmp_pat
                 seen.add(found)
 
 
+@pytest.mark.parametrize("says", [False, None, 0])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_model_that_sees_what_comes_is_refused(model: str, says: Any, tmp_path: Path) -> None:
+    """Libraries take all of these for attention in both directions, which embedding models have: no other field of
+    theirs says so, and this one changes what is computed when it is not set."""
+    config = CONFIGS[model]
+    for field, refused in ((says, True), (True, False)):
+        text = {"text_config": config["text_config"] | {"is_causal": field}} if "text_config" in config else {}
+        (tmp_path / "config.json").write_text(json.dumps(config | (text or {"is_causal": field})))
+        if refused:
+            with pytest.raises(UnsupportedModel, match="is_causal="):
+                read_config("m", tmp_path)
+        else:
+            read_config("m", tmp_path)
+
+
 @pytest.mark.parametrize("value", [value for value in ODD if value not in (0, 3, None, [])])
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_what_ends_a_text_is_a_token_or_several(file: str, value: Any, tmp_path: Path) -> None:
