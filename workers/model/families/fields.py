@@ -89,8 +89,7 @@ class Fields:
         for key in keys:
             if any(isinstance(own, Mapping) for own in self.object(key).values()):
                 self.refuse(f"config.json has {key}={self.get(key)!r}", "one set of numbers there, for all layers")
-        together = {name: value for key in keys for name, value in self.object(key).items() if value is not None}
-        return Fields(self._name, self._path, together)
+        return Fields(self._name, self._path, {name: x for key in keys for name, x in self.object(key).items()})
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return self._raw.items()
