@@ -37,6 +37,11 @@ _MOST_OF = {
 }
 
 
+def is_neutral(key: str) -> bool:
+    """Whether a field of this name changes no number."""
+    return key in _NEUTRAL.split() or key.startswith(_NEUTRAL_PREFIXES)
+
+
 class Fields:
     """config.json of the model in `path`, served as `name`."""
 
@@ -130,6 +135,5 @@ class Fields:
     def finish(self) -> None:
         """Refuse a field that is set, that nobody has read and that may change what is computed."""
         for key, value in self._raw.items():
-            known = key in self._read or key in _NEUTRAL.split() or key.startswith(_NEUTRAL_PREFIXES)
-            if value and not known:
+            if value and key not in self._read and not is_neutral(key):
                 self.refuse(f"{key}={value!r}, a field that is not known here", "a config.json without it, or null")

@@ -88,6 +88,22 @@ def test_whatever_a_field_says_it_is_read_or_refused_by_name(model: str, tmp_pat
                 seen.add(found)
 
 
+@pytest.mark.parametrize("model", [model for model, config in CONFIGS.items() if "text_config" in config])
+def test_of_the_text_model_only_its_own_fields_speak(model: str, tmp_path: Path) -> None:
+    """Beside text_config libraries read none of them, and here they came before those within."""
+    config, file = CONFIGS[model], tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    found = read_config("m", tmp_path)
+    for key in config["text_config"].keys() - {"tie_word_embeddings", "quantization_config"}:
+        for outside in (None, config["text_config"].get(key)):
+            file.write_text(json.dumps(config | {key: outside}))
+            assert read_config("m", tmp_path) == found, key
+    for key in ("rope_theta", "rms_norm_eps", "num_experts_per_tok", "max_position_embeddings", "rope_scaling"):
+        file.write_text(json.dumps(config | {key: 7}))
+        with pytest.raises(UnsupportedModel, match=f"{key}=7 outside of text_config"):
+            read_config("m", tmp_path)
+
+
 @pytest.mark.parametrize("says", [False, None, 0])
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_model_that_sees_what_comes_is_refused(model: str, says: Any, tmp_path: Path) -> None:
