@@ -58,6 +58,10 @@ class Fields:
         value = self._raw.get(key)
         return default if value is None else value
 
+    def is_null(self, key: str) -> bool:
+        """Whether the field is there and null, which libraries do not always take for missing."""
+        return key in self._raw and self._raw[key] is None
+
     def need(self, key: str) -> int:
         """A positive whole number that must be there."""
         return self.whole(key, None)
@@ -101,7 +105,7 @@ class Fields:
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
-        if default and key in self._raw and self._raw[key] is None:  # which libraries take for false
+        if default and self.is_null(key):  # which libraries take for false
             value = None
         if not isinstance(value, bool):
             self.refuse(f"config.json has {key}={value!r}", "true or false there")

@@ -44,6 +44,9 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None =
     kind = _kind(numbers)
     theta = numbers.number("rope_theta", fields.number("rope_theta", theta, above=1.0), above=1.0)
     share = numbers.get("partial_rotary_factor", fields.get("partial_rotary_factor", partial or 1.0))
+    own = numbers.get("partial_rotary_factor")
+    if partial is not None and own is None and fields.is_null("partial_rotary_factor"):
+        share = None  # the whole head to libraries, whatever the family has
     if type(share) not in (int, float) or not 0 < abs(share) < _MOST_TURNED:  # a share of this head: decoder()
         fields.refuse(f"partial_rotary_factor={share!r}", "the share of a head that turns, above 0 and at most 1")
     if partial is None and share != 1.0:

@@ -139,6 +139,18 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path: Path) -> None:
         read_config("m", tmp_path)
 
 
+@pytest.mark.parametrize("model", ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM", "BailingMoeV2ForCausalLM"])
+def test_a_share_of_the_head_that_is_null_is_not_the_familys(model: str, tmp_path: Path) -> None:
+    """Libraries turn the whole head then, and the family's share of it where the field is missing."""
+    (tmp_path / "config.json").write_text(json.dumps(changed(CONFIGS[model], ("partial_rotary_factor",), REMOVED)))
+    assert read_config("m", tmp_path).rope.partial < 1
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model] | {"partial_rotary_factor": None}))
+    with pytest.raises(UnsupportedModel, match="partial_rotary_factor=None"):
+        read_config("m", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["LlamaForCausalLM"] | {"partial_rotary_factor": None}))
+    assert read_config("m", tmp_path).rope.partial == 1
+
+
 def test_a_rope_that_is_said_twice_must_be_the_same(tmp_path: Path) -> None:
     """YaRN added, as makers say, to what transformers 5 has written. That takes rope_scaling; here it was left out."""
     plain, scaled = {"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "yarn", "factor": 4.0}
