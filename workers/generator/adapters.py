@@ -95,6 +95,7 @@ class AdapterCache:
         self._here: OrderedDict[str, HeldAdapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
+        self._thread.submit(int)  # begins now: where a process may have no more threads, it does not serve
 
     def __len__(self) -> int:
         return sum(held.weights > 0 for held in self._here.values())
@@ -178,8 +179,8 @@ class AdapterCache:
         held.asked, held.folder, held.next_bytes = next(self._numbers), folder, size_bytes
 
     def _read(self, held: HeldAdapter, size_bytes: int, most: int | None) -> None:
-        held.begun = held.asked
         found = self._thread.submit(self._from_disk, held.name, held.folder, most)
+        held.begun = held.asked
         self.flight = Flight(held.asked, held, held.folder, size_bytes, found)
 
     def _from_disk(self, name: str, folder: Weights | None, most: int | None) -> tuple[Adapter, int] | int:

@@ -158,7 +158,10 @@ class TorchEngine:
             self._open.enter(self._progress(request))
             self._admit()
         except Exception as error:
-            self._open.finished.append(failed(request.id, error))
+            if (entered := self._open.here.get(request.id)) is not None:
+                self._open.fail(entered, error)
+            else:
+                self._open.finished.append(failed(request.id, error))
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

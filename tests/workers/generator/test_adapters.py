@@ -345,3 +345,33 @@ def test_newer_weights_that_nobody_holds_are_read_when_somebody_does(cache: Adap
     cache.swap("a", tmp_path / "b")
     assert (len(cache), cache.size_bytes) == (0, 0)
     assert read(cache, "a", tmp_path / "a").source == tmp_path / "b"
+
+
+def test_a_process_that_may_have_no_more_threads_does_not_serve(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did, and the first read, which begins the thread, was taken for begun: its adapter never came."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="new thread"):
+        TorchEngine(decoder, (), slots=6, context=96)
+
+
+def test_what_cannot_begin_to_be_read_fails_its_request_and_is_read_for_the_next(
+    engine: TorchEngine, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed and was kept as well, so that the engine was never idle again, and who came next waited for ever."""
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._adapters._thread, "submit", refused)
+        engine.add(ask("a", 5, LONG, adapter="a0", adapter_folder=adapters["a0"]))
+    assert [finished.id for finished in engine.step()] == ["a"]
+    assert not engine.busy
+    done = run(engine, ask("b", 5, LONG, adapter="a0", adapter_folder=adapters["a0"]))
+    assert len(done["b"].sequences[0].tokens) == 30

@@ -36,6 +36,8 @@ ROPES: list[dict[str, Any]] = [
     YARN | {"mscale": 0.8},
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    YARN | {"rope_type": "default", "mscale": 1.0, "mscale_all_dim": 1.0},
+    YARN | {"truncate": None, "beta_fast": None, "attention_factor": None},
 ]  # fmt: skip
 EVERY: Options = {
     "tie_word_embeddings": [True, False], "num_key_value_heads": [1, 2, 4], "head_dim": [16, 24, 40],
@@ -122,6 +124,13 @@ def chosen(family: str, free: random.Random) -> dict[str, Any]:
         for name, choices in options.items()
         if free.random() < 0.25 and (name in defaults or name in OPTIONS[family])
     }
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "deepseek", "gpt-oss", "qwen3.5"])
+def test_every_rope_is_computed_so_or_refused(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    """With all that may be left in it of another kind, and with what is said to be nothing."""
+    agrees(family, tmp_path, rope_parameters=rope)
 
 
 @pytest.mark.search

@@ -151,6 +151,8 @@ def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     modules: dict[str, dict[str, Array]] = {}
     for key, tensor in found.items():
         match = _KEY.fullmatch(key)
+        if match is None and key.endswith(".base_layer.weight"):  # which PEFT adds to what it trains of a head
+            raise PeftFormatError(f"tensor {key} is the base's own: have PEFT save it with save_embedding_layers=False")
         if match is None:
             raise PeftFormatError(f"tensor {key} is no LoRA factor")
         if not tensor.size:  # of a product that the experts do not have

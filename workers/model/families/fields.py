@@ -37,6 +37,11 @@ _MOST_OF = {
 }
 
 
+def is_neutral(key: str) -> bool:
+    """Whether a field of this name changes no number."""
+    return key in _NEUTRAL.split() or key.startswith(_NEUTRAL_PREFIXES)
+
+
 class Fields:
     """config.json of the model in `path`, served as `name`."""
 
@@ -52,6 +57,10 @@ class Fields:
         self._read.add(key)
         value = self._raw.get(key)
         return default if value is None else value
+
+    def is_null(self, key: str) -> bool:
+        """Whether the field is there and null, which libraries do not always take for missing."""
+        return key in self._raw and self._raw[key] is None
 
     def need(self, key: str) -> int:
         """A positive whole number that must be there."""
@@ -89,15 +98,14 @@ class Fields:
         for key in keys:
             if any(isinstance(own, Mapping) for own in self.object(key).values()):
                 self.refuse(f"config.json has {key}={self.get(key)!r}", "one set of numbers there, for all layers")
-        together = {name: value for key in keys for name, value in self.object(key).items() if value is not None}
-        return Fields(self._name, self._path, together)
+        return Fields(self._name, self._path, {name: x for key in keys for name, x in self.object(key).items()})
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return self._raw.items()
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
-        if default and key in self._raw and self._raw[key] is None:  # which libraries take for false
+        if default and self.is_null(key):  # which libraries take for false
             value = None
         if not isinstance(value, bool):
             self.refuse(f"config.json has {key}={value!r}", "true or false there")
@@ -131,6 +139,5 @@ class Fields:
     def finish(self) -> None:
         """Refuse a field that is set, that nobody has read and that may change what is computed."""
         for key, value in self._raw.items():
-            known = key in self._read or key in _NEUTRAL.split() or key.startswith(_NEUTRAL_PREFIXES)
-            if value and not known:
+            if value and key not in self._read and not is_neutral(key):
                 self.refuse(f"{key}={value!r}, a field that is not known here", "a config.json without it, or null")

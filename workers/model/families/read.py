@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.model.config import DecoderConfig, UnsupportedModel, read_json
-from workers.model.families.fields import Fields
+from workers.model.families.fields import Fields, is_neutral
 from workers.model.families.table import FAMILIES, VISION
 
 
@@ -25,7 +25,10 @@ def read_config(name: str, path: Path) -> DecoderConfig:
         text = fields.object("text_config")
         if not text:
             fields.refuse(f"text_config={raw.get('text_config')!r}", "the text model's fields there")
-        fields = Fields(name, path, _text_part(raw, text))
+        _check_outside(fields, text)
+        fields = Fields(name, path, {**text, **{key: raw[key] for key in _OF_THE_WHOLE if key in raw}})
+    if not fields.flag("is_causal", True):
+        fields.refuse("is_causal=false", "attention to what came before alone")
     _check_quantised(fields)
     config = FAMILIES[VISION.get(architecture, architecture)].read(fields)
     fields.finish()
@@ -40,10 +43,16 @@ ignore_index
 """
 
 
-def _text_part(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of its text model; what stands outside counts for the whole."""
-    whole = {key: value for key, value in raw.items() if key not in [*_SEEING.split(), "text_config"]}
-    return {**text, **whole}
+#: What stands outside of the text model's fields and counts for the whole.
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
+
+
+def _check_outside(fields: Fields, text: Mapping[str, Any]) -> None:
+    """Refuse what is said of the text model outside of its fields, where libraries do not read it."""
+    for key, value in fields.items():
+        elsewhere = key in (*_SEEING.split(), *_OF_THE_WHOLE, "text_config") or is_neutral(key)
+        if value and not elsewhere and value != text.get(key):
+            fields.refuse(f"{key}={value!r} outside of text_config", "it within text_config")
 
 
 #: The quantised forms that stored.py reads, with what their description must say.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from workers.model.config import RopeConfig
 from workers.model.families.fields import Fields
@@ -40,9 +41,12 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None =
     spelt = [dict(fields.object(key)) for key in ("rope_scaling", "rope_parameters")]
     if all(spelt) and spelt[0] != spelt[1]:  # of which libraries take one
         fields.refuse(f"rope_scaling={spelt[0]!r} beside rope_parameters={spelt[1]!r}", "one of the two")
-    kind = numbers.get("rope_type", numbers.get("type", "default"))
+    kind = _kind(numbers)
     theta = numbers.number("rope_theta", fields.number("rope_theta", theta, above=1.0), above=1.0)
     share = numbers.get("partial_rotary_factor", fields.get("partial_rotary_factor", partial or 1.0))
+    own = numbers.get("partial_rotary_factor")
+    if partial is not None and own is None and fields.is_null("partial_rotary_factor"):
+        share = None  # the whole head to libraries, whatever the family has
     if type(share) not in (int, float) or not 0 < abs(share) < _MOST_TURNED:  # a share of this head: decoder()
         fields.refuse(f"partial_rotary_factor={share!r}", "the share of a head that turns, above 0 and at most 1")
     if partial is None and share != 1.0:
@@ -53,7 +57,9 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None =
     missing = sorted(name for name in must if numbers.get(name) is None)
     if missing:
         fields.refuse(f"{kind} rope without {', '.join(missing)}", f"all numbers of {kind} rope")
-    unknown = sorted((name, value) for name, value in numbers.items() if name not in must | may | _COMMON)
+    unknown = sorted(
+        (name, value) for name, value in numbers.items() if name not in must | may | _COMMON and value is not None
+    )
     if unknown and kind != "default":
         fields.refuse(f"{kind} rope with {unknown[0][0]}={unknown[0][1]!r}", f"{sorted(must | may)}")
     return _rope(kind, theta, float(share), numbers, fields.need("max_position_embeddings"))
@@ -96,7 +102,13 @@ def _attention_factor(factor: float, numbers: Fields) -> float:
 def score_scale(fields: Fields) -> float:
     """What YaRN makes scores larger by in latent attention, beside what cos and sin carry (DeepSeek-V2's code)."""
     numbers = fields.within("rope_scaling", "rope_parameters")
+    if _kind(numbers) != "yarn":  # numbers of YaRN may be left behind where it was turned off
+        return 1.0
     return _mscale(numbers.number("factor", 1.0), _of_scores(numbers, "mscale_all_dim")) ** 2
+
+
+def _kind(numbers: Fields) -> Any:
+    return numbers.get("rope_type", numbers.get("type", "default"))
 
 
 def _of_scores(numbers: Fields, name: str) -> float:

@@ -17,14 +17,16 @@ from workers.model.adapters.imported import CannotImport, read_adapter
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def trained(folder: Path, **how: Any) -> None:
+def trained(folder: Path, save_embedding_layers: bool | str = "auto", **how: Any) -> None:
     """Of qwen3, as PEFT saves it; no factor is what it began with."""
-    model = get_peft_model(reference("qwen3"), LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, **how))
+    model = get_peft_model(
+        reference("qwen3"), LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, **how})
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
 
 
 @pytest.mark.parametrize("begun", [True, False, "gaussian", "orthogonal"])
@@ -54,3 +56,17 @@ def test_what_computes_something_else_in_peft_is_refused(tmp_path: Path, how: di
     trained(tmp_path / "theirs", **{"task_type": "CAUSAL_LM", **how})
     with pytest.raises(CannotImport, match=says):
         read_adapter(tmp_path / "theirs", decoder.config)
+
+
+def test_a_trained_head_is_imported_or_it_is_said_how(tmp_path: Path) -> None:
+    """PEFT saves the base's head beside the factors, unless it is told not to."""
+    decoder = ours(reference("qwen3"), tmp_path / "model")
+    trained(tmp_path / "both", target_modules=[*ATTENTION, "lm_head"])
+    with pytest.raises(CannotImport, match="save_embedding_layers=False"):
+        read_adapter(tmp_path / "both", decoder.config)
+    trained(tmp_path / "theirs", save_embedding_layers=False, target_modules=[*ATTENTION, "lm_head"])
+    (tmp_path / "ours").mkdir()
+    read_adapter(tmp_path / "theirs", decoder.config).write(tmp_path / "ours", "tiny")
+    adapter = load_adapter(tmp_path / "ours", decoder.config).adapter
+    theirs = PeftModel.from_pretrained(reference("qwen3"), tmp_path / "theirs").eval()
+    assert (their_logprobs(theirs, decoder) - our_logprobs(decoder, adapter)).abs().max() < 1e-4

@@ -88,6 +88,38 @@ def test_whatever_a_field_says_it_is_read_or_refused_by_name(model: str, tmp_pat
                 seen.add(found)
 
 
+@pytest.mark.parametrize("model", [model for model, config in CONFIGS.items() if "text_config" in config])
+def test_of_the_text_model_only_its_own_fields_speak(model: str, tmp_path: Path) -> None:
+    """Beside text_config libraries read none of them, and here they came before those within."""
+    config, file = CONFIGS[model], tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    found = read_config("m", tmp_path)
+    for key in config["text_config"].keys() - {"tie_word_embeddings", "quantization_config"}:
+        for outside in (None, config["text_config"].get(key)):
+            file.write_text(json.dumps(config | {key: outside}))
+            assert read_config("m", tmp_path) == found, key
+    for key in ("rope_theta", "rms_norm_eps", "num_experts_per_tok", "max_position_embeddings", "rope_scaling"):
+        file.write_text(json.dumps(config | {key: 7}))
+        with pytest.raises(UnsupportedModel, match=f"{key}=7 outside of text_config"):
+            read_config("m", tmp_path)
+
+
+@pytest.mark.parametrize("says", [False, None, 0])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_model_that_sees_what_comes_is_refused(model: str, says: Any, tmp_path: Path) -> None:
+    """Libraries take all of these for attention in both directions, which embedding models have: no other field of
+    theirs says so, and this one changes what is computed when it is not set."""
+    config = CONFIGS[model]
+    for field, refused in ((says, True), (True, False)):
+        text = {"text_config": config["text_config"] | {"is_causal": field}} if "text_config" in config else {}
+        (tmp_path / "config.json").write_text(json.dumps(config | (text or {"is_causal": field})))
+        if refused:
+            with pytest.raises(UnsupportedModel, match="is_causal="):
+                read_config("m", tmp_path)
+        else:
+            read_config("m", tmp_path)
+
+
 @pytest.mark.parametrize("value", [value for value in ODD if value not in (0, 3, None, [])])
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_what_ends_a_text_is_a_token_or_several(file: str, value: Any, tmp_path: Path) -> None:
@@ -105,6 +137,18 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 10**6)
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_config("m", tmp_path)
+
+
+@pytest.mark.parametrize("model", ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM", "BailingMoeV2ForCausalLM"])
+def test_a_share_of_the_head_that_is_null_is_not_the_familys(model: str, tmp_path: Path) -> None:
+    """Libraries turn the whole head then, and the family's share of it where the field is missing."""
+    (tmp_path / "config.json").write_text(json.dumps(changed(CONFIGS[model], ("partial_rotary_factor",), REMOVED)))
+    assert read_config("m", tmp_path).rope.partial < 1
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model] | {"partial_rotary_factor": None}))
+    with pytest.raises(UnsupportedModel, match="partial_rotary_factor=None"):
+        read_config("m", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["LlamaForCausalLM"] | {"partial_rotary_factor": None}))
+    assert read_config("m", tmp_path).rope.partial == 1
 
 
 def test_a_rope_that_is_said_twice_must_be_the_same(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
 }  # fmt: skip
 DELTA_3_5: dict[str, Any] = {
+    **{key: value for key, value in SAME.items() if key != "rope_scaling"},
     "attn_output_gate": True, "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
     "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False, "vocab_size": 248320, "eos_token_id": 248044,
