@@ -16,6 +16,9 @@ from store.tables import Organisation
 if TYPE_CHECKING:
     from stripe import StripeClient
 
+#: Metadata of the subscription to our meters, and of the invoices that it prints.
+OF_METERS = {"weft": "meters"}
+
 
 def customer_of(client: StripeClient, database: Database, org_id: str) -> str:
     """The customer of an organisation, made on first use. Two who ask at once get the same one."""
@@ -49,14 +52,14 @@ def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], 
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
     subscription. Returns its id."""
     for subscription in client.v1.subscriptions.list({"customer": customer_id, "limit": 100}).auto_paging_iter():
-        if subscription.to_dict().get("metadata", {}).get("weft") == "meters":
+        if OF_METERS.items() <= subscription.to_dict().get("metadata", {}).items():
             return subscription.id
     params = {
         "customer": customer_id,
         "items": [{"price": price} for price in price_ids],
         "billing_cycle_anchor": int(end_of(period_of(now)).timestamp()),
         "proration_behavior": "none",
-        "metadata": {"weft": "meters"},
+        "metadata": OF_METERS,
     }
     made = client.v1.subscriptions.create(params, {"idempotency_key": f"weft-subscription-{customer_id}-{now:%Y-%m}"})  # type: ignore[arg-type]
     return made.id

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
+from billing.payments.customers import OF_METERS
 from billing.payments.meters import METERS, unput_uusd, used_nusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import reconcile
@@ -83,6 +84,8 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
     org = session.scalar(select(Organisation).where(Organisation.stripe_customer_id == invoice.customer))
     if org is None:
         return "ignored: of no organisation here"
+    if not _of_meters(invoice):
+        return "ignored: not of a month's usage"
     period = period_of(datetime.fromtimestamp(invoice.period_end - 1, UTC))
     row = session.scalar(select(Invoice).where(Invoice.org_id == org.id, Invoice.period_start == period))
     if row is None:
@@ -111,6 +114,14 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return "payment failed"
     row.status = "open"
     return "open"
+
+
+def _of_meters(invoice: Any) -> bool:
+    """Whether the subscription to our meters has printed it for a month: a customer may have other invoices, and that
+    subscription prints an empty one when it begins."""
+    details = (invoice.to_dict().get("parent") or {}).get("subscription_details") or {}
+    metadata = details.get("metadata") or {}
+    return invoice.billing_reason != "subscription_create" and OF_METERS.items() <= metadata.items()
 
 
 def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:

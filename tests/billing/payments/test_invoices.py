@@ -171,6 +171,29 @@ def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Paymen
     assert _alerts(payments) == ["invoice_differs"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "subscription", "cents"),
+    [
+        ("manual", None, 50_000),
+        ("subscription_cycle", {"plan": "support"}, 2_000),
+        ("subscription_create", {"weft": "meters"}, 0),  # Stripe prints it at once, for the time before any usage
+    ],
+)
+def test_other_invoices_of_a_customer_are_not_the_months(
+    payments: Payments, org_id: str, reason: str, subscription: dict[str, str] | None, cents: int
+) -> None:
+    """However late Stripe tells of them."""
+    at = int(datetime(2026, 11, 29, tzinfo=UTC).timestamp())
+    other = payments.fake.stripe.print_invoice(payments.customer(org_id), at, at, cents, reason, subscription)
+    _tell(payments)
+    _end_november(payments)
+    payments.fake.stripe.pay_invoice(other)
+    _tell(payments)
+    assert (_invoice(payments).status, _invoice(payments).stripe_invoice_id) == ("closed", None)
+    assert [kind for kind, _ in payments.ledger(org_id)] == ["usage", "usage"]
+    assert _alerts(payments) == []
+
+
 def test_an_invoice_that_differs_raises_an_alert(payments: Payments, org_id: str) -> None:
     _end_november(payments)
     stripe: Any = payments.fake.stripe
