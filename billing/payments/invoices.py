@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import func, select
@@ -17,7 +18,8 @@ from billing.payments.client import NUSD_PER_CENT
 from billing.payments.customers import OF_METERS
 from billing.payments.meters import METERS, unput_uusd, used_nusd
 from billing.payments.periods import end_of, name_of, period_of
-from billing.reports.reconcile import reconcile
+from billing.reports.reconcile import check
+from store.database.db import Database
 from store.tables import Invoice, Organisation, StripeOutbox
 
 EVENTS = (
@@ -40,43 +42,49 @@ class NotClosedHere(RuntimeError):
     """Stripe's invoice came before we closed the month: try again later."""
 
 
-def close(session: Session, org_id: str, period_start: datetime, now: datetime) -> bool:
-    """Close a month of an organisation; call it in a write. False if it is closed already, or cannot be closed yet."""
-    there = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
-    if now < end_of(period_start) + CLOSE_AFTER or session.scalar(there) is not None:
+def close(database: Database, org_id: str, period_start: datetime, now: datetime) -> bool:
+    """Close a month of an organisation. False if it is closed already, or cannot be closed yet."""
+    if now < end_of(period_start) + CLOSE_AFTER:
         return False
+    with database.read() as session:
+        blocked, total_nusd = _unfinished(session, org_id, period_start), used_nusd(session, org_id, period_start)
+        if _closed(session, org_id, period_start) or not (blocked or total_nusd):
+            return False
+    late = now > end_of(period_start) + CLOSE_BY
+    if not blocked and (drifts := check(database, org_id)):  # not in a write, where others settle meanwhile
+        blocked, late = f"the books do not agree ({drifts[0]})", True
     ref = f"{org_id}:{name_of(period_start)}"
+    if blocked:
+        if late:
+            message = f"{name_of(period_start)} of {org_id} cannot be closed: {blocked}"
+            alert = partial(raise_alert, kind="invoice_blocked", ref=ref, message=message, now=now)
+            database.write_now(alert)
+        return False
+
+    def write(session: Session) -> bool:
+        if _closed(session, org_id, period_start):
+            return False
+        facts = {"org_id": org_id, "period_start": period_start, "total_nusd": total_nusd, "closed_at": now}
+        session.add(Invoice(id=f"inv_{uuid.uuid4().hex}", status="closed", **facts))
+        resolve_alert(session, kind="invoice_blocked", ref=ref, now=now)
+        return True
+
+    return database.write_now(write)
+
+
+def _closed(session: Session, org_id: str, period_start: datetime) -> bool:
+    return session.scalar(select(Invoice.id).filter_by(org_id=org_id, period_start=period_start)) is not None
+
+
+def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
+    """What of a month's usage Stripe does not have yet."""
     row = StripeOutbox
     waiting = select(func.count()).select_from(row).where(row.org_id == org_id, row.period_start == period_start)
     if count := session.scalar(waiting.where(row.state != "sent")):
-        if now > end_of(period_start) + CLOSE_BY:
-            message = f"{name_of(period_start)} of {org_id} cannot be closed: {count} meter events are unconfirmed"
-            raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
-        return False
-    if missing := unput_uusd(session, org_id, period_start):  # once it is closed, nothing more of it is put there
-        if now > end_of(period_start) + CLOSE_BY:
-            message = f"{name_of(period_start)} of {org_id} cannot be closed: {missing} micro-USD are not in the outbox"
-            raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
-        return False
-    if drifts := reconcile(session, org_id):
-        message = f"{name_of(period_start)} of {org_id} is not closed: the books do not agree ({drifts[0]})"
-        raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
-        return False
-    total = used_nusd(session, org_id, period_start)
-    if total == 0:
-        return False
-    session.add(
-        Invoice(
-            id=f"inv_{uuid.uuid4().hex}",
-            org_id=org_id,
-            period_start=period_start,
-            total_nusd=total,
-            status="closed",
-            closed_at=now,
-        )
-    )
-    resolve_alert(session, kind="invoice_blocked", ref=ref, now=now)
-    return True
+        return f"{count} meter events are unconfirmed"
+    if missing := unput_uusd(session, org_id, period_start):
+        return f"{missing} micro-USD are not in the outbox"  # once it is closed, nothing more of it is put there
+    return ""
 
 
 def follow(session: Session, invoice: Any, now: datetime) -> str:

@@ -136,13 +136,11 @@ def close_invoices(context: JobContext) -> Result:
     """The last month of every postpaid organisation."""
     if not context.settings.payments.enabled:
         return {}
-    with context.database.read() as session:
-        organisations = meters.metered_organisations(session)
     now = context.now()
     last = period_before(period_of(now))
-    closed = 0
-    for org_id, _ in organisations:
-        closed += context.database.write_now(partial(invoices.close, org_id=org_id, period_start=last, now=now))
+    with context.database.read() as session:
+        organisations = meters.metered_organisations(session)
+    closed = sum(invoices.close(context.database, org_id, last, now) for org_id, _ in organisations)
     return {"closed": closed}
 
 

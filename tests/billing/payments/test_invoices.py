@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Engine, text
+from sqlalchemy.event import listen, remove
 
 from billing.money.ledger import refund_operation
 from billing.payments import inbox, setup
 from billing.payments.client import stripe_client
 from scheduler.jobs.money import reconcile_books
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
+from store.database.db import Database
 from store.tables import Alert, Invoice, Organisation
-from tests.billing.payments.kit import Payments
+from tests.billing.payments.kit import START, Payments
+from tests.fakestripe import FakeStripe
 
 DECEMBER = datetime(2026, 12, 1, tzinfo=UTC)
 NOVEMBER = (int(datetime(2026, 11, 1, tzinfo=UTC).timestamp()), int(DECEMBER.timestamp()))
@@ -98,6 +103,31 @@ def test_a_month_is_not_closed_before_all_of_it_is_in_the_outbox(payments: Payme
     send_meter_events(payments.context)
     assert close_invoices(payments.context) == {"closed": 1}
     assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5_210_123
+
+
+def test_work_that_ends_while_the_books_are_held_together_stops_no_month(
+    postgres_database: Database, stripe_server: FakeStripe, tmp_path: Path
+) -> None:
+    """In production another process settles meanwhile, many times a second."""
+    payments = Payments(postgres_database, stripe_server.reset(START), tmp_path)
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 3_210_123_456)
+    elsewhere = replace(payments, database=Database(postgres_database.url))
+    ended: list[str] = []
+
+    def end_more(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "FROM ledger_entries" in statement and not ended:
+            ended.append("begun")
+            ended.append(elsewhere.use(org_id, "train", 5_000))
+
+    listen(Engine, "after_cursor_execute", end_more)
+    try:
+        assert _end_november(payments) == {"closed": 1}
+    finally:
+        remove(Engine, "after_cursor_execute", end_more)
+        elsewhere.database.close()
+    assert len(ended) == 2
+    assert _alerts(payments) == []
 
 
 def test_books_that_do_not_agree_stop_the_month(payments: Payments, org_id: str) -> None:
