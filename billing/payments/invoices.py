@@ -16,11 +16,11 @@ from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
 from billing.payments.customers import OF_METERS
-from billing.payments.meters import METERS, unput_uusd, used_nusd
+from billing.payments.meters import METERS, invoiced_nusd, unput_uusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import check
 from store.database.db import Database
-from store.tables import Invoice, Organisation, StripeOutbox
+from store.tables import Invoice, Organisation, StripeOutbox, Wallet
 
 EVENTS = (
     "invoice.finalized",
@@ -47,8 +47,10 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
     if now < end_of(period_start) + CLOSE_AFTER:
         return False
     with database.read() as session:
-        blocked, total_nusd = _unfinished(session, org_id, period_start), used_nusd(session, org_id, period_start)
-        if _closed(session, org_id, period_start) or not (blocked or total_nusd):
+        if _closed(session, org_id, period_start):
+            return False
+        blocked, total_nusd = _unfinished(session, org_id, period_start), invoiced_nusd(session, org_id, period_start)
+        if not (blocked or total_nusd):
             return False
     late = now > end_of(period_start) + CLOSE_BY
     if not blocked and (drifts := check(database, org_id)):  # not in a write, where others settle meanwhile
@@ -78,13 +80,13 @@ def _closed(session: Session, org_id: str, period_start: datetime) -> bool:
 
 def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
     """What of a month's usage Stripe does not have yet."""
+    metered = session.scalar(select(Wallet.mode).where(Wallet.org_id == org_id)) == "postpaid"
+    if metered and (missing := unput_uusd(session, org_id, period_start)):
+        return f"{missing} micro-USD are not in the outbox"  # once it is closed, nothing more of it is put there
     row = StripeOutbox
     waiting = select(func.count()).select_from(row).where(row.org_id == org_id, row.period_start == period_start)
-    if count := session.scalar(waiting.where(row.state != "sent")):
-        return f"{count} meter events are unconfirmed"
-    if missing := unput_uusd(session, org_id, period_start):
-        return f"{missing} micro-USD are not in the outbox"  # once it is closed, nothing more of it is put there
-    return ""
+    count = session.scalar(waiting.where(row.state != "sent"))
+    return f"{count} meter events are unconfirmed" if count else ""
 
 
 def follow(session: Session, invoice: Any, now: datetime) -> str:

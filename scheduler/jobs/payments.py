@@ -133,14 +133,14 @@ def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[s
 
 @job("close_invoices", every_s=3600)
 def close_invoices(context: JobContext) -> Result:
-    """The last month of every postpaid organisation."""
+    """The last month of every organisation that was metered in it."""
     if not context.settings.payments.enabled:
         return {}
     now = context.now()
     last = period_before(period_of(now))
     with context.database.read() as session:
-        organisations = meters.metered_organisations(session)
-    closed = sum(invoices.close(context.database, org_id, last, now) for org_id, _ in organisations)
+        organisations = meters.organisations_of(session, last)
+    closed = sum(invoices.close(context.database, org_id, last, now) for org_id in organisations)
     return {"closed": closed}
 
 

@@ -13,7 +13,8 @@ from sqlalchemy import Engine, text
 from sqlalchemy.event import listen, remove
 
 from billing.money.ledger import refund_operation
-from billing.payments import inbox, setup
+from billing.money.wallets import Mode
+from billing.payments import inbox, meters, setup
 from billing.payments.client import stripe_client
 from scheduler.jobs.money import reconcile_books
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
@@ -127,6 +128,41 @@ def test_work_that_ends_while_the_books_are_held_together_stops_no_month(
         remove(Engine, "after_cursor_execute", end_more)
         elsewhere.database.close()
     assert len(ended) == 2
+    assert _alerts(payments) == []
+
+
+def _change_mode(payments: Payments, org_id: str, mode: Mode) -> None:
+    payments.database.write_now(lambda session: meters.change_mode(session, org_id, mode, 0, payments.now))
+
+
+def test_what_was_prepaid_is_not_invoiced(payments: Payments) -> None:
+    """An organisation that pays by the month from its middle on, then out of its balance for a while."""
+    payments.fake.stripe.now = datetime(2026, 10, 30, tzinfo=UTC).timestamp()
+    org_id = payments.organisation("prepaid")
+    payments.use(org_id, "train", 8_000_000_777)
+    payments.fake.stripe.now = START.timestamp()
+    for mode, amount_nusd in (("postpaid", 3_000_123_456), ("prepaid", 2_000_000_000), ("postpaid", 210_000_000)):
+        payments.use(org_id, "train", 5_000_000_000)
+        _change_mode(payments, org_id, mode)  # type: ignore[arg-type]
+        payments.use(org_id, "train", amount_nusd)
+        _change_mode(payments, org_id, mode)  # type: ignore[arg-type]  # its credit limit is another now
+        put_meter_events(payments.context)
+        send_meter_events(payments.context)
+    assert _end_november(payments) == {"closed": 1}
+    metered_uusd = 3_000_123 + 210_000
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == metered_uusd
+    assert _invoice(payments).total_nusd == 1000 * metered_uusd + 456
+
+
+def test_who_prepays_from_now_on_pays_the_invoice_of_before(payments: Payments, org_id: str) -> None:
+    put_meter_events(payments.context)
+    payments.use(org_id, "train", 4_000_000_000)  # not in the outbox: it is taken from the balance
+    _change_mode(payments, org_id, "prepaid")
+    assert _end_november(payments) == {"closed": 1}
+    assert _invoice(payments).total_nusd == 3_910_123_456
+    payments.fake.stripe.pay_invoice(payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER))
+    _tell(payments)
+    assert payments.ledger(org_id)[3:] == [("invoice", 3_910_000_000), ("adjustment", 123_456)]
     assert _alerts(payments) == []
 
 
