@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from billing.payments import customers, events, inbox, invoices, meters, sender, summaries
 from billing.payments.client import stripe_client
@@ -18,9 +19,11 @@ from scheduler.jobs.registry import JobContext, Result, job
 from scheduler.jobs.running import ask
 
 if TYPE_CHECKING:
-    from stripe import StripeClient
+    from stripe import StripeClient, StripeError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 #: Calls to Stripe at a time, each for another customer's meter.
 SENDERS = 8
@@ -33,32 +36,40 @@ WEBHOOKS = 200
 @job("put_meter_events", every_s=3600)
 def put_meter_events(context: JobContext) -> Result:
     """Usage since the last time into the outbox, organisation by organisation; each is a customer and subscribed first,
-    because Stripe invoices a meter from the start of the subscription on. One that Stripe refuses (its customer was
-    deleted there) fails the job in the end, and holds up no other."""
+    because Stripe invoices a meter from the start of the subscription on."""
     settings, now = context.settings.payments, context.now()
     if not settings.enabled:
         return {}
-    import stripe  # slow to import
-
     with context.database.read() as session:
         organisations = meters.postpaid_organisations(session)
     client = stripe_client(settings)
-    put, refused = 0, list[stripe.InvalidRequestError]()
-    for org_id in organisations:
-        try:
-            customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
-        except stripe.InvalidRequestError as error:
-            log.exception("%s cannot be metered", org_id)
-            refused.append(error)
-            continue
-        put += context.database.write_now(
-            partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
-        )
-    if put:
+
+    def put_one(org_id: str) -> int:
+        customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
+        put = partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
+        return context.database.write_now(put)
+
+    put, refused = _each(organisations, put_one)
+    if sum(put):
         context.database.write_now(partial(ask, name="send_meter_events", now=now))
     if refused:
         raise refused[0]
-    return {"put": put}
+    return {"put": sum(put)}
+
+
+def _each(things: Iterable[T], work: Callable[[T], R]) -> tuple[list[R], list[StripeError]]:
+    """Do `work` for each thing. What Stripe refuses of one (its customer was deleted there) holds up no other: the
+    caller raises it in the end, so that the job is seen to fail."""
+    import stripe  # slow to import
+
+    done, refused = list[R](), list[stripe.StripeError]()
+    for thing in things:
+        try:
+            done.append(work(thing))
+        except (stripe.InvalidRequestError, stripe.IdempotencyError, stripe.APIError) as error:
+            log.exception("Stripe refuses what concerns %s", thing)
+            refused.append(error)
+    return done, refused
 
 
 @job("send_meter_events", every_s=60)
@@ -90,16 +101,20 @@ def _send(context: JobContext, client: StripeClient, event: MeterEvent) -> str:
 def _decide(context: JobContext, client: StripeClient) -> list[str]:
     """Rows too old to be resent: what does Stripe say?"""
     with context.database.read() as session:
-        rows = summaries.unclear(session, context.now())
+        rows = {row.identifier: row for row in summaries.unclear(session, context.now())}
     if not rows:
         return []
     ids = summaries.meter_ids(client)
-    states = []
-    for row in rows:
+
+    def decide_one(identifier: str) -> str:
+        row = rows[identifier]
         counted = summaries.counted_uusd(client, ids, row.meter, row.customer_id, row.period_start)
         decide = partial(summaries.decide, row_id=row.id, counted=counted, now=context.now())
-        state = context.database.write_now(decide)
-        states.append(f"found_{state}")
+        return f"found_{context.database.write_now(decide)}"
+
+    states, refused = _each(rows, decide_one)
+    if refused:
+        raise refused[0]
     return states
 
 
@@ -154,9 +169,13 @@ def compare_with_stripe(context: JobContext) -> Result:
     with context.database.read() as session:
         states = summaries.cursors(session, period_before(period_of(now)))
     ids = summaries.meter_ids(client) if states else {}
-    differ = 0
-    for state in states:
+
+    def compare_one(state: summaries.CursorState) -> bool:
         counted = summaries.counted_uusd(client, ids, state.meter, state.customer_id, state.period_start)
         compare = partial(summaries.compare, state=state, counted=counted, now=now)
-        differ += context.database.write_now(compare) != 0
-    return {"compared": len(states), "differ": differ}
+        return context.database.write_now(compare) != 0
+
+    differ, refused = _each(states, compare_one)
+    if refused:
+        raise refused[0]
+    return {"compared": len(states), "differ": sum(differ)}
