@@ -102,6 +102,7 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         if invoice.amount_due == 0:
             return "ignored: nothing was used"
         raise NotClosedHere(f"{name_of(period)} of {org.id} is not closed yet")
+    voided = row.stripe_invoice_id == invoice.id and row.status == "void"
     row.stripe_invoice_id = invoice.id
     row.hosted_url, row.pdf_url = invoice.hosted_invoice_url, invoice.invoice_pdf
     difference = invoice.total * NUSD_PER_CENT - row.total_nusd
@@ -112,6 +113,8 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return _paid(session, row, invoice, now)
     if row.status == "paid":
         return "paid before"
+    if voided and invoice.status == "open":  # it was, when it was fetched
+        return "voided before"
     if invoice.status == "void" or invoice.status == "uncollectible":
         row.status = "void"
         if invoice.status == "void":  # nobody is to pay it

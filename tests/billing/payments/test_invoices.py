@@ -16,6 +16,7 @@ from billing.money.ledger import refund_operation
 from billing.money.wallets import Mode
 from billing.payments import inbox, meters, setup
 from billing.payments.client import stripe_client
+from billing.payments.events import effect_of
 from scheduler.jobs.money import reconcile_books
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
 from store.database.db import Database
@@ -225,6 +226,25 @@ def test_a_failed_invoice_that_nobody_is_to_pay(payments: Payments, org_id: str,
         assert session.get_one(Organisation, org_id).status == status
         (alert,) = session.query(Alert).filter_by(kind="invoice_failed")
         assert (alert.resolved_at is None) == (status == "past_due")
+
+
+@pytest.mark.parametrize("end", ["paid", "void"])
+def test_who_has_fetched_an_open_invoice_and_writes_after_its_end_changes_nothing(
+    payments: Payments, org_id: str, end: str
+) -> None:
+    _end_november(payments)
+    stripe = payments.fake.stripe
+    invoice = stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    stripe.change("invoice.payment_failed", invoice, attempted=True)
+    late = effect_of(stripe_client(payments.fake.settings()), stripe.events[-1])
+    if end == "paid":
+        stripe.pay_invoice(invoice)
+    else:
+        stripe.change("invoice.voided", invoice, status="void")
+    _tell(payments)
+    payments.database.write_now(lambda session: late(session, payments.now))
+    with payments.database.read() as session:
+        assert (session.query(Invoice).one().status, session.get_one(Organisation, org_id).status) == (end, "active")
 
 
 def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Payments, org_id: str) -> None:

@@ -13,6 +13,8 @@ from starlette.testclient import TestClient
 
 from api.server.app import front
 from api.state.service import Service
+from billing.payments.client import stripe_client
+from billing.payments.events import effect_of
 from billing.prices import load_prices
 from scheduler.jobs.payments import process_webhooks, put_meter_events, send_meter_events
 from scheduler.journal.journal import Journal
@@ -189,6 +191,24 @@ def test_a_refund_counts_when_it_has_succeeded_and_no_longer_when_it_failed(door
     stripe.change("refund.failed", refund, status="failed")
     door.deliver(*door.told)
     assert door.ledger() == [("topup", 25 * USD), ("refund", -25 * USD), ("refund", 25 * USD)]
+
+
+@pytest.mark.parametrize("what", ["refund", "dispute"])
+def test_who_has_fetched_before_the_end_and_writes_after_it_takes_nothing(door: Door, what: str) -> None:
+    """A process that is held up between the two, while another one acts on the last event."""
+    stripe = door.payments.fake.stripe
+    payment = door.paid()["id"]
+    thing = stripe.refund(payment, 2500) if what == "refund" else stripe.dispute(payment)
+    *paid, event = door.told
+    door.deliver(*paid)
+    late = effect_of(stripe_client(door.payments.fake.settings()), event)
+    if what == "refund":
+        stripe.change("refund.failed", thing, status="failed")
+    else:
+        stripe.change("charge.dispute.closed", thing, status="won")
+    door.deliver(*door.told)
+    door.payments.database.write_now(lambda session: late(session, door.payments.now))
+    assert sum(amount for _, amount in door.ledger()) == 25 * USD
 
 
 def test_a_declined_card_credits_nothing_and_the_next_try_does(door: Door) -> None:
