@@ -33,7 +33,7 @@ ROUNDS = 50
 WEBHOOKS = 200
 
 
-@job("put_meter_events", every_s=3600)
+@job("put_meter_events", every_s=1800)  # Stripe takes what was used last in a month for an hour after its end
 def put_meter_events(context: JobContext) -> Result:
     """Usage since the last time into the outbox, organisation by organisation; each is a customer and subscribed first,
     because Stripe invoices a meter from the start of the subscription on."""

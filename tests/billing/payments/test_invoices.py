@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from billing.payments.client import stripe_client
 from billing.payments.events import effect_of
 from scheduler.jobs.money import reconcile_books
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
+from scheduler.jobs.registry import JOBS
+from scheduler.jobs.running import LEASE_S
 from store.database.db import Database
 from store.tables import Alert, Invoice, Organisation
 from tests.billing.payments.kit import START, Payments
@@ -75,6 +77,20 @@ def test_a_month_from_use_to_payment(payments: Payments, org_id: str) -> None:
     assert sum(amount for _, amount in payments.ledger(org_id)) == 0
     assert reconcile_books(payments.context) == {"differ": 0, "drift_nusd": 0}
     assert _alerts(payments) == []
+
+
+def test_what_is_used_last_in_a_month_is_at_stripe_before_its_invoice_is_final(payments: Payments) -> None:
+    """Stripe takes usage of a month for an hour after its end. The job ran just before that end, and died the next
+    time: its lease has to run out."""
+    org_id = payments.organisation()
+    payments.fake.stripe.now = DECEMBER.timestamp() - 1
+    put_meter_events(payments.context)
+    payments.use(org_id, "train", 5_000_000)
+    payments.wait(JOBS["put_meter_events"].every_s + LEASE_S)
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5_000
+    assert payments.now < DECEMBER + timedelta(hours=1)
 
 
 def test_a_month_is_not_closed_before_every_event_is_confirmed(payments: Payments, org_id: str) -> None:
