@@ -19,6 +19,7 @@ from billing.payments.customers import OF_METERS
 from billing.payments.meters import METERS, invoiced_nusd, unput_uusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import check
+from store.database.bulk import insert_into
 from store.database.db import Database
 from store.tables import Invoice, Organisation, StripeOutbox, Wallet
 
@@ -64,12 +65,10 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
         return False
 
     def write(session: Session) -> bool:
-        if _closed(session, org_id, period_start):
-            return False
         facts = {"org_id": org_id, "period_start": period_start, "total_nusd": total_nusd, "closed_at": now}
-        session.add(Invoice(id=f"inv_{uuid.uuid4().hex}", status="closed", **facts))
+        row = insert_into(session, Invoice).values(id=f"inv_{uuid.uuid4().hex}", status="closed", **facts)
         resolve_alert(session, kind="invoice_blocked", ref=ref, now=now)
-        return True
+        return session.scalar(row.on_conflict_do_nothing().returning(Invoice.id)) is not None
 
     return database.write_now(write)
 
