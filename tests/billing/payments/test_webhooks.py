@@ -25,6 +25,7 @@ from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
 from tests.keys import create_key
 from tests.search import chance
+from tests.servers import free_port
 
 
 class Door:
@@ -303,6 +304,21 @@ def test_an_event_that_cannot_be_acted_on_is_tried_again_and_holds_up_no_other(d
         row = session.get_one(StripeWebhookEvent, "evt_broken")
         assert row.processed_at is None
         assert row.attempts == 9
+
+
+def test_while_stripe_does_not_answer_one_event_is_tried_in_a_run(door: Door) -> None:
+    """Each try lasts as long as a timeout, and other jobs wait for the one that is running."""
+    for _ in range(2):
+        door.paid()
+    for event in door.told:
+        door.webhook(event)
+    there = door.payments.fake.settings()
+    door.payments.settings = there.model_copy(update={"api_base": f"http://127.0.0.1:{free_port()}"})
+    assert process_webhooks(door.payments.context) == {"away": 1}
+    door.payments.settings = there
+    door.payments.wait(3600)
+    assert process_webhooks(door.payments.context) == {"processed": 4}
+    assert door.ledger() == [("topup", 25 * USD)] * 2
 
 
 def test_meter_errors_raise_an_alert(door: Door) -> None:
