@@ -130,10 +130,15 @@ def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int
 
 
 def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
-    """The current period, and periods with work that has not ended or storage that is not metered."""
+    """The current period, periods with work that has not ended, and all since the first with storage that is not
+    metered."""
     open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
-    spans = select(StorageSpan.metered_until).where(StorageSpan.org_id == budget.org_id).distinct()
-    return {period_start(budget.period, at) for at in (now, *session.scalars(open_ops), *session.scalars(spans))}
+    starts = {period_start(budget.period, at) for at in (now, *session.scalars(open_ops))}
+    at = session.scalar(select(func.min(StorageSpan.metered_until)).where(StorageSpan.org_id == budget.org_id)) or now
+    while at < now:
+        starts.add(period_start(budget.period, at))
+        at = _following(period_start("month", at))
+    return starts
 
 
 def _in_scope(budget: Budget, table: type[UsageEvent] | type[Operation]) -> list[ColumnElement[bool]]:
@@ -148,8 +153,11 @@ def _in_scope(budget: Budget, table: type[UsageEvent] | type[Operation]) -> list
 def _in_period(budget: Budget, at: Any, start: datetime) -> list[ColumnElement[bool]]:
     if budget.period == "total":
         return []
-    following = start.replace(year=start.year + start.month // 12, month=start.month % 12 + 1)
-    return [at >= start, at < following]
+    return [at >= start, at < _following(start)]
+
+
+def _following(month: datetime) -> datetime:
+    return month.replace(year=month.year + month.month // 12, month=month.month % 12 + 1)
 
 
 def _sum(session: Session, amounts: Any) -> int:

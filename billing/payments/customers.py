@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -14,17 +15,25 @@ from store.database.db import Database
 from store.tables import Organisation
 
 if TYPE_CHECKING:
-    from stripe import StripeClient
+    from stripe import RequestOptions, StripeClient
+
+#: Metadata of the subscription to our meters, and of the invoices that it prints.
+OF_METERS = {"weft": "meters"}
 
 
-def customer_of(client: StripeClient, database: Database, org_id: str) -> str:
+def _once(what: str, now: datetime) -> RequestOptions:
+    """Two who make this at once make one. For an hour: Stripe would repeat an error of its own for a day."""
+    return {"idempotency_key": f"weft-{what}-{now:%Y-%m-%dT%H}"}
+
+
+def customer_of(client: StripeClient, database: Database, org_id: str, now: datetime) -> str:
     """The customer of an organisation, made on first use. Two who ask at once get the same one."""
     with database.read() as session:
         org = session.get_one(Organisation, org_id)
     if org.stripe_customer_id is not None:
         return org.stripe_customer_id
     made = client.v1.customers.create(
-        {"name": org.name, "metadata": {"weft_org": org_id}}, {"idempotency_key": f"weft-customer-{org_id}"}
+        {"name": org.name, "metadata": {"weft_org": org_id}}, _once(f"customer-{org_id}", now)
     )
     table = Organisation
     claim = update(table).where(table.id == org_id, table.stripe_customer_id.is_(None))
@@ -39,7 +48,7 @@ def customer_of(client: StripeClient, database: Database, org_id: str) -> str:
 def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequence[str], now: datetime) -> str:
     """Make a postpaid organisation a customer with a subscription to the meters, unless it is one, so that Stripe can
     invoice its usage from now on. Returns the customer's id."""
-    customer_id = customer_of(client, database, org_id)
+    customer_id = customer_of(client, database, org_id, now)
     if price_ids:
         subscribe(client, customer_id, price_ids, now)
     return customer_id
@@ -49,14 +58,16 @@ def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], 
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
     subscription. Returns its id."""
     for subscription in client.v1.subscriptions.list({"customer": customer_id, "limit": 100}).auto_paging_iter():
-        if subscription.to_dict().get("metadata", {}).get("weft") == "meters":
+        if OF_METERS.items() <= subscription.to_dict().get("metadata", {}).items():
             return subscription.id
     params = {
         "customer": customer_id,
         "items": [{"price": price} for price in price_ids],
         "billing_cycle_anchor": int(end_of(period_of(now)).timestamp()),
         "proration_behavior": "none",
-        "metadata": {"weft": "meters"},
+        "metadata": OF_METERS,
     }
-    made = client.v1.subscriptions.create(params, {"idempotency_key": f"weft-subscription-{customer_id}-{now:%Y-%m}"})  # type: ignore[arg-type]
+    # Another request needs another key: wrong prices are put right at once.
+    prices = hashlib.sha256(" ".join(price_ids).encode()).hexdigest()[:16]
+    made = client.v1.subscriptions.create(params, _once(f"subscription-{customer_id}-{prices}", now))  # type: ignore[arg-type]
     return made.id

@@ -1,6 +1,7 @@
 """The effects of Stripe's events. Events come late, twice and in any order, so none is believed: each names an object,
 the object is fetched in its present state, and the effect is posted under a reference that exists once. The fetch
-happens outside of any transaction; the effect, inside the one that marks the event as processed.
+happens outside of any transaction; the effect, inside the one that marks the event as processed. Between the two
+another process may act on a later state: what is final stays so.
 """
 
 from __future__ import annotations
@@ -140,9 +141,9 @@ def _refund(client: StripeClient, refund_id: str) -> Effect:
             return _by_hand(session, "refund", refund.id, payment, now)
         nusd = refund.amount * NUSD_PER_CENT
         if refund.status == "succeeded":
-            return _take(session, org_id, "refund", refund.id, nusd, "card refund")
+            return _take(session, org_id, "refund", refund.id, nusd)
         if refund.status in ("failed", "canceled"):
-            return _give_back(session, org_id, "refund", refund.id, "card refund came back")
+            return _give_back(session, org_id, "refund", refund.id, nusd)
         return f"waiting: refund is {refund.status}"
 
     return follow
@@ -160,45 +161,35 @@ def _dispute(client: StripeClient, dispute_id: str) -> Effect:
         raise_alert(session, kind="dispute", ref=dispute.id, message=message, now=now, org_id=org_id)
         if dispute.status in INQUIRIES:
             return f"waiting: {dispute.status}"
+        nusd = dispute.amount * NUSD_PER_CENT
         if dispute.status == "won":
-            return _give_back(session, org_id, "dispute", dispute.id, "dispute won")
-        return _take(session, org_id, "dispute", dispute.id, dispute.amount * NUSD_PER_CENT, "disputed payment")
+            return _give_back(session, org_id, "dispute", dispute.id, nusd)
+        return _take(session, org_id, "dispute", dispute.id, nusd)
 
     return follow
 
 
-_ENTRY: dict[str, ledger.EntryType] = {"refund": "refund", "dispute": "chargeback"}
+#: What a reversal is in the ledger, and the memos of its taking and of its undoing.
+_ENTRY: dict[str, tuple[ledger.EntryType, str, str]] = {
+    "refund": ("refund", "card refund", "card refund came back"),
+    "dispute": ("chargeback", "disputed payment", "dispute won"),
+}
 
 
-def _take(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int, memo: str) -> str:
-    row = ledger.post(
-        session, org_id=org_id, type=_ENTRY[ref_type], amount_nusd=-nusd, ref_type=ref_type, ref_id=ref_id, memo=memo
-    )
+def _take(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int) -> str:
+    kind, memo, _ = _ENTRY[ref_type]
+    row = ledger.post(session, org_id=org_id, type=kind, amount_nusd=-nusd, ref_type=ref_type, ref_id=ref_id, memo=memo)
     return "taken" if row is not None else "taken before"
 
 
-def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, memo: str) -> str:
-    """Undo a `_take`, if there was one; if the final event came first, there never will be one."""
-    entry = LedgerEntry
-    taken = session.scalar(
-        select(entry.amount_nusd).where(
-            entry.org_id == org_id,
-            entry.type == _ENTRY[ref_type],
-            entry.ref_type == ref_type,
-            entry.ref_id == ref_id,
-        )
-    )
-    if taken is None:
-        return "nothing was taken"
-    row = ledger.post(
-        session,
-        org_id=org_id,
-        type=_ENTRY[ref_type],
-        amount_nusd=-taken,
-        ref_type=f"{ref_type}_undone",
-        ref_id=ref_id,
-        memo=memo,
-    )
+def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int) -> str:
+    """Undo a `_take`. If there was none it is posted, too: a process that fetched the object earlier, and was held up,
+    may still be about to."""
+    _take(session, org_id, ref_type, ref_id, nusd)
+    kind, _, memo = _ENTRY[ref_type]
+    entry = select(LedgerEntry.amount_nusd).filter_by(org_id=org_id, type=kind, ref_type=ref_type, ref_id=ref_id)
+    taken, undone = session.scalars(entry).one(), f"{ref_type}_undone"
+    row = ledger.post(session, org_id=org_id, type=kind, amount_nusd=-taken, ref_type=undone, ref_id=ref_id, memo=memo)
     return "given back" if row is not None else "given back before"
 
 

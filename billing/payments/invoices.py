@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import func, select
@@ -14,10 +15,13 @@ from sqlalchemy.orm import Session
 from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
-from billing.payments.meters import METERS, unput_uusd, used_nusd
+from billing.payments.customers import OF_METERS
+from billing.payments.meters import METERS, invoiced_nusd, unput_uusd
 from billing.payments.periods import end_of, name_of, period_of
-from billing.reports.reconcile import reconcile
-from store.tables import Invoice, Organisation, StripeOutbox
+from billing.reports.reconcile import check
+from store.database.bulk import insert_into
+from store.database.db import Database
+from store.tables import Invoice, Organisation, StripeOutbox, Wallet
 
 EVENTS = (
     "invoice.finalized",
@@ -39,43 +43,49 @@ class NotClosedHere(RuntimeError):
     """Stripe's invoice came before we closed the month: try again later."""
 
 
-def close(session: Session, org_id: str, period_start: datetime, now: datetime) -> bool:
-    """Close a month of an organisation; call it in a write. False if it is closed already, or cannot be closed yet."""
-    there = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
-    if now < end_of(period_start) + CLOSE_AFTER or session.scalar(there) is not None:
+def close(database: Database, org_id: str, period_start: datetime, now: datetime) -> bool:
+    """Close a month of an organisation. False if it is closed already, or cannot be closed yet."""
+    if now < end_of(period_start) + CLOSE_AFTER:
         return False
+    with database.read() as session:
+        if _closed(session, org_id, period_start):
+            return False
+        blocked, total_nusd = _unfinished(session, org_id, period_start), invoiced_nusd(session, org_id, period_start)
+        if not (blocked or total_nusd):
+            return False
+    late = now > end_of(period_start) + CLOSE_BY
+    if not blocked and (drifts := check(database, org_id)):  # not in a write, where others settle meanwhile
+        blocked, late = f"the books do not agree ({drifts[0]})", True
     ref = f"{org_id}:{name_of(period_start)}"
+    if blocked:
+        if late:
+            message = f"{name_of(period_start)} of {org_id} cannot be closed: {blocked}"
+            alert = partial(raise_alert, kind="invoice_blocked", ref=ref, message=message, now=now)
+            database.write_now(alert)
+        return False
+
+    def write(session: Session) -> bool:
+        facts = {"org_id": org_id, "period_start": period_start, "total_nusd": total_nusd, "closed_at": now}
+        row = insert_into(session, Invoice).values(id=f"inv_{uuid.uuid4().hex}", status="closed", **facts)
+        resolve_alert(session, kind="invoice_blocked", ref=ref, now=now)
+        return session.scalar(row.on_conflict_do_nothing().returning(Invoice.id)) is not None
+
+    return database.write_now(write)
+
+
+def _closed(session: Session, org_id: str, period_start: datetime) -> bool:
+    return session.scalar(select(Invoice.id).filter_by(org_id=org_id, period_start=period_start)) is not None
+
+
+def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
+    """What of a month's usage Stripe does not have yet."""
+    metered = session.scalar(select(Wallet.mode).where(Wallet.org_id == org_id)) == "postpaid"
+    if metered and (missing := unput_uusd(session, org_id, period_start)):
+        return f"{missing} micro-USD are not in the outbox"  # once it is closed, nothing more of it is put there
     row = StripeOutbox
     waiting = select(func.count()).select_from(row).where(row.org_id == org_id, row.period_start == period_start)
-    if count := session.scalar(waiting.where(row.state != "sent")):
-        if now > end_of(period_start) + CLOSE_BY:
-            message = f"{name_of(period_start)} of {org_id} cannot be closed: {count} meter events are unconfirmed"
-            raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
-        return False
-    if missing := unput_uusd(session, org_id, period_start):  # once it is closed, nothing more of it is put there
-        if now > end_of(period_start) + CLOSE_BY:
-            message = f"{name_of(period_start)} of {org_id} cannot be closed: {missing} micro-USD are not in the outbox"
-            raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
-        return False
-    if drifts := reconcile(session, org_id):
-        message = f"{name_of(period_start)} of {org_id} is not closed: the books do not agree ({drifts[0]})"
-        raise_alert(session, kind="invoice_blocked", ref=ref, message=message, now=now)
-        return False
-    total = used_nusd(session, org_id, period_start)
-    if total == 0:
-        return False
-    session.add(
-        Invoice(
-            id=f"inv_{uuid.uuid4().hex}",
-            org_id=org_id,
-            period_start=period_start,
-            total_nusd=total,
-            status="closed",
-            closed_at=now,
-        )
-    )
-    resolve_alert(session, kind="invoice_blocked", ref=ref, now=now)
-    return True
+    count = session.scalar(waiting.where(row.state != "sent"))
+    return f"{count} meter events are unconfirmed" if count else ""
 
 
 def follow(session: Session, invoice: Any, now: datetime) -> str:
@@ -83,12 +93,15 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
     org = session.scalar(select(Organisation).where(Organisation.stripe_customer_id == invoice.customer))
     if org is None:
         return "ignored: of no organisation here"
+    if not _of_meters(invoice):
+        return "ignored: not of a month's usage"
     period = period_of(datetime.fromtimestamp(invoice.period_end - 1, UTC))
     row = session.scalar(select(Invoice).where(Invoice.org_id == org.id, Invoice.period_start == period))
     if row is None:
         if invoice.amount_due == 0:
             return "ignored: nothing was used"
         raise NotClosedHere(f"{name_of(period)} of {org.id} is not closed yet")
+    voided = row.stripe_invoice_id == invoice.id and row.status == "void"
     row.stripe_invoice_id = invoice.id
     row.hosted_url, row.pdf_url = invoice.hosted_invoice_url, invoice.invoice_pdf
     difference = invoice.total * NUSD_PER_CENT - row.total_nusd
@@ -99,6 +112,8 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return _paid(session, row, invoice, now)
     if row.status == "paid":
         return "paid before"
+    if voided and invoice.status == "open":  # it was, when it was fetched
+        return "voided before"
     if invoice.status == "void" or invoice.status == "uncollectible":
         row.status = "void"
         if invoice.status == "void":  # nobody is to pay it
@@ -111,6 +126,14 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return "payment failed"
     row.status = "open"
     return "open"
+
+
+def _of_meters(invoice: Any) -> bool:
+    """Whether the subscription to our meters has printed it for a month: a customer may have other invoices, and that
+    subscription prints an empty one when it begins."""
+    details = (invoice.to_dict().get("parent") or {}).get("subscription_details") or {}
+    metadata = details.get("metadata") or {}
+    return invoice.billing_reason != "subscription_create" and OF_METERS.items() <= metadata.items()
 
 
 def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:

@@ -10,10 +10,11 @@ from datetime import datetime, timedelta
 from sqlalchemy import and_, func, select
 from sqlalchemy.orm import Session
 
+from billing.money.wallets import Mode, set_mode, wallet_of
 from billing.payments.client import NUSD_PER_UUSD
 from billing.payments.periods import end_of, name_of, period_before, period_of
 from store.database.bulk import insert_into
-from store.tables import Invoice, LedgerEntry, Organisation, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
+from store.tables import Invoice, LedgerEntry, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
 
 #: The kinds of usage on each meter. A meter is one line of an invoice.
 METERS: dict[str, tuple[str, ...]] = {
@@ -29,16 +30,28 @@ def event_name(meter: str) -> str:
     return f"weft_{meter}"
 
 
-def metered_organisations(session: Session) -> list[tuple[str, str]]:
-    """Postpaid organisations and their customer ids. Prepaid ones have paid already: metering would charge twice."""
-    query = select(Organisation.id, Organisation.stripe_customer_id).join(Wallet, Wallet.org_id == Organisation.id)
-    query = query.where(Wallet.mode == "postpaid", Organisation.stripe_customer_id.is_not(None))
-    return [(org_id, customer) for org_id, customer in session.execute(query.order_by(Organisation.id)) if customer]
-
-
 def postpaid_organisations(session: Session) -> list[str]:
+    """Who is metered. Prepaid ones have paid already: metering would charge twice."""
     query = select(Wallet.org_id).where(Wallet.mode == "postpaid").order_by(Wallet.org_id)
     return list(session.scalars(query))
+
+
+def organisations_of(session: Session, period_start: datetime) -> list[str]:
+    """Whose month has to be closed: who is metered, or was during it."""
+    metered = select(StripeOutbox.org_id).where(StripeOutbox.period_start == period_start).distinct()
+    return sorted({*postpaid_organisations(session), *session.scalars(metered)})
+
+
+def change_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int, now: datetime) -> Wallet:
+    """Change how an organisation pays; call it in a write. What a prepaid one has used is paid: its cursors pass over
+    it when it is metered. What a postpaid one has used and is not in the outbox is paid from its balance instead."""
+    if wallet_of(session, org_id).mode == "prepaid" and mode == "postpaid":
+        this = period_of(now)
+        for period in (period_before(this), this):
+            for meter in METERS:
+                cursor = _cursor(session, org_id, meter, period)
+                cursor.sent_uusd += _beyond_uusd(session, org_id, meter, period, cursor)
+    return set_mode(session, org_id, mode, overdraft_nusd)
 
 
 def put_into_outbox(session: Session, org_id: str, customer_id: str, now: datetime) -> int:
@@ -49,18 +62,26 @@ def put_into_outbox(session: Session, org_id: str, customer_id: str, now: dateti
     return sum(_put(session, org_id, customer_id, meter, period, now) for period in periods for meter in METERS)
 
 
-def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tuple[str, ...] | None = None) -> int:
-    """What an organisation used in a month, less the operations that were refunded in it. SQLite raises, rather than
-    errs, beyond 64 bits of nano-dollars."""
+def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tuple[str, ...]) -> int:
+    """What an organisation used of some kinds in a month, less the operations that were refunded in it. SQLite raises,
+    rather than errs, beyond 64 bits of nano-dollars."""
     event, entry, end = UsageEvent, LedgerEntry, end_of(period_start)
-    used = select(func.sum(event.amount_nusd)).where(event.org_id == org_id)
-    if kinds is not None:
-        used = used.where(event.kind.in_(kinds))
+    used = select(func.sum(event.amount_nusd)).where(event.org_id == org_id, event.kind.in_(kinds))
     of_operation = and_(entry.org_id == event.org_id, entry.ref_id == event.operation_id)
     refunded = used.join(entry, of_operation).where(entry.type == "refund", entry.ref_type == "operation")
     refunded = refunded.where(entry.at >= period_start, entry.at < end)
     used = used.where(event.recorded_at >= period_start, event.recorded_at < end)
     return int(session.scalar(used) or 0) - int(session.scalar(refunded) or 0)
+
+
+def invoiced_nusd(session: Session, org_id: str, period_start: datetime) -> int:
+    """What of a month's usage is invoiced: all that is in the outbox, and the rest below a micro-USD of its meters."""
+    row = StripeOutbox
+    query = select(row.meter, func.sum(row.value_uusd)).where(row.org_id == org_id, row.period_start == period_start)
+    return sum(
+        int(put_uusd) * NUSD_PER_UUSD + used_nusd(session, org_id, period_start, METERS[meter]) % NUSD_PER_UUSD
+        for meter, put_uusd in session.execute(query.group_by(row.meter)).all()
+    )
 
 
 def unput_uusd(session: Session, org_id: str, period_start: datetime) -> int:
@@ -83,11 +104,7 @@ def _invoiced(session: Session, org_id: str, period_start: datetime) -> bool:
 
 
 def _put(session: Session, org_id: str, customer_id: str, meter: str, period: datetime, now: datetime) -> int:
-    key = {"org_id": org_id, "meter": meter, "period_start": period}
-    first = insert_into(session, StripeMeterCursor).values(**key, sent_uusd=0, seq=0)
-    session.execute(first.on_conflict_do_nothing())
-    # Locked before the sum is taken, so that two processes never put the same delta in.
-    cursor = session.get_one(StripeMeterCursor, tuple(key.values()), with_for_update=True, populate_existing=True)
+    cursor = _cursor(session, org_id, meter, period)
     delta_uusd = _beyond_uusd(session, org_id, meter, period, cursor)
     if delta_uusd == 0:
         return 0
@@ -95,7 +112,9 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
     cursor.sent_uusd += delta_uusd
     session.add(
         StripeOutbox(
-            **key,
+            org_id=org_id,
+            meter=meter,
+            period_start=period,
             identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}",
             customer_id=customer_id,
             value_uusd=delta_uusd,
@@ -105,3 +124,11 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
         )
     )
     return 1
+
+
+def _cursor(session: Session, org_id: str, meter: str, period: datetime) -> StripeMeterCursor:
+    """Locked before the sum is taken, so that two processes never put the same delta in."""
+    key = {"org_id": org_id, "meter": meter, "period_start": period}
+    first = insert_into(session, StripeMeterCursor).values(**key, sent_uusd=0, seq=0)
+    session.execute(first.on_conflict_do_nothing())
+    return session.get_one(StripeMeterCursor, tuple(key.values()), with_for_update=True, populate_existing=True)

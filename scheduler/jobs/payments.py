@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from billing.payments import customers, events, inbox, invoices, meters, sender, summaries
 from billing.payments.client import stripe_client
@@ -18,9 +19,11 @@ from scheduler.jobs.registry import JobContext, Result, job
 from scheduler.jobs.running import ask
 
 if TYPE_CHECKING:
-    from stripe import StripeClient
+    from stripe import StripeClient, StripeError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 #: Calls to Stripe at a time, each for another customer's meter.
 SENDERS = 8
@@ -30,35 +33,43 @@ ROUNDS = 50
 WEBHOOKS = 200
 
 
-@job("put_meter_events", every_s=3600)
+@job("put_meter_events", every_s=1800)  # Stripe takes what was used last in a month for an hour after its end
 def put_meter_events(context: JobContext) -> Result:
     """Usage since the last time into the outbox, organisation by organisation; each is a customer and subscribed first,
-    because Stripe invoices a meter from the start of the subscription on. One that Stripe refuses (its customer was
-    deleted there) fails the job in the end, and holds up no other."""
+    because Stripe invoices a meter from the start of the subscription on."""
     settings, now = context.settings.payments, context.now()
     if not settings.enabled:
         return {}
-    import stripe  # slow to import
-
     with context.database.read() as session:
         organisations = meters.postpaid_organisations(session)
     client = stripe_client(settings)
-    put, refused = 0, list[stripe.InvalidRequestError]()
-    for org_id in organisations:
-        try:
-            customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
-        except stripe.InvalidRequestError as error:
-            log.exception("%s cannot be metered", org_id)
-            refused.append(error)
-            continue
-        put += context.database.write_now(
-            partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
-        )
-    if put:
+
+    def put_one(org_id: str) -> int:
+        customer_id = customers.enrol(client, context.database, org_id, settings.price_ids, now)
+        put = partial(meters.put_into_outbox, org_id=org_id, customer_id=customer_id, now=now)
+        return context.database.write_now(put)
+
+    put, refused = _each(organisations, put_one)
+    if sum(put):
         context.database.write_now(partial(ask, name="send_meter_events", now=now))
     if refused:
         raise refused[0]
-    return {"put": put}
+    return {"put": sum(put)}
+
+
+def _each(things: Iterable[T], work: Callable[[T], R]) -> tuple[list[R], list[StripeError]]:
+    """Do `work` for each thing. What Stripe refuses of one (its customer was deleted there) holds up no other: the
+    caller raises it in the end, so that the job is seen to fail."""
+    import stripe  # slow to import
+
+    done, refused = list[R](), list[stripe.StripeError]()
+    for thing in things:
+        try:
+            done.append(work(thing))
+        except (stripe.InvalidRequestError, stripe.IdempotencyError, stripe.APIError) as error:
+            log.exception("Stripe refuses what concerns %s", thing)
+            refused.append(error)
+    return done, refused
 
 
 @job("send_meter_events", every_s=60)
@@ -90,22 +101,26 @@ def _send(context: JobContext, client: StripeClient, event: MeterEvent) -> str:
 def _decide(context: JobContext, client: StripeClient) -> list[str]:
     """Rows too old to be resent: what does Stripe say?"""
     with context.database.read() as session:
-        rows = summaries.unclear(session, context.now())
+        rows = {row.identifier: row for row in summaries.unclear(session, context.now())}
     if not rows:
         return []
     ids = summaries.meter_ids(client)
-    states = []
-    for row in rows:
+
+    def decide_one(identifier: str) -> str:
+        row = rows[identifier]
         counted = summaries.counted_uusd(client, ids, row.meter, row.customer_id, row.period_start)
         decide = partial(summaries.decide, row_id=row.id, counted=counted, now=context.now())
-        state = context.database.write_now(decide)
-        states.append(f"found_{state}")
+        return f"found_{context.database.write_now(decide)}"
+
+    states, refused = _each(rows, decide_one)
+    if refused:
+        raise refused[0]
     return states
 
 
 @job("process_webhooks", every_s=60)
 def process_webhooks(context: JobContext) -> Result:
-    """What the inbox holds. One that fails does not hold up the others."""
+    """What the inbox holds. One that fails does not hold up the others, unless Stripe does not answer at all."""
     if not context.settings.payments.enabled:
         return {}
     client = stripe_client(context.settings.payments)
@@ -113,11 +128,16 @@ def process_webhooks(context: JobContext) -> Result:
     with context.database.read() as session:
         waiting = inbox.due(session, context.now(), WEBHOOKS)
     for row in waiting:
-        counts[_act(context, client, row.event_id, dict(row.payload))] += 1
+        state = _act(context, client, row.event_id, dict(row.payload))
+        counts[state] += 1
+        if state == "away":  # it would take a timeout for each
+            break
     return dict(counts)
 
 
 def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[str, object]) -> str:
+    import stripe
+
     try:
         effect = events.effect_of(client, event)
         context.database.write_now(
@@ -128,21 +148,19 @@ def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[s
         log.warning("Stripe event %s is tried again: %s", event_id, type(error).__name__)
         said = f"{type(error).__name__}: {error}"
         context.database.write_now(lambda session: inbox.failed(session, event_id, said, context.now()))
-        return "failed"
+        return "away" if isinstance(error, stripe.APIConnectionError) else "failed"
 
 
 @job("close_invoices", every_s=3600)
 def close_invoices(context: JobContext) -> Result:
-    """The last month of every postpaid organisation."""
+    """The last month of every organisation that was metered in it."""
     if not context.settings.payments.enabled:
         return {}
-    with context.database.read() as session:
-        organisations = meters.metered_organisations(session)
     now = context.now()
     last = period_before(period_of(now))
-    closed = 0
-    for org_id, _ in organisations:
-        closed += context.database.write_now(partial(invoices.close, org_id=org_id, period_start=last, now=now))
+    with context.database.read() as session:
+        organisations = meters.organisations_of(session, last)
+    closed = sum(invoices.close(context.database, org_id, last, now) for org_id in organisations)
     return {"closed": closed}
 
 
@@ -156,9 +174,13 @@ def compare_with_stripe(context: JobContext) -> Result:
     with context.database.read() as session:
         states = summaries.cursors(session, period_before(period_of(now)))
     ids = summaries.meter_ids(client) if states else {}
-    differ = 0
-    for state in states:
+
+    def compare_one(state: summaries.CursorState) -> bool:
         counted = summaries.counted_uusd(client, ids, state.meter, state.customer_id, state.period_start)
         compare = partial(summaries.compare, state=state, counted=counted, now=now)
-        differ += context.database.write_now(compare) != 0
-    return {"compared": len(states), "differ": differ}
+        return context.database.write_now(compare) != 0
+
+    differ, refused = _each(states, compare_one)
+    if refused:
+        raise refused[0]
+    return {"compared": len(states), "differ": sum(differ)}

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.install import PAGES
+from api.console.pages import billing
 from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from store.people.organisations import LIMITS
@@ -177,6 +178,16 @@ class TestBilling:
         assert [amount for amount in shown if amount > 0] == [amount for amount in others if amount > 0]
         table = list(csv.DictReader(io.StringIO(console.http.get("/console/billing/ledger.csv").text)))
         assert [int(row["amount_usd"].replace(".", "")) for row in table] == rows[::-1]
+
+    def test_the_export_has_every_entry_however_many(self, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its sum is the balance."""
+        monkeypatch.setattr(billing, "AT_A_TIME", 2)
+        console.sign_in()
+        with console.database.read() as session:
+            rows = list(session.scalars(select(LedgerEntry.amount_nusd).filter_by(org_id=console.made.org_id)))
+        assert len(rows) > 2
+        table = csv.DictReader(io.StringIO(console.http.get("/console/billing/ledger.csv").text))
+        assert sum(int(row["amount_usd"].replace(".", "")) for row in table) == sum(rows)
 
     def test_memos_are_no_formulas(self, console: Console) -> None:
         console.database.write_now(

@@ -34,7 +34,8 @@ class Dropped(Response):
 
 
 class Front:
-    """One account over HTTP. `faults` are used up by meter events, one each; `key` is the API key it knows."""
+    """One account over HTTP. `faults` are used up by meter events, one each; nothing else can be made while it is
+    `broken`; `key` is the API key it knows."""
 
     key = "rk_test_fake"
 
@@ -45,6 +46,7 @@ class Front:
         """Forget everything, and serve this account."""
         self.stripe = stripe
         self.faults: deque[Fault] = deque()
+        self.broken = False
         self.latency_s = 0.0
         #: How many calls were refused because another one for that customer's meter was under way.
         self.collisions = 0
@@ -88,8 +90,8 @@ class Front:
         return Dropped() if fault == "unanswered" else JSONResponse(body, status)
 
     def _keyed(self, request: Request, form: Form, declared: type | None, handler: Handler) -> Response:
-        """The first answer for an idempotency key is the answer to all repeats of a day; another request with it is
-        refused."""
+        """The first answer for an idempotency key, be it an error, is the answer to all repeats of a day, and another
+        request with it is refused. Invalid parameters are not kept (docs.stripe.com/api/idempotent_requests)."""
         key = request.headers.get("idempotency-key") if request.method == "POST" else None
         same = f"{request.url.path} {json.dumps(form, sort_keys=True)}"
         at, asked, status, body = self._answers.get(key or "", (0.0, "", 0, {}))
@@ -100,8 +102,15 @@ class Front:
                 )
                 return _error(400, message, "idempotency_error")
             return JSONResponse(body, status, {"idempotent-replayed": "true"})
-        status, body = self._do(form, declared, handler, request.path_params.get("id", ""))
-        if key is not None and status < 400:
+        try:
+            check_params(form, declared)
+        except BadRequest as error:
+            return JSONResponse(error.body, 400)
+        if self.broken and request.method == "POST":
+            status, body = 500, {"error": {"type": "api_error", "message": "injected"}}
+        else:
+            status, body = self._do(form, declared, handler, request.path_params.get("id", ""))
+        if key is not None:
             self._answers[key] = (self.stripe.now, same, status, body)
         return JSONResponse(body, status)
 
@@ -140,11 +149,18 @@ def _meter(stripe: Stripe, form: Form, _id: str) -> Form:
     )
 
 
+def _known_customer(stripe: Stripe, form: Form) -> None:
+    if form.get("customer") not in stripe.objects:
+        message = f"No such customer: '{form.get('customer')}'"
+        raise BadRequest(message, code="resource_missing", param="customer")
+
+
 def _summaries(stripe: Stripe, form: Form, meter_id: str) -> Form:
     start, end = int(form["start_time"]), int(form["end_time"])
     if start % 60 or end % 60:
         raise BadRequest("start_time and end_time must be aligned with minute boundaries")
     meter = stripe.get("billing.meter", meter_id)
+    _known_customer(stripe, form)
     total = stripe.total(meter["event_name"], form["customer"], start, end, lag_s=stripe.lag_s)
     summary = {
         "id": f"mtrusg_{meter_id}_{start}",
@@ -180,6 +196,7 @@ def _checkout(stripe: Stripe, form: Form, _id: str) -> Form:
 
 
 def _subscription(stripe: Stripe, form: Form, _id: str) -> Form:
+    _known_customer(stripe, form)
     items = [{"object": "subscription_item", "price": stripe.get("price", item["price"])} for item in form["items"]]
     return stripe.add(
         "sub",
@@ -218,6 +235,7 @@ def _thin(stripe: Stripe, _form: Form, event_id: str) -> Form:
 
 def _of_customer(kind: str) -> Handler:
     def rows(stripe: Stripe, form: Form, _id: str) -> Form:
+        _known_customer(stripe, form)
         return _list([row for row in stripe.all(kind) if row["customer"] == form.get("customer")])
 
     return rows

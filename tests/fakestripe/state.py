@@ -196,10 +196,19 @@ class Stripe:
         for meter in self.all("billing.meter"):
             uusd = self.total(meter["event_name"], customer, start, end)
             cents += max(0, (uusd + 5_000) // 10_000)
+        return self.print_invoice(customer, start, end, cents, "subscription_cycle", {"weft": "meters"})
+
+    def print_invoice(
+        self, customer: str, start: int, end: int, cents: int, reason: str, subscription: Form | None
+    ) -> Form:
+        """An invoice for that `reason`, of the subscription with this metadata, or of none."""
+        details = {"metadata": subscription, "subscription": "sub_1"}
         invoice = self.add(
             "in",
             "invoice",
             customer=customer,
+            billing_reason=reason,
+            parent={"type": "subscription_details", "subscription_details": details} if subscription else None,
             status="open",
             attempted=False,
             period_start=start,

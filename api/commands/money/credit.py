@@ -17,7 +17,8 @@ from api.commands.places import database_of, refuse, settings_of, where
 from billing.money.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
 from billing.money.grants import GrantKind, give
 from billing.money.ledger import refund_operation
-from billing.money.wallets import MODES, Mode, available_nusd, set_mode, wallet_of
+from billing.money.wallets import MODES, Mode, available_nusd, wallet_of
+from billing.payments.meters import change_mode
 from billing.reports.reconcile import check
 from store.database import audit
 from store.database.db import Database
@@ -195,7 +196,7 @@ def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overd
 
     def write(session: Session) -> str:
         org_id = _org_id(session, org)
-        wallet = set_mode(session, org_id, mode, overdraft_nusd)
+        wallet = change_mode(session, org_id, mode, overdraft_nusd, datetime.now(UTC))
         _note(session, org_id, "wallet_mode_set", org_id, mode=mode, overdraft_nusd=overdraft_nusd)
         left = available_nusd(wallet)
         return f"{org}\t{mode}\tbalance {usd(wallet.balance_nusd)}\tavailable {'any' if left is None else usd(left)}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
 from fastapi import Form, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, StreamingResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
@@ -31,8 +32,8 @@ from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
 
 router = console_router()
 
-#: Entries of one export.
-EXPORTED = 100_000
+#: Entries that are read, and written, at once.
+AT_A_TIME = 1000
 
 
 @router.get("/billing", **declare(scope="public", limit="poll"))
@@ -89,22 +90,36 @@ async def topup(
 
 
 @router.get("/billing/ledger.csv", **declare(scope="public", limit="poll"))
-async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> Response:
+async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> StreamingResponse:
     """Everything that moved the balance, oldest first."""
     viewer.need("admin", "billing:read")
-
-    def read(session: Session) -> str:
-        out = io.StringIO()
-        table = csv.writer(out, lineterminator="\r\n")
-        table.writerow(["id", "at", "type", "amount_usd", "ref_type", "ref_id", "memo"])
-        query = select(LedgerEntry).filter_by(org_id=viewer.org_id).order_by(LedgerEntry.id).limit(EXPORTED)
-        for row in session.scalars(query):
-            texts = [csv_cell(row.ref_type), csv_cell(row.ref_id), csv_cell(row.memo)]
-            table.writerow([row.id, row.at.isoformat(), row.type, usd(row.amount_nusd), *texts])
-        return out.getvalue()
-
     headers = {"content-disposition": 'attachment; filename="weft-ledger.csv"'}
-    return Response(await service.read(read), media_type="text/csv; charset=utf-8", headers=headers)
+    return StreamingResponse(_entries(service, viewer.org_id), headers=headers, media_type="text/csv; charset=utf-8")
+
+
+async def _entries(service: Service, org_id: str) -> AsyncIterator[str]:
+    """A part at a time: there may be millions."""
+    yield _lines([["id", "at", "type", "amount_usd", "ref_type", "ref_id", "memo"]])
+    last = 0
+
+    def read(session: Session) -> list[LedgerEntry]:
+        query = select(LedgerEntry).where(LedgerEntry.org_id == org_id, LedgerEntry.id > last)
+        return list(session.scalars(query.order_by(LedgerEntry.id).limit(AT_A_TIME)))
+
+    while rows := await service.read(read):
+        last = rows[-1].id
+        yield _lines([_cells(row) for row in rows])
+
+
+def _cells(row: LedgerEntry) -> list[object]:
+    texts = [csv_cell(row.ref_type), csv_cell(row.ref_id), csv_cell(row.memo)]
+    return [row.id, row.at.isoformat(), row.type, usd(row.amount_nusd), *texts]
+
+
+def _lines(rows: list[list[object]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\r\n").writerows(rows)
+    return out.getvalue()
 
 
 def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:

@@ -4,8 +4,10 @@ organisation at most so many bytes of them (quota `turn_bytes`)."""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import accumulate
 
@@ -24,7 +26,11 @@ from api.state.service import Service
 from api.state.threads import Threads
 from api.who.principal import Principal
 from billing.metering.quotas import QuotaReached, check, claim
+from scheduler.journal.storing import until_stored
 from store import tables
+from store.blobs.room import what_failed
+
+log = logging.getLogger(__name__)
 
 #: Turns of one session, and sessions' names.
 MAX_TURNS = 4096
@@ -77,33 +83,40 @@ def turns_of(who: Principal, name: str) -> tuple[ColumnElement[bool], ...]:
 async def record(
     service: Service, who: Principal, name: str, target: Target, request_id: str, turns: Iterable[Turn]
 ) -> None:
-    """Keep the turns of one request: a repeat is known by it. They are made and packed in a thread, one after another:
-    all of a request are millions of numbers."""
+    """Keep the turns of one request, however often it takes: it is billed, so it is never answered as failed. A repeat
+    is known by it. They are made and packed in a thread, one after another: all of a request are millions of
+    numbers."""
     ref = f"turns/{request_id[:2]}/{request_id}"
 
-    def keep() -> int:
+    def pack() -> tuple[bytes, int]:
         packed = msgspec.msgpack.encode([msgspec.Raw(msgspec.msgpack.encode(turn.model_dump())) for turn in turns])
-        service.blobs.put(ref, zstandard.compress(packed))  # of a repeat, the same
-        return len(packed)
+        return zstandard.compress(packed), len(packed)
 
-    row = tables.SessionTurn(
-        request_id=request_id,
-        org_id=who.org_id,
-        project_id=target.submitter.project_id,
-        name=name,
-        ref=ref,
-        size_bytes=await service.threads.run(who.org_id, keep),
-        created_at=datetime.now(UTC),
-    )
+    compressed, size_bytes = await service.threads.run(who.org_id, pack)
 
     def write(session: Session) -> None:
         if session.scalar(select(tables.SessionTurn.id).filter_by(request_id=request_id)) is None:
-            session.add(row)
+            session.add(
+                tables.SessionTurn(
+                    request_id=request_id,
+                    org_id=who.org_id,
+                    project_id=target.submitter.project_id,
+                    name=name,
+                    ref=ref,
+                    size_bytes=size_bytes,
+                    created_at=datetime.now(UTC),
+                )
+            )
 
-    try:
-        await service.database.write(write)
-    except IntegrityError:  # another replica has just recorded it
-        return
+    async def attempt() -> None:
+        await service.threads.run(who.org_id, lambda: service.blobs.put(ref, compressed))  # of a repeat, the same
+        with suppress(IntegrityError):  # another replica has just recorded it
+            await service.database.write(write)
+
+    def refused(error: Exception, pause_s: float) -> None:
+        log.warning("the turns of %s: %s; again in %.1f s", request_id, what_failed(error), pause_s)
+
+    await until_stored(attempt, refused)
 
 
 def page_of(rows: Sequence[tables.SessionTurn]) -> Sequence[tables.SessionTurn]:

@@ -65,7 +65,7 @@ async def begin_topup(service: Service, org_id: str, amount_usd: Decimal, key: s
         return start_topup(
             client,
             org_id=org_id,
-            customer_id=customer_of(client, service.database, org_id),
+            customer_id=customer_of(client, service.database, org_id, datetime.now(UTC)),
             cents=int(amount_usd * 100),
             return_url=f"{settings.public_url.rstrip('/')}/console/billing",
             key=key,

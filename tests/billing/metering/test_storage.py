@@ -189,6 +189,16 @@ def test_a_budget_made_before_the_last_hour_of_a_month_is_metered(till: Till) ->
     assert till.agrees()
 
 
+def test_a_budget_knows_what_else_was_spent_in_months_whose_storage_is_not_metered_yet(till: Till) -> None:
+    """The server was away from October to December but for a little work in November."""
+    october, november, december = (datetime(2026, month, 5, tzinfo=UTC) for month in (10, 11, 12))
+    save(till, october)
+    till.end(till.accept(9, at=november), now=november, train=9)
+    till.database.write_now(lambda session: set_budget(session, "a", "org", "a", "month", GB, now=december))
+    meter(till.database, till.prices, december)
+    assert till.agrees()
+
+
 def at_most(times: int, called: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
     """`called`, which raises instead of going on for ever."""
     left = iter(range(times))

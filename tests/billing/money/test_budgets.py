@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from billing.money.accounts import OutOfMoney, Payer, check_left, period_start
 from billing.money.budgets import (
+    PERIODS,
     SCOPES,
     BudgetState,
     Period,
@@ -314,6 +315,28 @@ def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_ha
     till.end(late, now=DECEMBER, train=1)
     assert (spent(till), spent(till, DECEMBER)) == ([(10, 0)], [(0, 0)])
     assert till.agrees()
+
+
+def test_it_knows_every_month_since_the_first_whose_storage_is_not_metered(till: Till) -> None:
+    """Of its own organisation, over the end of a year; a total has one period."""
+
+    def add(session: Session) -> None:
+        for number, (org_id, year, month) in enumerate((("a", 2026, 12), ("a", 2026, 11), ("b", 2026, 7))):
+            at = datetime(year, month, 1, tzinfo=UTC)
+            session.add(
+                tables.StorageSpan(
+                    id=f"s{number}", org_id=org_id, checkpoint_id=f"c{number}", run_id="r", session_id="s",
+                    base_model="m", size_bytes=1, started_at=at, metered_until=at,
+                )
+            )  # fmt: skip
+
+    till.database.write_now(add)
+    till.end(till.accept(9, at=DECEMBER), now=DECEMBER, train=9)
+    january = datetime(2027, 1, 1, tzinfo=UTC)
+    for period in PERIODS:
+        till.database.write_now(lambda session, of=period: set_budget(session, "a", "org", "a", of, 10, now=january))  # type: ignore[misc]
+    periods = {(period.start.year, period.start.month): period.spent_nusd for period in till.rows(tables.BudgetPeriod)}
+    assert periods == {(2026, 11): 0, (2026, 12): 9, (2027, 1): 0, (1970, 1): 9}
 
 
 def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:

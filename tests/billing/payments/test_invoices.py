@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Engine, text
+from sqlalchemy.event import listen, remove
 
 from billing.money.ledger import refund_operation
-from billing.payments import inbox, setup
+from billing.money.wallets import Mode
+from billing.payments import inbox, meters, setup
 from billing.payments.client import stripe_client
+from billing.payments.events import effect_of
 from scheduler.jobs.money import reconcile_books
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
+from scheduler.jobs.registry import JOBS
+from scheduler.jobs.running import LEASE_S
+from store.database.db import Database
 from store.tables import Alert, Invoice, Organisation
-from tests.billing.payments.kit import Payments
+from tests.billing.payments.kit import START, Payments
+from tests.fakestripe import FakeStripe
 
 DECEMBER = datetime(2026, 12, 1, tzinfo=UTC)
 NOVEMBER = (int(datetime(2026, 11, 1, tzinfo=UTC).timestamp()), int(DECEMBER.timestamp()))
@@ -70,6 +79,20 @@ def test_a_month_from_use_to_payment(payments: Payments, org_id: str) -> None:
     assert _alerts(payments) == []
 
 
+def test_what_is_used_last_in_a_month_is_at_stripe_before_its_invoice_is_final(payments: Payments) -> None:
+    """Stripe takes usage of a month for an hour after its end. The job ran just before that end, and died the next
+    time: its lease has to run out."""
+    org_id = payments.organisation()
+    payments.fake.stripe.now = DECEMBER.timestamp() - 1
+    put_meter_events(payments.context)
+    payments.use(org_id, "train", 5_000_000)
+    payments.wait(JOBS["put_meter_events"].every_s + LEASE_S)
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5_000
+    assert payments.now < DECEMBER + timedelta(hours=1)
+
+
 def test_a_month_is_not_closed_before_every_event_is_confirmed(payments: Payments, org_id: str) -> None:
     payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
     put_meter_events(payments.context)
@@ -98,6 +121,66 @@ def test_a_month_is_not_closed_before_all_of_it_is_in_the_outbox(payments: Payme
     send_meter_events(payments.context)
     assert close_invoices(payments.context) == {"closed": 1}
     assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5_210_123
+
+
+def test_work_that_ends_while_the_books_are_held_together_stops_no_month(
+    postgres_database: Database, stripe_server: FakeStripe, tmp_path: Path
+) -> None:
+    """In production another process settles meanwhile, many times a second."""
+    payments = Payments(postgres_database, stripe_server.reset(START), tmp_path)
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 3_210_123_456)
+    elsewhere = replace(payments, database=Database(postgres_database.url))
+    ended: list[str] = []
+
+    def end_more(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "FROM ledger_entries" in statement and not ended:
+            ended.append("begun")
+            ended.append(elsewhere.use(org_id, "train", 5_000))
+
+    listen(Engine, "after_cursor_execute", end_more)
+    try:
+        assert _end_november(payments) == {"closed": 1}
+    finally:
+        remove(Engine, "after_cursor_execute", end_more)
+        elsewhere.database.close()
+    assert len(ended) == 2
+    assert _alerts(payments) == []
+
+
+def _change_mode(payments: Payments, org_id: str, mode: Mode) -> None:
+    payments.database.write_now(lambda session: meters.change_mode(session, org_id, mode, 0, payments.now))
+
+
+def test_what_was_prepaid_is_not_invoiced(payments: Payments) -> None:
+    """An organisation that pays by the month from its middle on, then out of its balance for a while."""
+    payments.fake.stripe.now = datetime(2026, 10, 30, tzinfo=UTC).timestamp()
+    org_id = payments.organisation("prepaid")
+    payments.use(org_id, "train", 8_000_000_777)
+    payments.fake.stripe.now = START.timestamp()
+    for mode, amount_nusd in (("postpaid", 3_000_123_456), ("prepaid", 2_000_000_000), ("postpaid", 210_000_000)):
+        payments.use(org_id, "train", 5_000_000_000)
+        _change_mode(payments, org_id, mode)  # type: ignore[arg-type]
+        payments.use(org_id, "train", amount_nusd)
+        _change_mode(payments, org_id, mode)  # type: ignore[arg-type]  # its credit limit is another now
+        put_meter_events(payments.context)
+        send_meter_events(payments.context)
+    assert _end_november(payments) == {"closed": 1}
+    metered_uusd = 3_000_123 + 210_000
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == metered_uusd
+    assert _invoice(payments).total_nusd == 1000 * metered_uusd + 456
+
+
+def test_who_prepays_from_now_on_pays_the_invoice_of_before(payments: Payments, org_id: str) -> None:
+    put_meter_events(payments.context)
+    payments.use(org_id, "train", 4_000_000_000)  # not in the outbox: it is taken from the balance
+    _change_mode(payments, org_id, "prepaid")
+    assert _end_november(payments) == {"closed": 1}
+    assert _invoice(payments).total_nusd == 3_910_123_456
+    payments.fake.stripe.pay_invoice(payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER))
+    _tell(payments)
+    assert payments.ledger(org_id)[3:] == [("invoice", 3_910_000_000), ("adjustment", 123_456)]
+    assert _alerts(payments) == []
 
 
 def test_books_that_do_not_agree_stop_the_month(payments: Payments, org_id: str) -> None:
@@ -161,6 +244,25 @@ def test_a_failed_invoice_that_nobody_is_to_pay(payments: Payments, org_id: str,
         assert (alert.resolved_at is None) == (status == "past_due")
 
 
+@pytest.mark.parametrize("end", ["paid", "void"])
+def test_who_has_fetched_an_open_invoice_and_writes_after_its_end_changes_nothing(
+    payments: Payments, org_id: str, end: str
+) -> None:
+    _end_november(payments)
+    stripe = payments.fake.stripe
+    invoice = stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    stripe.change("invoice.payment_failed", invoice, attempted=True)
+    late = effect_of(stripe_client(payments.fake.settings()), stripe.events[-1])
+    if end == "paid":
+        stripe.pay_invoice(invoice)
+    else:
+        stripe.change("invoice.voided", invoice, status="void")
+    _tell(payments)
+    payments.database.write_now(lambda session: late(session, payments.now))
+    with payments.database.read() as session:
+        assert (session.query(Invoice).one().status, session.get_one(Organisation, org_id).status) == (end, "active")
+
+
 def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Payments, org_id: str) -> None:
     """From a balance that the customer has at Stripe, say, or by a bank transfer."""
     _end_november(payments)
@@ -169,6 +271,29 @@ def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Paymen
     _tell(payments)
     assert payments.ledger(org_id)[2:] == [("invoice", 1_000_000_000)]
     assert _alerts(payments) == ["invoice_differs"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "subscription", "cents"),
+    [
+        ("manual", None, 50_000),
+        ("subscription_cycle", {"plan": "support"}, 2_000),
+        ("subscription_create", {"weft": "meters"}, 0),  # Stripe prints it at once, for the time before any usage
+    ],
+)
+def test_other_invoices_of_a_customer_are_not_the_months(
+    payments: Payments, org_id: str, reason: str, subscription: dict[str, str] | None, cents: int
+) -> None:
+    """However late Stripe tells of them."""
+    at = int(datetime(2026, 11, 29, tzinfo=UTC).timestamp())
+    other = payments.fake.stripe.print_invoice(payments.customer(org_id), at, at, cents, reason, subscription)
+    _tell(payments)
+    _end_november(payments)
+    payments.fake.stripe.pay_invoice(other)
+    _tell(payments)
+    assert (_invoice(payments).status, _invoice(payments).stripe_invoice_id) == ("closed", None)
+    assert [kind for kind, _ in payments.ledger(org_id)] == ["usage", "usage"]
+    assert _alerts(payments) == []
 
 
 def test_an_invoice_that_differs_raises_an_alert(payments: Payments, org_id: str) -> None:

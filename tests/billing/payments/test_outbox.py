@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from billing.money.alerts import read_gauges
-from billing.payments import customers, sender
+from billing.payments import sender, setup
 from billing.payments.client import stripe_client
 from billing.payments.meters import METERS
 from billing.payments.periods import period_of
@@ -251,23 +251,82 @@ def test_a_postpaid_organisation_becomes_a_customer_before_it_is_metered(payment
     _agree(payments, [org_id])
 
 
-def test_whom_stripe_refuses_holds_up_no_other(payments: Payments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One customer was deleted at Stripe: the others, in whatever order they come, are metered, and the job is seen to
-    fail."""
-    organisations = [payments.organisation() for _ in range(3)]
-    for org_id in organisations:
+def _deleted_at_stripe(payments: Payments, org_id: str) -> None:
+    del payments.fake.stripe.objects[payments.customer(org_id)]
+
+
+def _subscribing(payments: Payments) -> None:
+    prices = list(setup.set_up(stripe_client(payments.fake.settings())))
+    payments.settings = payments.fake.settings().model_copy(update={"price_ids": prices})
+
+
+@pytest.fixture
+def three(payments: Payments) -> list[str]:
+    """Organisations that used something, in the order in which jobs come to them."""
+    found = sorted(payments.organisation() for _ in range(3))
+    for org_id in found:
         payments.use(org_id, "train", 5_000)
-    enrol = customers.enrol
+    return found
 
-    def refused(client: Any, database: Any, org_id: str, *others: Any) -> str:
-        if org_id == organisations[1]:
-            raise stripe.InvalidRequestError("No such customer", "customer", code="resource_missing")
-        return enrol(client, database, org_id, *others)
 
-    monkeypatch.setattr(customers, "enrol", refused)
+def test_whom_stripe_refuses_holds_up_no_other(payments: Payments, three: list[str]) -> None:
+    """One customer was deleted at Stripe: the others are metered, and the job is seen to fail."""
+    _subscribing(payments)
+    _deleted_at_stripe(payments, three[1])
     with pytest.raises(stripe.InvalidRequestError, match="No such customer"):
         put_meter_events(payments.context)
-    assert {row.org_id for row in payments.outbox()} == {organisations[0], organisations[2]}
+    assert {row.org_id for row in payments.outbox()} == {three[0], three[2]}
+
+
+def test_whom_stripe_cannot_count_holds_up_no_other(payments: Payments, three: list[str]) -> None:
+    """Neither where its sum decides what arrived, nor where it is compared."""
+    put_meter_events(payments.context)
+    payments.fake.front.faults.extend(["unanswered"] * 3)
+    send_meter_events(payments.context)
+    payments.wait(RESEND_WINDOW.total_seconds() + 7 * HOUR)
+    _deleted_at_stripe(payments, three[0])
+    with pytest.raises(stripe.InvalidRequestError, match="No such customer"):
+        send_meter_events(payments.context)
+    assert [row.state for row in payments.outbox()] == ["reconcile", "sent", "sent"]
+    payments.wait(7 * HOUR)
+    _deleted_at_stripe(payments, three[1])
+    elsewhere = {"stripe_customer_id": payments.customer(three[2]), "value": "3"}
+    payments.fake.stripe.count({"event_name": "weft_train", "timestamp": START.timestamp(), "payload": elsewhere})
+    payments.wait(7 * HOUR)
+    with pytest.raises(stripe.InvalidRequestError, match="No such customer"):
+        compare_with_stripe(payments.context)
+    with payments.database.read() as session:
+        assert [alert.kind for alert in session.query(Alert)] == ["stripe_drift"]
+
+
+def test_a_wrong_price_is_put_right_at_once(payments: Payments, three: list[str]) -> None:
+    """Stripe keeps what it answered to an idempotency key for a day, and takes no other request with it."""
+    _subscribing(payments)
+    assert payments.settings is not None
+    right, wrong = payments.settings, payments.settings.model_copy(update={"price_ids": ["price_of_another_account"]})
+    payments.settings = wrong
+    with pytest.raises(stripe.InvalidRequestError):
+        put_meter_events(payments.context)
+    payments.settings = right
+    assert put_meter_events(payments.context) == {"put": 3}
+    assert len(payments.fake.stripe.all("subscription")) == 3
+
+
+def test_an_error_of_stripes_is_not_kept_for_a_day(payments: Payments) -> None:
+    """Nor does it make anything twice."""
+    _subscribing(payments)
+    org_id, other = payments.organisation(customer=False), payments.organisation()
+    for org in (org_id, other):
+        payments.use(org, "train", 5_000)
+    payments.fake.front.broken = True
+    with pytest.raises(stripe.APIError):
+        put_meter_events(payments.context)
+    payments.fake.front.broken = False
+    payments.wait(HOUR)
+    for _ in range(2):
+        put_meter_events(payments.context)
+    assert {row.org_id for row in payments.outbox()} == {org_id, other}
+    assert len(payments.fake.stripe.all("subscription")) == 2
 
 
 def test_the_outbox_is_watched(payments: Payments) -> None:

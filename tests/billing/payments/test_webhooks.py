@@ -13,6 +13,8 @@ from starlette.testclient import TestClient
 
 from api.server.app import front
 from api.state.service import Service
+from billing.payments.client import stripe_client
+from billing.payments.events import effect_of
 from billing.prices import load_prices
 from scheduler.jobs.payments import process_webhooks, put_meter_events, send_meter_events
 from scheduler.journal.journal import Journal
@@ -23,6 +25,7 @@ from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
 from tests.keys import create_key
 from tests.search import chance
+from tests.servers import free_port
 
 
 class Door:
@@ -191,6 +194,24 @@ def test_a_refund_counts_when_it_has_succeeded_and_no_longer_when_it_failed(door
     assert door.ledger() == [("topup", 25 * USD), ("refund", -25 * USD), ("refund", 25 * USD)]
 
 
+@pytest.mark.parametrize("what", ["refund", "dispute"])
+def test_who_has_fetched_before_the_end_and_writes_after_it_takes_nothing(door: Door, what: str) -> None:
+    """A process that is held up between the two, while another one acts on the last event."""
+    stripe = door.payments.fake.stripe
+    payment = door.paid()["id"]
+    thing = stripe.refund(payment, 2500) if what == "refund" else stripe.dispute(payment)
+    *paid, event = door.told
+    door.deliver(*paid)
+    late = effect_of(stripe_client(door.payments.fake.settings()), event)
+    if what == "refund":
+        stripe.change("refund.failed", thing, status="failed")
+    else:
+        stripe.change("charge.dispute.closed", thing, status="won")
+    door.deliver(*door.told)
+    door.payments.database.write_now(lambda session: late(session, door.payments.now))
+    assert sum(amount for _, amount in door.ledger()) == 25 * USD
+
+
 def test_a_declined_card_credits_nothing_and_the_next_try_does(door: Door) -> None:
     checkout = door.topup("25")
     door.payments.fake.stripe.finish_checkout(checkout["id"], decline="insufficient_funds")
@@ -283,6 +304,21 @@ def test_an_event_that_cannot_be_acted_on_is_tried_again_and_holds_up_no_other(d
         row = session.get_one(StripeWebhookEvent, "evt_broken")
         assert row.processed_at is None
         assert row.attempts == 9
+
+
+def test_while_stripe_does_not_answer_one_event_is_tried_in_a_run(door: Door) -> None:
+    """Each try lasts as long as a timeout, and other jobs wait for the one that is running."""
+    for _ in range(2):
+        door.paid()
+    for event in door.told:
+        door.webhook(event)
+    there = door.payments.fake.settings()
+    door.payments.settings = there.model_copy(update={"api_base": f"http://127.0.0.1:{free_port()}"})
+    assert process_webhooks(door.payments.context) == {"away": 1}
+    door.payments.settings = there
+    door.payments.wait(3600)
+    assert process_webhooks(door.payments.context) == {"processed": 4}
+    assert door.ledger() == [("topup", 25 * USD)] * 2
 
 
 def test_meter_errors_raise_an_alert(door: Door) -> None:
