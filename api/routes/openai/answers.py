@@ -13,7 +13,7 @@ import numpy.typing as npt
 from orjson import Fragment, dumps
 from weft.wire.binary.sample_codec import SampleResult, SequenceResult
 
-from api.routes.openai.detokenizing import TextStream, whole_text
+from api.routes.openai.detokenizing import Places, TextStream, whole_text
 from api.routes.openai.text import ModelText
 from api.routes.openai.tools import beginning, parse_calls
 from scheduler.links.messages import DrawnTokens
@@ -51,6 +51,10 @@ class Form:
         """The text of one sequence; what may be a tool call is kept back."""
         hold, alone = beginning(self.text.template) if self.tools else ("", False)
         return TextStream(self.decode, self.stops, hold, alone=alone)
+
+    def places(self) -> Places:
+        """Where the tokens of one sequence begin in its text."""
+        return Places(self.decode)
 
 
 def envelope(form: Form, request_id: str, model: str, *, chunk: bool = False) -> Json:
@@ -104,9 +108,14 @@ def rows_of_part(part: DrawnTokens) -> tuple[list[int], list[float], list[list[t
 
 
 def logprobs_of(
-    form: Form, tokens: list[int], logprobs: list[float], tops: list[list[tuple[int, float]]], offset: int = 0
+    form: Form,
+    tokens: list[int],
+    logprobs: list[float],
+    tops: list[list[tuple[int, float]]],
+    places: Places | None = None,
 ) -> Json:
-    """Each token's are written as JSON at once, which takes half of the memory."""
+    """Each token's are written as JSON at once, which takes half of the memory. `places` are of the sequence whose next
+    tokens these are; of one that begins here, where None."""
     rows = tops or [[] for _ in tokens]
     if form.chat:
         told = zip(tokens, logprobs, rows, strict=True)
@@ -115,14 +124,12 @@ def logprobs_of(
             for token, logprob, row in told
         )
         return {"content": [Fragment(dumps(entry)) for entry in entries], "refusal": None}
-    words = [form.text.word(token) for token in tokens]
-    offsets = np.cumsum([offset, *(len(word) for word in words)]).tolist()[:-1]
     best = [Fragment(dumps(_by_word(form, row[: form.top]))) for row in rows]
     return {
-        "tokens": words,
+        "tokens": [form.text.word(token) for token in tokens],
         "token_logprobs": logprobs,
         "top_logprobs": best if form.top else None,
-        "text_offset": offsets,
+        "text_offset": (places or form.places()).push(tokens),
     }
 
 

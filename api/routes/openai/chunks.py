@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncGenerator
 from itertools import groupby
 from typing import Any
@@ -45,7 +44,7 @@ class _Writer:
     def __init__(self, asked: Asked, form: Form, num_samples: int, every: Json) -> None:
         self._asked, self._form, self._every = asked, form, every
         self._texts = [form.stream() for _ in range(num_samples)]
-        self._written = Counter[int]()  # characters of each choice's tokens
+        self._places = [form.places() for _ in range(num_samples)]
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:
         answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
@@ -65,8 +64,7 @@ class _Writer:
         form = self._form
         choice = self._choice(part.sample, self._text(self._texts[part.sample].push(part.tokens)))
         if form.logprobs:
-            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), offset=self._written[part.sample])
-            self._written[part.sample] += sum(len(form.text.word(token)) for token in part.tokens)
+            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), self._places[part.sample])
         if form.ids:
             choice["token_ids"] = part.tokens
             choice["weft"] = {"policy_versions": [[v, len(list(run))] for v, run in groupby(part.versions)]}

@@ -61,6 +61,22 @@ class TextStream:
         return waiting[:place]
 
 
+class Places:
+    """Where tokens begin in the text of their sequence, in characters. Parts of a character begin where it does, and
+    special tokens that are left out of the text where it goes on."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._text, self._length = TextStream(decode), 0
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """The places of the next tokens. Each by itself, so that they do not hang on what came together."""
+        found = []
+        for token in tokens:
+            found.append(self._length)
+            self._length += len(self._text.push([token]))
+        return found
+
+
 def _beginning(text: str, mark: str) -> int:
     """How many characters at the end of `text` may be the beginning of `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)

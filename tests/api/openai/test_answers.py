@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -56,6 +57,23 @@ def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
     part, other = form.text.encode("😀")[:2]
     told = logprobs_of(form, [part], [-0.5], [[(part, -0.5), (other, -9.0)]])
     assert orjson.loads(orjson.dumps(told))["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("sizes", [[1000], [1], [3, 1, 2]], ids=["whole", "one by one", "in parts"])
+def test_offsets_are_places_in_the_text_that_is_sent(sizes: list[int], spelled: bool) -> None:
+    """Parts of a character begin where it does; special tokens that are left out take no room."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, spelled=spelled)
+    tokens = form.text.encode("3 😀<|im_start|>naïve 日本<|im_end|> 😀!")
+    places, found, left = form.places(), list[int](), list(tokens)
+    for size in itertools.cycle(sizes):
+        part, left = left[:size], left[size:]
+        found += logprobs_of(form, part, [-1.0] * len(part), [], places)["text_offset"]
+        if not left:
+            break
+    spelled_out = [form.text.bytes_of(token) if form.decode([token]) else b"" for token in tokens]
+    before = [b"".join(spelled_out[:at]).decode(errors="ignore") for at in range(len(tokens))]
+    assert found == [len(text) for text in before]
 
 
 @pytest.mark.parametrize("raw", [b"", b"\0\0\0\0", b"\xff" * 8, bytes(range(256))])
