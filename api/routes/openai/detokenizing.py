@@ -33,6 +33,9 @@ class TextStream:
             self._waited += 1
             return ""
         self._waited = 0
+        if text == before:  # special tokens: what comes next is read behind the words before them
+            del self._tokens[self._read :]
+            return ""
         self._start, self._read = self._read, len(self._tokens)
         return self._take(text[len(before) :])
 

@@ -80,9 +80,10 @@ class ModelText:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
     def word(self, token: int) -> str:
-        """One token as text, spelled out."""
+        """One token as text within others, spelled out: some decoders leave out a space before the first."""
         if token not in self._words:
-            self._words[token] = self.decode([token], special=True)
+            first = self.decode([token], special=True)
+            self._words[token] = first if "\ufffd" in first else self.decode([token] * 2, special=True)[len(first) :]
         return self._words[token]
 
     def bytes_of(self, token: int) -> bytes:
