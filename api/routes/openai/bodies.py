@@ -237,11 +237,19 @@ class ResponsesBody(Door):
         return str((self.model_extra or {}).get("tool_choice") or "auto")
 
 
-class GenerateParams(BaseModel):
-    """vLLM's sampling parameters. What is not here is taken and not used, as its clients expect, except for what would
-    change the tokens (`refuse_unknown`)."""
+class GenerateParams(Door):
+    """vLLM's sampling parameters. `logprobs` above 1 asks for as many likeliest tokens beside each."""
 
-    model_config = ConfigDict(extra="allow")
+    neutral = {
+        **NEUTRAL,
+        **{"bad_words": ([],), "extra_args": ({},), "length_penalty": (1,), "use_beam_search": (False,)},
+        **{"early_stopping": (False,), "_all_stop_token_ids": ([],)},
+    }
+    # How an engine hands out what it has drawn, and what verifiers tells beside.
+    unused = UNUSED | {
+        *("detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length"),
+        *("return_token_ids", "routed_experts_prompt_start"),
+    }
     n: Positive | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -253,23 +261,33 @@ class GenerateParams(BaseModel):
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
-    def refuse_unknown(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in NEUTRAL and not any(value == neutral for neutral in NEUTRAL[name]):
-                raise Refused(f"sampling_params.{name}: cannot be honoured here; leave it out", name)
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        if self.stop and self.stop_token_ids:
+            name = f"{within}stop"
+            raise Refused(f"{name}, stop_token_ids: only one of them can be honoured", name, "unsupported_parameter")
+
+    @property
+    def top(self) -> int:
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
-class GenerateBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+class GenerateBody(Door):
+    neutral = {"stream": (False,), "features": ({},), "kv_transfer_params": ({},), "content_parts": ([],)}
+    unused = {"request_id", "cache_salt", "priority", "return_token_ids"}
     model: str
     token_ids: Annotated[Tokens, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
 
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        self.sampling_params.refuse_unknown("sampling_params.")
 
-class TokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+class TokenizeBody(Door):
+    neutral = {"continue_final_message": (False,), "chat_template": ("",), "mm_processor_kwargs": ({},)}
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = None
@@ -280,8 +298,7 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class DetokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+class DetokenizeBody(Door):
     model: str | None = None
     tokens: Tokens
 
