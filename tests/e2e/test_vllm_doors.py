@@ -83,6 +83,34 @@ def test_the_likeliest_tokens_beside_each(http: httpx.Client, sampler: weft.Samp
         assert [cell["logprob"] for cell in entry["top_logprobs"]] == pytest.approx([each for _, each in row], abs=1e-6)
 
 
+@pytest.mark.parametrize("door", ["/inference/v1/generate", "/v1/completions", "/v1/chat/completions/tokens"])
+def test_the_likeliest_tokens_of_a_prompt(http: httpx.Client, sampler: weft.SamplingClient, door: str) -> None:
+    """As vLLM tells them: at each place the prompt's own token and so many likeliest."""
+    direct = sampler.sample(
+        ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+    ).result()  # fmt: skip
+    asked: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 3}
+    body = {
+        "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": asked},
+        "/v1/completions": {"prompt": PROMPT, **asked},
+        "/v1/chat/completions/tokens": {"tokens": PROMPT, **asked},
+    }[door]
+    answer = post(http, door, {"model": BASE_MODEL, **body})
+    assert direct.topk_prompt_logprobs is not None
+    assert direct.prompt_logprobs is not None
+    assert answer["prompt_logprobs"][0] is None
+    told = zip(PROMPT, direct.prompt_logprobs, direct.topk_prompt_logprobs, answer["prompt_logprobs"], strict=True)
+    for token, logprob, row, found in list(told)[1:]:
+        expected = {str(token): logprob, **{str(other): each for other, each in row or []}}
+        assert {name: cell["logprob"] for name, cell in found.items()} == pytest.approx(expected, abs=1e-6)
+
+
+def test_so_many_likeliest_tokens_of_a_prompt_are_refused_by_name(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 101}
+    assert post(http, "/v1/completions", body, status=400)["error"]["param"] == "prompt_logprobs"
+
+
 #: What vLLM's own `SamplingParams` has where nothing is asked for, and what clients say beside.
 DEFAULTS: dict[str, Any] = {
     **{"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0},

@@ -156,10 +156,15 @@ def usage_of(prompt: Sequence[int], result: SampleResult) -> Json:
 
 
 def prompt_logprobs_of(prompt: Sequence[int], result: SampleResult) -> list[dict[str, Json] | None]:
-    """vLLM's form: one entry for each token of the prompt, null for the first."""
+    """vLLM's form: for each token of the prompt its own and the likeliest, as far as asked for; null for the first."""
     assert result.prompt_logprobs is not None
-    pairs = zip(prompt, result.prompt_logprobs.tolist(), strict=True)
-    return [None if logprob != logprob else {str(token): {"logprob": logprob}} for token, logprob in pairs]
+    top = result.topk_prompt_logprobs
+    rows = top.tolist() if top is not None else [None] * len(prompt)
+    own = zip(prompt, result.prompt_logprobs.tolist(), strict=True)
+    return [
+        None if cell[1] != cell[1] else {str(token): {"logprob": logprob} for token, logprob in (cell, *(row or ()))}
+        for cell, row in zip(own, rows, strict=True)
+    ]
 
 
 def policy_of(sequence: SequenceResult) -> Json:

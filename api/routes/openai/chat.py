@@ -126,6 +126,7 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
         "told": form.told,
         "topk_sample_logprobs": form.top,
         "prompt_logprobs": True if body.prompt_logprobs is not None else None,
+        "topk_prompt_logprobs": body.prompt_logprobs or 0,
         "stream": body.stream or None,
         "return_routed_experts": body.return_routed_experts or None,
         "max_staleness": body.max_staleness,

@@ -44,6 +44,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         told=1 + params.top,
         topk_sample_logprobs=params.top,
         prompt_logprobs=True if params.prompt_logprobs is not None else None,
+        topk_prompt_logprobs=params.prompt_logprobs or 0,
         return_routed_experts=body.return_routed_experts or None,
         max_staleness=body.max_staleness,
     )
