@@ -15,7 +15,7 @@ from weft.wire.binary.sample_codec import SampleResult, SequenceResult
 
 from api.routes.openai.detokenizing import Places, TextStream, whole_text
 from api.routes.openai.text import ModelText
-from api.routes.openai.tools import beginning, parse_calls
+from api.routes.openai.tools import Parsed, beginning, parse_calls
 from scheduler.links.messages import DrawnTokens
 
 Json = dict[str, Any]
@@ -28,7 +28,8 @@ _DIGITS = np.frombuffer(
 @dataclass(frozen=True)
 class Form:
     """How an answer is to look. `logprobs` are told with `top` likeliest tokens at each place; `ids` are told too;
-    `spelled`: special tokens are part of the text."""
+    `spelled`: special tokens are part of the text; `numbered`: logprobs name tokens by their ids; `one_call`: of
+    several calls of tools the first is told."""
 
     text: ModelText
     chat: bool
@@ -38,9 +39,19 @@ class Form:
     stops: tuple[str, ...] = ()
     tools: bool = False
     spelled: bool = False
+    numbered: bool = False
+    one_call: bool = False
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.text.decode(tokens, special=self.spelled)
+
+    def word(self, token: int) -> str:
+        return f"token_id:{token}" if self.numbered else self.text.word(token)
+
+    def parsed(self, text: str) -> Parsed:
+        """What a text says, and calls."""
+        found = parse_calls(text, self.text.template) if self.tools else Parsed(text)
+        return Parsed(found.content, found.calls[:1]) if self.one_call else found
 
     @property
     def told(self) -> int:
@@ -84,9 +95,9 @@ def choice_of(form: Form, index: int, sequence: SequenceResult) -> Json:
         choice["text"] = text
     else:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        parsed = parse_calls(text, form.text.template) if form.tools else None
+        parsed = form.parsed(text)
         choice["message"] = message
-        if parsed is not None and parsed.calls:
+        if parsed.calls:
             message |= {"content": parsed.content or None, "tool_calls": list(parsed.calls)}
             choice["finish_reason"] = "tool_calls"
     if form.ids:
@@ -126,7 +137,7 @@ def logprobs_of(
         return {"content": [Fragment(dumps(entry)) for entry in entries], "refusal": None}
     best = [Fragment(dumps(_by_word(form, row[: form.top]))) for row in rows]
     return {
-        "tokens": [form.text.word(token) for token in tokens],
+        "tokens": [form.word(token) for token in tokens],
         "token_logprobs": logprobs,
         "top_logprobs": best if form.top else None,
         "text_offset": (places or form.places()).push(tokens),
@@ -134,14 +145,14 @@ def logprobs_of(
 
 
 def _entry(form: Form, token: int, logprob: float) -> Json:
-    return {"token": form.text.word(token), "logprob": logprob, "bytes": list(form.text.bytes_of(token))}
+    return {"token": form.word(token), "logprob": logprob, "bytes": list(form.text.bytes_of(token))}
 
 
 def _by_word(form: Form, row: list[tuple[int, float]]) -> dict[str, float]:
     """Of tokens that read alike, as parts of characters do, the likeliest, which comes first."""
     found: dict[str, float] = {}
     for token, logprob in row:
-        found.setdefault(form.text.word(token), logprob)
+        found.setdefault(form.word(token), logprob)
     return found
 
 

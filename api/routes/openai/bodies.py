@@ -33,7 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True, False),
     "add_special_tokens": (False,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -41,9 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 #: Fields that say something to others than the sampler: taken and not used.
 UNUSED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    *("cache_salt", "priority", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
-    *("include_reasoning", "request_id"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("cache_salt", "priority", "spaces_between_special_tokens", "include_reasoning", "request_id"),
 }
 
 
@@ -106,8 +104,9 @@ class StreamOptions(Door):
 
 
 class Sampling(Door):
-    """What completions and chats share. `return_token_ids`, `stop_token_ids`, `top_k`, `prompt_logprobs` and
-    `return_routed_experts` are vLLM's, `max_staleness` is ours (docs/sampling.md)."""
+    """What completions and chats share. `return_token_ids`, `return_tokens_as_token_ids`, `skip_special_tokens`,
+    `stop_token_ids`, `top_k`, `prompt_logprobs` and `return_routed_experts` are vLLM's, `max_staleness` is ours
+    (docs/sampling.md)."""
 
     model: str
     max_tokens: Count | None = None
@@ -121,7 +120,9 @@ class Sampling(Door):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
 
@@ -145,6 +146,7 @@ class Sampling(Door):
 class ChatBody(Sampling):
     messages: Annotated[Objects, Field(min_length=1)]
     tools: Objects | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -176,7 +178,9 @@ class ChatTokensBody(ChatBody):
 
 
 class CompletionBody(Sampling):
+    neutral = {name: values for name, values in NEUTRAL.items() if name != "add_special_tokens"}
     prompt: str | Tokens | Annotated[Strings, Field(min_length=1)]
+    add_special_tokens: bool | None = None
     logprobs: Count | None = None
 
 
@@ -213,6 +217,7 @@ class ResponsesBody(Door):
     stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     tools: Objects | None = None
+    parallel_tool_calls: bool | None = None
     return_token_ids: bool | None = None
     max_staleness: Count | None = None
 
@@ -248,7 +253,8 @@ class GenerateParams(Door):
     # How an engine hands out what it has drawn, and what verifiers tells beside.
     unused = UNUSED | {
         *("detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length"),
-        *("return_token_ids", "routed_experts_prompt_start"),
+        *("skip_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"),
+        "parallel_tool_calls",
     }
     n: Positive | None = None
     max_tokens: Count | None = None

@@ -13,7 +13,6 @@ from api.errors import ApiError, form_of
 from api.http.events import event
 from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
 from api.routes.openai.asking import Asked
-from api.routes.openai.tools import parse_calls
 from scheduler.links.messages import DrawnTokens
 
 DONE = event(b"[DONE]")
@@ -77,7 +76,7 @@ class _Writer:
             rest, reason = text.end(), sequence.stop_reason
             delta = self._text(rest)
             if self._form.tools:
-                parsed = parse_calls(rest, self._form.text.template)
+                parsed = self._form.parsed(rest)
                 if parsed.calls:
                     calls = [{"index": number, **call} for number, call in enumerate(parsed.calls)]
                     delta = {"content": parsed.content or None, "tool_calls": calls}
