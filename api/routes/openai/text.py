@@ -26,6 +26,8 @@ from api.state.threads import Threads
 PIECE = 1 << 16
 #: What OpenAI's API knows.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+#: What a message may say beside its content.
+SAID = ("audio", "function_call", "refusal", "tool_calls")
 #: A byte as tokenizers with a fallback to bytes spell it.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 #: The signs that byte-level tokenizers have for bytes: what can be seen stands for itself, the rest follows from 256 on
@@ -135,6 +137,10 @@ class ModelText:
         if role not in self._roles:
             what = "missing" if role is None else f"{quote(role)} is not known"
             raise Refused(f"{where}.role: {what}; it must be one of {', '.join(self._roles)}", f"{where}.role")
+        for name in SAID:
+            if message.get(name) and name not in self.template:
+                what = "the chat template of this model has no place for it; leave it out"
+                raise Refused(f"{where}.{name}: {what}", f"{where}.{name}", "unsupported_content")
         plain = {name: value for name, value in message.items() if value is not None}
         if role == "developer" and role not in self._own:
             plain["role"] = "system"
