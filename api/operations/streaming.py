@@ -4,7 +4,7 @@ reader was not told before, it is told from there."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 
 import numpy as np
@@ -30,6 +30,19 @@ class SampleFailed(ApiError):
 
     status = 500
     code = "sample_failed"
+
+
+class DrawnAnew(ApiError):
+    """What was told of a sample is not the beginning of its result."""
+
+    status = 503
+    code = "drawn_anew"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "its generator was lost, and it is drawn anew from newer weights of its run: the tokens that were streamed "
+            "are not the beginning of its result; read that, or send the request again"
+        )
 
 
 #: What is told when the server stops first.
@@ -71,17 +84,21 @@ async def drawn(
     restarting: str = RESTARTING,
 ) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
     """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
-    Raises TimeoutError when it has not ended `timeout_s` later, and ClientDisconnect when `until` comes first."""
+    Raises TimeoutError when it has not ended `timeout_s` later, ClientDisconnect when `until` comes first, and
+    DrawnAnew when others have taken the place of those that were told."""
     loop = asyncio.get_running_loop()
     deadline = None if timeout_s is None else loop.time() + timeout_s
     stream = await service.journal.streams.follow(request_id)
     ending = asyncio.ensure_future(sampled(service, who, request_id, restarting))
-    told = Counter[int]()
+    told, replaced = defaultdict[int, list[int]](list), stream.replaced
     try:
         while not ending.done():
             changed = stream.changed
-            for part in stream.beyond(told):
-                told[part.sample] += len(part.tokens)
+            if stream.replaced != replaced and told:
+                raise DrawnAnew
+            replaced = stream.replaced
+            for part in stream.beyond({sample: len(tokens) for sample, tokens in told.items()}):
+                told[part.sample] += part.tokens
                 for piece in pieces_of(part):
                     yield piece
                     await asyncio.sleep(0)
@@ -99,8 +116,11 @@ async def drawn(
         result = await ending
     finally:
         ending.cancel()
-    for sample, sequence in enumerate(result.sequences):
-        for piece in rest_of(sample, sequence, told[sample]):
+    for sample, sequence in enumerate(result.sequences):  # one that was stopped may have fewer than were told
+        before = told[sample]
+        if sequence.tokens[: len(before)].tolist() != before[: sequence.tokens.size]:
+            raise DrawnAnew
+        for piece in rest_of(sample, sequence, len(before)):
             yield piece
             await asyncio.sleep(0)
     yield result

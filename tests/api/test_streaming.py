@@ -6,12 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
 from api.operations import streaming
-from api.operations.streaming import TOLD_AT_ONCE, drawn, rest_of
+from api.operations.streaming import TOLD_AT_ONCE, DrawnAnew, drawn, rest_of
 from scheduler.journal.samples.streams import TokenStream, cut
 from scheduler.links.messages import DrawnTokens
 
@@ -79,6 +80,52 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
         for sample, parts in told.items():
             for name in ("tokens", "logprobs", "versions", "tops"):
                 assert [x for part in parts for x in getattr(part, name)] == getattr(whole(sample), name)
+
+    asyncio.run(story())
+
+
+def other(start: int, end: int) -> DrawnTokens:
+    """As `whole` in its first two tokens, and different after."""
+    part = cut(whole(0), 0, MANY)
+    tokens = [*part.tokens[:2], *(token + 1 for token in part.tokens[2:])]
+    return cut(msgspec.structs.replace(part, tokens=tokens, versions=[3] * MANY), start, end)
+
+
+@pytest.mark.parametrize("told_again", [True, False], ids=["its second draw is heard", "only its result comes"])
+def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator dies, and the next draws from newer weights: with the same seed, other tokens."""
+    stream, over = TokenStream(), asyncio.Event()
+    stream.hear([cut(whole(0), 0, 5)])
+    result = SampleResult([SequenceResult(np.array(other(0, MANY).tokens, np.int32), None, "length")])
+
+    async def sampled(*_: object) -> SampleResult:
+        await over.wait()
+        return result
+
+    monkeypatch.setattr(streaming, "sampled", sampled)
+
+    told = list[int]()
+
+    async def read() -> None:
+        async for part in drawn(service_with(stream), None, "id"):  # type: ignore[arg-type]
+            assert isinstance(part, DrawnTokens)
+            told.extend(part.tokens)
+            if told_again:
+                for start, end in ((0, 1), (1, 4), (4, 9)):
+                    stream.hear([other(start, end)])
+            else:
+                over.set()
+
+    async def story() -> None:
+        with pytest.raises(DrawnAnew):
+            await read()
+        assert told == whole(0).tokens[:5]
+        if told_again:  # who comes now is told of one draw
+            late = drawn(service_with(stream), None, "id")  # type: ignore[arg-type]
+            found = await anext(late)
+            assert isinstance(found, DrawnTokens)
+            assert found.tokens == other(0, 9).tokens
+            await late.aclose()
 
     asyncio.run(story())
 

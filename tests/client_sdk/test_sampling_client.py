@@ -81,6 +81,18 @@ def test_a_lost_sample_with_a_seed_is_drawn_again_though_its_tokens_were_read(
     assert [token for part in drawing for token in part.tokens] == [7, 8, 9]
 
 
+def test_tokens_that_are_not_the_results_are_never_joined_with_it(service: ServiceClient, stub: Stub) -> None:
+    """The run's weights had moved when it was drawn again."""
+    stub.faults["/stream_future"] = [event(5)]
+    stub.faults["/retrieve_future"] = [not_yet()] * 5
+    drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
+    parts = iter(drawing)
+    assert next(parts).tokens == [5]
+    with pytest.raises(weft.WeftError, match="drawn anew"):
+        next(parts)
+    assert drawing.result(10).sequences[0].tokens == [7, 8, 9]
+
+
 def test_a_stream_that_cannot_be_read_is_told(
     service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:

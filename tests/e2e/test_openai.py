@@ -20,7 +20,7 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 pytestmark = pytest.mark.server
 
 MESSAGES: Any = [{"role": "user", "content": "What is 3 + 5?"}]
-IDS = {"return_token_ids": True}
+IDS, SPELLED = {"return_token_ids": True}, {"skip_special_tokens": False}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,15 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
     assert (stopped.text, stopped.finish_reason) == (choice.text[: choice.text.index(stop)], "stop")
     streamed = client.completions.create(**ends, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == stopped.text
+
+
+def test_a_completion_spells_special_tokens_where_asked_to(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 1900, "temperature": 2.0, "seed": 3} | IDS
+    plain, spelled = (http.post("/v1/completions", json=body | more).json()["choices"][0] for more in ({}, SPELLED))
+    assert plain["finish_reason"] == spelled["finish_reason"] == "stop"
+    assert spelled["token_ids"] == plain["token_ids"]
+    assert spelled["text"] == http.post("/detokenize", json={"tokens": spelled["token_ids"]}).json()["prompt"]
+    assert spelled["text"] != plain["text"]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,104 @@ def test_generate_nothing_scores_the_prompt(http: httpx.Client) -> None:
     assert all(math.isfinite(row[str(token)]["logprob"]) for token, row in scored)
 
 
+def test_the_likeliest_tokens_beside_each(http: httpx.Client, sampler: weft.SamplingClient) -> None:
+    params = SamplingParams(max_tokens=6, seed=4)
+    direct = sampler.sample(ModelInput.from_ints(PROMPT), 1, params, topk_sample_logprobs=3).result().sequences[0]
+    entries = generate(http, PROMPT, logprobs=3)["choices"][0]["logprobs"]["content"]
+    assert direct.topk_logprobs is not None
+    for entry, row in zip(entries, direct.topk_logprobs, strict=True):
+        assert row is not None
+        assert [cell["token"] for cell in entry["top_logprobs"]] == [f"token_id:{token}" for token, _ in row]
+        assert [cell["logprob"] for cell in entry["top_logprobs"]] == pytest.approx([each for _, each in row], abs=1e-6)
+
+
+@pytest.mark.parametrize("door", ["/inference/v1/generate", "/v1/completions", "/v1/chat/completions/tokens"])
+def test_the_likeliest_tokens_of_a_prompt(http: httpx.Client, sampler: weft.SamplingClient, door: str) -> None:
+    """As vLLM tells them: at each place the prompt's own token and so many likeliest."""
+    direct = sampler.sample(
+        ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+    ).result()  # fmt: skip
+    asked: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 3}
+    body = {
+        "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": asked},
+        "/v1/completions": {"prompt": PROMPT, **asked},
+        "/v1/chat/completions/tokens": {"tokens": PROMPT, **asked},
+    }[door]
+    answer = post(http, door, {"model": BASE_MODEL, **body})
+    assert direct.topk_prompt_logprobs is not None
+    assert direct.prompt_logprobs is not None
+    assert answer["prompt_logprobs"][0] is None
+    told = zip(PROMPT, direct.prompt_logprobs, direct.topk_prompt_logprobs, answer["prompt_logprobs"], strict=True)
+    for token, logprob, row, found in list(told)[1:]:
+        expected = {str(token): logprob, **{str(other): each for other, each in row or []}}
+        assert {name: cell["logprob"] for name, cell in found.items()} == pytest.approx(expected, abs=1e-6)
+
+
+def test_so_many_likeliest_tokens_of_a_prompt_are_refused_by_name(http: httpx.Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 101}
+    assert post(http, "/v1/completions", body, status=400)["error"]["param"] == "prompt_logprobs"
+
+
+#: What vLLM's own `SamplingParams` has where nothing is asked for, and what clients say beside.
+DEFAULTS: dict[str, Any] = {
+    **{"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0},
+    **{"min_p": 0.0, "stop": [], "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0, "prompt_logprobs": None},
+    **{"flat_logprobs": False, "detokenize": True, "spaces_between_special_tokens": True, "skip_clone": False},
+    **{"include_stop_str_in_output": False, "output_kind": 0, "output_text_buffer_length": 0, "bad_words": []},
+    **{"_all_stop_token_ids": [], "structured_outputs": None, "logit_bias": None, "allowed_token_ids": None},
+    **{"extra_args": None, "thinking_token_budget": None, "return_token_ids": True, "cache_salt": "x"},
+}
+
+
+def test_what_changes_nothing_is_taken(http: httpx.Client) -> None:
+    more = {"cache_salt": "x", "priority": 1, "request_id": "r", "stream": False, "features": None}
+    asked = {"max_tokens": 6, "seed": 4, **DEFAULTS}
+    body = {"model": BASE_MODEL, "token_ids": PROMPT, "sampling_params": asked, **more}
+    found = post(http, "/inference/v1/generate", body)["choices"][0]["token_ids"]
+    assert found == generate(http, PROMPT)["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["a"]},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"guided_decoding": {"regex": "a"}},
+        {"thinking_token_budget": 3},
+        {"truncate_prompt_tokens": 1},
+        {"extra_args": {"x": 1}},
+        {"repetition_detection": {"max_pattern_size": 2}},
+        {"min_p": 0.1},
+        {"nobody_knows": 1},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_would_change_the_tokens_is_refused_by_name(http: httpx.Client, asked: dict[str, Any]) -> None:
+    body = {"model": BASE_MODEL, "token_ids": PROMPT, "sampling_params": {"max_tokens": 2, **asked}}
+    refusal = post(http, "/inference/v1/generate", body, status=400)["error"]
+    assert refusal["param"] == f"sampling_params.{next(iter(asked))}"
+    assert refusal["message"].startswith(refusal["param"] + ": ")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/inference/v1/generate", {"token_ids": PROMPT, "stream": True}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "features": {"mm_hashes": {}}}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "content_parts": [{"type": "image_url"}]}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "kv_transfer_params": {"do_remote_decode": True}}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages }}"}),
+        ("/detokenize", {"tokens": PROMPT, "skip_special_tokens": 2}),
+    ],
+)
+def test_what_a_door_does_not_do_is_refused_by_name(http: httpx.Client, path: str, asked: dict[str, Any]) -> None:
+    refusal = post(http, path, {"model": BASE_MODEL, **asked}, status=400)["error"]
+    assert refusal["param"] == list(asked)[-1]
+
+
 def test_routed_experts(http: httpx.Client, sampler: weft.SamplingClient) -> None:
     direct = sampler.sample(
         ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=6, seed=4), return_routed_experts=True

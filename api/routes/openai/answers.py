@@ -13,9 +13,9 @@ import numpy.typing as npt
 from orjson import Fragment, dumps
 from weft.wire.binary.sample_codec import SampleResult, SequenceResult
 
-from api.routes.openai.detokenizing import TextStream, whole_text
+from api.routes.openai.detokenizing import Places, TextStream, whole_text
 from api.routes.openai.text import ModelText
-from api.routes.openai.tools import beginning, parse_calls
+from api.routes.openai.tools import Parsed, beginning, parse_calls
 from scheduler.links.messages import DrawnTokens
 
 Json = dict[str, Any]
@@ -28,7 +28,8 @@ _DIGITS = np.frombuffer(
 @dataclass(frozen=True)
 class Form:
     """How an answer is to look. `logprobs` are told with `top` likeliest tokens at each place; `ids` are told too;
-    `spelled`: special tokens are part of the text."""
+    `spelled`: special tokens are part of the text; `numbered`: logprobs name tokens by their ids; `one_call`: of
+    several calls of tools the first is told."""
 
     text: ModelText
     chat: bool
@@ -38,9 +39,19 @@ class Form:
     stops: tuple[str, ...] = ()
     tools: bool = False
     spelled: bool = False
+    numbered: bool = False
+    one_call: bool = False
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.text.decode(tokens, special=self.spelled)
+
+    def word(self, token: int) -> str:
+        return f"token_id:{token}" if self.numbered else self.text.word(token)
+
+    def parsed(self, text: str) -> Parsed:
+        """What a text says, and calls."""
+        found = parse_calls(text, self.text.template) if self.tools else Parsed(text)
+        return Parsed(found.content, found.calls[:1]) if self.one_call else found
 
     @property
     def told(self) -> int:
@@ -51,6 +62,10 @@ class Form:
         """The text of one sequence; what may be a tool call is kept back."""
         hold, alone = beginning(self.text.template) if self.tools else ("", False)
         return TextStream(self.decode, self.stops, hold, alone=alone)
+
+    def places(self) -> Places:
+        """Where the tokens of one sequence begin in its text."""
+        return Places(self.decode)
 
 
 def envelope(form: Form, request_id: str, model: str, *, chunk: bool = False) -> Json:
@@ -80,9 +95,9 @@ def choice_of(form: Form, index: int, sequence: SequenceResult) -> Json:
         choice["text"] = text
     else:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        parsed = parse_calls(text, form.text.template) if form.tools else None
+        parsed = form.parsed(text)
         choice["message"] = message
-        if parsed is not None and parsed.calls:
+        if parsed.calls:
             message |= {"content": parsed.content or None, "tool_calls": list(parsed.calls)}
             choice["finish_reason"] = "tool_calls"
     if form.ids:
@@ -104,9 +119,14 @@ def rows_of_part(part: DrawnTokens) -> tuple[list[int], list[float], list[list[t
 
 
 def logprobs_of(
-    form: Form, tokens: list[int], logprobs: list[float], tops: list[list[tuple[int, float]]], offset: int = 0
+    form: Form,
+    tokens: list[int],
+    logprobs: list[float],
+    tops: list[list[tuple[int, float]]],
+    places: Places | None = None,
 ) -> Json:
-    """Each token's are written as JSON at once, which takes half of the memory."""
+    """Each token's are written as JSON at once, which takes half of the memory. `places` are of the sequence whose next
+    tokens these are; of one that begins here, where None."""
     rows = tops or [[] for _ in tokens]
     if form.chat:
         told = zip(tokens, logprobs, rows, strict=True)
@@ -115,26 +135,24 @@ def logprobs_of(
             for token, logprob, row in told
         )
         return {"content": [Fragment(dumps(entry)) for entry in entries], "refusal": None}
-    words = [form.text.word(token) for token in tokens]
-    offsets = np.cumsum([offset, *(len(word) for word in words)]).tolist()[:-1]
     best = [Fragment(dumps(_by_word(form, row[: form.top]))) for row in rows]
     return {
-        "tokens": words,
+        "tokens": [form.word(token) for token in tokens],
         "token_logprobs": logprobs,
         "top_logprobs": best if form.top else None,
-        "text_offset": offsets,
+        "text_offset": (places or form.places()).push(tokens),
     }
 
 
 def _entry(form: Form, token: int, logprob: float) -> Json:
-    return {"token": form.text.word(token), "logprob": logprob, "bytes": list(form.text.bytes_of(token))}
+    return {"token": form.word(token), "logprob": logprob, "bytes": list(form.text.bytes_of(token))}
 
 
 def _by_word(form: Form, row: list[tuple[int, float]]) -> dict[str, float]:
     """Of tokens that read alike, as parts of characters do, the likeliest, which comes first."""
     found: dict[str, float] = {}
     for token, logprob in row:
-        found.setdefault(form.text.word(token), logprob)
+        found.setdefault(form.word(token), logprob)
     return found
 
 
@@ -149,10 +167,15 @@ def usage_of(prompt: Sequence[int], result: SampleResult) -> Json:
 
 
 def prompt_logprobs_of(prompt: Sequence[int], result: SampleResult) -> list[dict[str, Json] | None]:
-    """vLLM's form: one entry for each token of the prompt, null for the first."""
+    """vLLM's form: for each token of the prompt its own and the likeliest, as far as asked for; null for the first."""
     assert result.prompt_logprobs is not None
-    pairs = zip(prompt, result.prompt_logprobs.tolist(), strict=True)
-    return [None if logprob != logprob else {str(token): {"logprob": logprob}} for token, logprob in pairs]
+    top = result.topk_prompt_logprobs
+    rows = top.tolist() if top is not None else [None] * len(prompt)
+    own = zip(prompt, result.prompt_logprobs.tolist(), strict=True)
+    return [
+        None if cell[1] != cell[1] else {str(token): {"logprob": logprob} for token, logprob in (cell, *(row or ()))}
+        for cell, row in zip(own, rows, strict=True)
+    ]
 
 
 def policy_of(sequence: SequenceResult) -> Json:

@@ -49,7 +49,7 @@ MOST_TOLD = 1 << 20
 #: Numbers of experts in one answer, at most; each takes some forty.
 MOST_ROUTED = 1 << 24
 #: What samples call otherwise.
-WORDS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs"}
+WORDS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "prompt_logprobs"}
 #: A stop is told again so often until the sample has ended.
 STOP_AGAIN_S = 1.0
 
@@ -203,10 +203,11 @@ async def ask(
             "context_length_exceeded",
         )
     most = min(params.max_tokens if params.max_tokens is not None else longest, longest - len(prompt))
-    if (entries := num_samples * most * told) > MOST_TOLD:
+    of_prompt = 1 + options.get("topk_prompt_logprobs", 0) if options.get("prompt_logprobs") else 0
+    if (entries := num_samples * most * told + len(prompt) * of_prompt) > MOST_TOLD:
         raise Refused(
-            f"n x max_tokens x (1 + top_logprobs): {entries:,} log-probabilities in one answer, the limit is "
-            f"{MOST_TOLD:,}: ask for fewer in each request",
+            f"n x max_tokens x (1 + top_logprobs) + prompt x (1 + prompt_logprobs): {entries:,} log-probabilities in "
+            f"one answer, the limit is {MOST_TOLD:,}: ask for fewer in each request",
             "max_tokens",
             "too_many_logprobs",
         )

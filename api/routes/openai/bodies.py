@@ -33,7 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True, False),
     "add_special_tokens": (False,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -41,9 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 #: Fields that say something to others than the sampler: taken and not used.
 UNUSED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    *("cache_salt", "priority", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
-    *("include_reasoning", "request_id"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("cache_salt", "priority", "spaces_between_special_tokens", "include_reasoning", "request_id"),
 }
 
 
@@ -106,8 +104,9 @@ class StreamOptions(Door):
 
 
 class Sampling(Door):
-    """What completions and chats share. `return_token_ids`, `stop_token_ids`, `top_k`, `prompt_logprobs` and
-    `return_routed_experts` are vLLM's, `max_staleness` is ours (docs/sampling.md)."""
+    """What completions and chats share. `return_token_ids`, `return_tokens_as_token_ids`, `skip_special_tokens`,
+    `stop_token_ids`, `top_k`, `prompt_logprobs` and `return_routed_experts` are vLLM's, `max_staleness` is ours
+    (docs/sampling.md)."""
 
     model: str
     max_tokens: Count | None = None
@@ -121,7 +120,9 @@ class Sampling(Door):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
 
@@ -145,6 +146,7 @@ class Sampling(Door):
 class ChatBody(Sampling):
     messages: Annotated[Objects, Field(min_length=1)]
     tools: Objects | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -176,7 +178,9 @@ class ChatTokensBody(ChatBody):
 
 
 class CompletionBody(Sampling):
+    neutral = {name: values for name, values in NEUTRAL.items() if name != "add_special_tokens"}
     prompt: str | Tokens | Annotated[Strings, Field(min_length=1)]
+    add_special_tokens: bool | None = None
     logprobs: Count | None = None
 
 
@@ -213,6 +217,7 @@ class ResponsesBody(Door):
     stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     tools: Objects | None = None
+    parallel_tool_calls: bool | None = None
     return_token_ids: bool | None = None
     max_staleness: Count | None = None
 
@@ -237,11 +242,20 @@ class ResponsesBody(Door):
         return str((self.model_extra or {}).get("tool_choice") or "auto")
 
 
-class GenerateParams(BaseModel):
-    """vLLM's sampling parameters. What is not here is taken and not used, as its clients expect, except for what would
-    change the tokens (`refuse_unknown`)."""
+class GenerateParams(Door):
+    """vLLM's sampling parameters. `logprobs` above 1 asks for as many likeliest tokens beside each."""
 
-    model_config = ConfigDict(extra="allow")
+    neutral = {
+        **NEUTRAL,
+        **{"bad_words": ([],), "extra_args": ({},), "length_penalty": (1,), "use_beam_search": (False,)},
+        **{"early_stopping": (False,), "_all_stop_token_ids": ([],)},
+    }
+    # How an engine hands out what it has drawn, and what verifiers tells beside.
+    unused = UNUSED | {
+        *("detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length"),
+        *("skip_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"),
+        "parallel_tool_calls",
+    }
     n: Positive | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -253,23 +267,33 @@ class GenerateParams(BaseModel):
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
-    def refuse_unknown(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in NEUTRAL and not any(value == neutral for neutral in NEUTRAL[name]):
-                raise Refused(f"sampling_params.{name}: cannot be honoured here; leave it out", name)
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        if self.stop and self.stop_token_ids:
+            name = f"{within}stop"
+            raise Refused(f"{name}, stop_token_ids: only one of them can be honoured", name, "unsupported_parameter")
+
+    @property
+    def top(self) -> int:
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
-class GenerateBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+class GenerateBody(Door):
+    neutral = {"stream": (False,), "features": ({},), "kv_transfer_params": ({},), "content_parts": ([],)}
+    unused = {"request_id", "cache_salt", "priority", "return_token_ids"}
     model: str
     token_ids: Annotated[Tokens, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
     return_routed_experts: bool | None = None
     max_staleness: Count | None = None
 
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        self.sampling_params.refuse_unknown("sampling_params.")
 
-class TokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+class TokenizeBody(Door):
+    neutral = {"continue_final_message": (False,), "chat_template": ("",), "mm_processor_kwargs": ({},)}
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = None
@@ -280,8 +304,7 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class DetokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+class DetokenizeBody(Door):
     model: str | None = None
     tokens: Tokens
 

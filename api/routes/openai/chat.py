@@ -21,7 +21,7 @@ from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, R
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
-from api.routes.openai.text import in_turn
+from api.routes.openai.text import ModelText, in_turn
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 
@@ -57,22 +57,34 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
     body = await body_of(request, CompletionBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
+    tokens = await in_turn(who.org_id, lambda: prompt_of(body, target.text))
+    top = body.logprobs or 0
+    form = Form(
+        target.text,
+        chat=False,
+        logprobs=body.logprobs is not None,
+        top=top,
+        ids=bool(body.return_token_ids),
+        stops=stops_of(body),
+        spelled=body.skip_special_tokens is False,
+        numbered=bool(body.return_tokens_as_token_ids),
+    )
+    most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
+    asked = await ask(service, who, request, priority, target, tokens, params_of(body, most, target), body.n or 1,
+                      **_options(body, form))  # fmt: skip
+    return await answered(asked, form, body)
+
+
+def prompt_of(body: CompletionBody, text: ModelText) -> Sequence[int]:
+    """The tokens of a completion's prompt; of text with those that the tokenizer adds by itself, unless told not to."""
     prompt = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         if len(prompt) > 1:
             raise Refused(f"prompt: {len(prompt)} prompts; send one request for each", "prompt")
         prompt = str(prompt[0])
     if isinstance(prompt, str):
-        words = prompt
-        tokens = await in_turn(who.org_id, lambda: target.text.encode(words))
-    else:
-        tokens = cast(list[int], prompt)
-    top = body.logprobs or 0
-    form = Form(target.text, False, body.logprobs is not None, top, bool(body.return_token_ids), stops_of(body))
-    most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
-    asked = await ask(service, who, request, priority, target, tokens, params_of(body, most, target), body.n or 1,
-                      **_options(body, form))  # fmt: skip
-    return await answered(asked, form, body)
+        return text.encode(prompt, special=body.add_special_tokens is not False)
+    return cast(list[int], prompt)
 
 
 async def _chat(
@@ -92,7 +104,9 @@ async def _chat(
         ids=bool(body.return_token_ids),
         stops=stops_of(body),
         tools=bool(body.shown_tools),
-        spelled=(body.model_extra or {}).get("skip_special_tokens") is False,
+        spelled=body.skip_special_tokens is False,
+        numbered=bool(body.return_tokens_as_token_ids),
+        one_call=body.parallel_tool_calls is False,
     )
     asked = await ask(service, who, request, priority, target, prompt, params_of(body, body.most, target), body.n or 1,
                       **_options(body, form))  # fmt: skip
@@ -126,6 +140,7 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
         "told": form.told,
         "topk_sample_logprobs": form.top,
         "prompt_logprobs": True if body.prompt_logprobs is not None else None,
+        "topk_prompt_logprobs": body.prompt_logprobs or 0,
         "stream": body.stream or None,
         "return_routed_experts": body.return_routed_experts or None,
         "max_staleness": body.max_staleness,

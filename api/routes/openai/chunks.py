@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncGenerator
 from itertools import groupby
 from typing import Any
@@ -14,7 +13,6 @@ from api.errors import ApiError, form_of
 from api.http.events import event
 from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
 from api.routes.openai.asking import Asked
-from api.routes.openai.tools import parse_calls
 from scheduler.links.messages import DrawnTokens
 
 DONE = event(b"[DONE]")
@@ -45,7 +43,7 @@ class _Writer:
     def __init__(self, asked: Asked, form: Form, num_samples: int, every: Json) -> None:
         self._asked, self._form, self._every = asked, form, every
         self._texts = [form.stream() for _ in range(num_samples)]
-        self._written = Counter[int]()  # characters of each choice's tokens
+        self._places = [form.places() for _ in range(num_samples)]
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:
         answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
@@ -65,8 +63,7 @@ class _Writer:
         form = self._form
         choice = self._choice(part.sample, self._text(self._texts[part.sample].push(part.tokens)))
         if form.logprobs:
-            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), offset=self._written[part.sample])
-            self._written[part.sample] += sum(len(form.text.word(token)) for token in part.tokens)
+            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), self._places[part.sample])
         if form.ids:
             choice["token_ids"] = part.tokens
             choice["weft"] = {"policy_versions": [[v, len(list(run))] for v, run in groupby(part.versions)]}
@@ -79,7 +76,7 @@ class _Writer:
             rest, reason = text.end(), sequence.stop_reason
             delta = self._text(rest)
             if self._form.tools:
-                parsed = parse_calls(rest, self._form.text.template)
+                parsed = self._form.parsed(rest)
                 if parsed.calls:
                     calls = [{"index": number, **call} for number, call in enumerate(parsed.calls)]
                     delta = {"content": parsed.content or None, "tool_calls": calls}

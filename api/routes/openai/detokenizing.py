@@ -33,6 +33,9 @@ class TextStream:
             self._waited += 1
             return ""
         self._waited = 0
+        if text == before:  # special tokens: what comes next is read behind the words before them
+            del self._tokens[self._read :]
+            return ""
         self._start, self._read = self._read, len(self._tokens)
         return self._take(text[len(before) :])
 
@@ -59,6 +62,22 @@ class TextStream:
             place = len(waiting) - max((_beginning(waiting, mark) for mark in marks), default=0)
         self._waiting = waiting[place:]
         return waiting[:place]
+
+
+class Places:
+    """Where tokens begin in the text of their sequence, in characters. Parts of a character begin where it does, and
+    special tokens that are left out of the text where it goes on."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._text, self._length = TextStream(decode), 0
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """The places of the next tokens. Each by itself, so that they do not hang on what came together."""
+        found = []
+        for token in tokens:
+            found.append(self._length)
+            self._length += len(self._text.push([token]))
+        return found
 
 
 def _beginning(text: str, mark: str) -> int:

@@ -12,7 +12,7 @@ from weft.wire.binary.sample_codec import SampleResult
 from api.checks.priority import PriorityDep
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.routes.openai.answers import policy_of, prompt_logprobs_of, routed_of, usage_of
+from api.routes.openai.answers import policy_of, prompt_logprobs_of, routed_of, rows_of, usage_of
 from api.routes.openai.asking import Asked, ask
 from api.routes.openai.bodies import DetokenizeBody, GenerateBody, TokenizeBody, body_of
 from api.routes.openai.chat import SAMPLES, params_of
@@ -29,11 +29,9 @@ router = APIRouter(route_class=OpenAIRoute)
 @router.post("/inference/v1/generate", **SAMPLES)
 async def generate(request: Request, service: ServiceDep, who: PrincipalDep, priority: PriorityDep) -> Response:
     body = await body_of(request, GenerateBody)
+    body.refuse_unknown()
     params = body.sampling_params
-    params.refuse_unknown()
     target = await target_of(service, who, body.model)
-    if params.stop and params.stop_token_ids:
-        raise Refused("sampling_params.stop, stop_token_ids: only one of them can be honoured", "sampling_params.stop")
     asked = await ask(
         service,
         who,
@@ -43,8 +41,10 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         body.token_ids,
         params_of(params, params.max_tokens, target),
         params.n or 1,
-        told=1,
+        told=1 + params.top,
+        topk_sample_logprobs=params.top,
         prompt_logprobs=True if params.prompt_logprobs is not None else None,
+        topk_prompt_logprobs=params.prompt_logprobs or 0,
         return_routed_experts=body.return_routed_experts or None,
         max_staleness=body.max_staleness,
     )
@@ -54,10 +54,11 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
 def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
     choices = []
     for index, sequence in enumerate(result.sequences):
-        tokens = sequence.tokens.tolist()
-        logprobs = sequence.logprobs.tolist() if sequence.logprobs is not None else []
-        content = [{"token": f"token_id:{t}", "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
-        choice = {"index": index, "token_ids": tokens, "finish_reason": sequence.stop_reason}
+        tokens, logprobs, tops = rows_of(sequence)
+        content = [_entry(*cell) for cell in zip(tokens, logprobs, strict=True)]
+        for entry, row in zip(content, tops, strict=False):  # none where no likeliest tokens are asked for
+            entry["top_logprobs"] = [_entry(*cell) for cell in row]
+        choice: dict[str, Any] = {"index": index, "token_ids": tokens, "finish_reason": sequence.stop_reason}
         choice |= {"logprobs": {"content": content}, "weft": policy_of(sequence)}
         if sequence.routed_experts is not None:
             choice["routed_experts"] = routed_of(sequence, "b64")
@@ -69,6 +70,10 @@ def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
     return answer
 
 
+def _entry(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}
+
+
 async def _target(service: Service, who: Principal, model: str | None) -> Target:
     return await target_of(service, who, model or next(iter(service.cards)))
 
@@ -77,6 +82,7 @@ async def _target(service: Service, who: Principal, model: str | None) -> Target
 @router.post("/v1/tokenize", **declare(scope="sample", limit="call", body="medium"))
 async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     body = await body_of(request, TokenizeBody)
+    body.refuse_unknown()
     if (body.prompt is None) == (body.messages is None):
         raise Refused("prompt, messages: give one of them", "prompt")
     check_tools(body.tools or ())
@@ -102,6 +108,7 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 @router.post("/v1/detokenize", **declare(scope="sample", limit="call", body="medium"))
 async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
     body = await body_of(request, DetokenizeBody)
+    body.refuse_unknown()
     target = await _target(service, who, body.model)
     if max(body.tokens, default=0) >= target.card.vocab_size:
         raise Refused(f"tokens: must be below {target.card.vocab_size}", "tokens")

@@ -24,7 +24,6 @@ from api.routes.openai.detokenizing import whole_text
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import target_of
 from api.routes.openai.text import in_turn
-from api.routes.openai.tools import Parsed, parse_calls
 from api.state.service import ServiceDep
 from scheduler.links.messages import DrawnTokens
 
@@ -42,7 +41,8 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     top = body.top_logprobs or 0
     told = LOGPROBS in (body.include or ())
     ids = bool(body.return_token_ids)
-    form = Form(target.text, True, told, top if told else 0, ids, stops_of(body), bool(tools))
+    one_call = body.parallel_tool_calls is False
+    form = Form(target.text, True, told, top if told else 0, ids, stops_of(body), bool(tools), one_call=one_call)
     more: dict[str, Any] = {
         "told": form.told,
         "topk_sample_logprobs": form.top,
@@ -111,7 +111,7 @@ def _envelope(asked: Asked, body: ResponsesBody, status: str) -> Json:
         "max_output_tokens": body.max_output_tokens,
         "model": asked.target.name,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
         "temperature": asked.params.temperature,
@@ -148,7 +148,7 @@ def _ended(asked: Asked, form: Form, body: ResponsesBody, result: SampleResult, 
 def _whole(asked: Asked, form: Form, body: ResponsesBody, result: SampleResult) -> Json:
     (sequence,) = result.sequences
     text = whole_text(form.decode, sequence.tokens.tolist(), form.stops)
-    parsed = parse_calls(text, form.text.template) if form.tools else Parsed(text)
+    parsed = form.parsed(text)
     logprobs = logprobs_of(form, *rows_of(sequence))["content"] if form.logprobs else []
     output = [_message(asked, parsed.content, logprobs)] if parsed.content or not parsed.calls else []
     output += [_call(asked, number, call) for number, call in enumerate(parsed.calls)]
@@ -222,7 +222,7 @@ class _Stream:
 
     def _end(self, result: SampleResult) -> list[bytes]:
         rest = self._text.end()
-        parsed = parse_calls(rest, self._form.text.template) if self._form.tools else Parsed(rest)
+        parsed = self._form.parsed(rest)
         made = self._more(parsed.content)
         if not parsed.calls:
             made += self._open()

@@ -26,6 +26,8 @@ from api.state.threads import Threads
 PIECE = 1 << 16
 #: What OpenAI's API knows.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+#: What a message may say beside its content.
+SAID = ("audio", "function_call", "refusal", "tool_calls")
 #: A byte as tokenizers with a fallback to bytes spell it.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 #: The signs that byte-level tokenizers have for bytes: what can be seen stands for itself, the rest follows from 256 on
@@ -80,9 +82,10 @@ class ModelText:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
     def word(self, token: int) -> str:
-        """One token as text, spelled out."""
+        """One token as text within others, spelled out: some decoders leave out a space before the first."""
         if token not in self._words:
-            self._words[token] = self.decode([token], special=True)
+            first = self.decode([token], special=True)
+            self._words[token] = first if "\ufffd" in first else self.decode([token] * 2, special=True)[len(first) :]
         return self._words[token]
 
     def bytes_of(self, token: int) -> bytes:
@@ -134,6 +137,10 @@ class ModelText:
         if role not in self._roles:
             what = "missing" if role is None else f"{quote(role)} is not known"
             raise Refused(f"{where}.role: {what}; it must be one of {', '.join(self._roles)}", f"{where}.role")
+        for name in SAID:
+            if message.get(name) and name not in self.template:
+                what = "the chat template of this model has no place for it; leave it out"
+                raise Refused(f"{where}.{name}: {what}", f"{where}.{name}", "unsupported_content")
         plain = {name: value for name, value in message.items() if value is not None}
         if role == "developer" and role not in self._own:
             plain["role"] = "system"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -30,7 +30,8 @@ class Drawing:
     def __init__(self) -> None:
         self._accepted: asyncio.Future[tuple[Transport, str]] | None = None
         self._parts: list[TokensDrawn] = []
-        self._told = Counter[int]()
+        self._told = defaultdict[int, list[int]](list)  # tokens of each sequence
+        self._anew = False  # other tokens have taken the place of some that were told
         self._over = False
         self._changed = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
@@ -80,8 +81,13 @@ class Drawing:
 
     async def part(self, index: int) -> TokensDrawn | None:
         """The part of that number, once it is there; None when there are fewer."""
-        while index >= len(self._parts) and not self._over:
+        while index >= len(self._parts) and not (self._over or self._anew):
             await self._changed_again()
+        if index >= len(self._parts) and self._anew:
+            raise WeftError(
+                "this sample was drawn anew, from newer weights of its run: the tokens read so far are not its "
+                "beginning; result() has all of it"
+            )
         return self._parts[index] if index < len(self._parts) else None
 
     async def _changed_again(self) -> None:
@@ -110,10 +116,14 @@ class Drawing:
 
     def _hear(self, part: TokensDrawn) -> None:
         known = self._told[part.sample]
-        skip = known - part.start
-        if not 0 <= skip < len(part.tokens):
+        skip = len(known) - part.start
+        both = min(max(0, skip), len(part.tokens))
+        if known[part.start :][:both] != part.tokens[:both]:
+            self._anew = True
+            self._changed.set()
+        if self._anew or not 0 <= skip < len(part.tokens):
             return
-        self._told[part.sample] += len(part.tokens) - skip
+        known += part.tokens[skip:]
         rest = part if not skip else _behind(part, skip)
         self._parts.append(rest)
         self._changed.set()

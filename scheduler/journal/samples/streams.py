@@ -2,7 +2,8 @@
 result has all of it, and is what counts.
 
 Parts say where they begin, so one that comes twice, or that a second generator draws again after the first has died,
-adds nothing.
+adds nothing. Where the second draws other tokens, for the run's weights have moved meanwhile, they take the place of
+those that it replaces.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ MAX_STREAMS = 4096
 
 @dataclass(eq=False)
 class TokenStream:
-    """What one operation has drawn, by sequence. `changed` is set, and replaced, when there is more."""
+    """What one operation has drawn, by sequence. `changed` is set, and replaced, when there is more; `replaced` counts
+    how often tokens have given way to others."""
 
     sequences: dict[int, DrawnTokens] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    replaced: int = 0
 
     def hear(self, parts: Sequence[DrawnTokens]) -> None:
         for part in parts:
             known = self.sequences.get(part.sample)
+            if known is not None and not _agree(known.tokens[part.start :], part.tokens):
+                self.replaced += 1
+                known = self.sequences[part.sample] = cut(known, 0, part.start)
             more = after(part, len(known.tokens) if known is not None else 0)
             if more is not None and known is None:
                 self.sequences[part.sample] = more
@@ -46,6 +52,12 @@ class TokenStream:
         """What each sequence has beyond its first `told` tokens."""
         found = (after(sequence, told.get(sample, 0)) for sample, sequence in sorted(self.sequences.items()))
         return [part for part in found if part is not None]
+
+
+def _agree(known: Sequence[int], told: Sequence[int]) -> bool:
+    """Whether the shorter is how the longer begins."""
+    both = min(len(known), len(told))
+    return known[:both] == told[:both]
 
 
 def after(part: DrawnTokens, known: int) -> DrawnTokens | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import itertools
+import json
 import tracemalloc
 
 import numpy as np
@@ -10,7 +12,7 @@ import orjson
 import pytest
 from weft.wire.binary.sample_codec import SampleResult, SequenceResult, TopkLogprobs
 
-from api.routes.openai.answers import Form, base85, logprobs_of, routed_of, whole
+from api.routes.openai.answers import Form, base85, choice_of, logprobs_of, routed_of, whole
 from api.routes.openai.text import ModelText
 from workers.model.tiny import TINY_PATH
 
@@ -56,6 +58,48 @@ def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
     part, other = form.text.encode("😀")[:2]
     told = logprobs_of(form, [part], [-0.5], [[(part, -0.5), (other, -9.0)]])
     assert orjson.loads(orjson.dumps(told))["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("sizes", [[1000], [1], [3, 1, 2]], ids=["whole", "one by one", "in parts"])
+def test_offsets_are_places_in_the_text_that_is_sent(sizes: list[int], spelled: bool) -> None:
+    """Parts of a character begin where it does; special tokens that are left out take no room."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, spelled=spelled)
+    tokens = form.text.encode("3 😀<|im_start|>naïve 日本<|im_end|> 😀!")
+    places, found, left = form.places(), list[int](), list(tokens)
+    for size in itertools.cycle(sizes):
+        part, left = left[:size], left[size:]
+        found += logprobs_of(form, part, [-1.0] * len(part), [], places)["text_offset"]
+        if not left:
+            break
+    spelled_out = [form.text.bytes_of(token) if form.decode([token]) else b"" for token in tokens]
+    before = [b"".join(spelled_out[:at]).decode(errors="ignore") for at in range(len(tokens))]
+    assert found == [len(text) for text in before]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_logprobs_name_tokens_by_their_ids_where_asked_to(chat: bool) -> None:
+    """Words do not tell which token it was: parts of characters all read as U+FFFD."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=chat, logprobs=True, top=2, numbered=True)
+    part, other = form.text.encode("😀")[:2]
+    told = orjson.loads(orjson.dumps(logprobs_of(form, [part], [-0.5], [[(part, -0.5), (other, -9.0)]])))
+    if chat:
+        (entry,) = told["content"]
+        assert entry["token"] == f"token_id:{part}"
+        assert [cell["token"] for cell in entry["top_logprobs"]] == [f"token_id:{part}", f"token_id:{other}"]
+    else:
+        assert told["tokens"] == [f"token_id:{part}"]
+        assert told["top_logprobs"] == [{f"token_id:{part}": -0.5, f"token_id:{other}": -9.0}]
+
+
+@pytest.mark.parametrize(("one_call", "calls"), [(False, ["1", "2"]), (True, ["1"])])
+def test_without_parallel_calls_the_first_is_told(one_call: bool, calls: list[str]) -> None:
+    """A program that runs one tool at a time would take two calls for a fault."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=True, tools=True, one_call=one_call)
+    said = "".join(f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>' for number in (1, 2))
+    tokens = np.array(form.text.encode(said), np.int32)
+    message = choice_of(form, 0, SequenceResult(tokens, None, "stop"))["message"]
+    assert [json.loads(call["function"]["arguments"])["a"] for call in message["tool_calls"]] == list(map(int, calls))
 
 
 @pytest.mark.parametrize("raw", [b"", b"\0\0\0\0", b"\xff" * 8, bytes(range(256))])

@@ -53,6 +53,28 @@ def test_renders_as_transformers_does(text: ModelText, messages: Any, tools: Any
     assert all(isinstance(token, int) and token >= 1531 for token in special)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("refusal", "I won't."),
+        ("audio", {"id": "audio-1"}),
+        ("function_call", {"name": "add", "arguments": "{}"}),
+        ("tool_calls", [CALL]),
+    ],
+)
+def test_what_a_template_has_no_place_for_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    """It would be missing from what the model reads, and nobody would be told."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((TINY_PATH / name).read_text())
+    plain = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(plain)
+    asked, answered = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+    text = ModelText(tmp_path, CONTEXT)
+    with pytest.raises(Refused, match=rf"messages\[1\]\.{field}: the chat template of this model has no place for it"):
+        text.render([asked, {**answered, field: value}])
+    assert text.render([asked, {**answered, field: None}]) == text.render([asked, answered])
+
+
 def test_a_clients_messages_are_made_plain(text: ModelText) -> None:
     given = [
         {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]},

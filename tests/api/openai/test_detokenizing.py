@@ -1,0 +1,56 @@
+"""Text of tokens as it comes, with a tokenizer as Mistral's: it spells spaces as part of words, leaves out the one
+before the first word, and falls back to bytes."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from api.routes.openai.answers import Form
+from api.routes.openai.detokenizing import whole_text
+from api.routes.openai.text import ModelText
+
+SPECIAL = ["<unk>", "<s>", "<tool>"]
+WORDS = ["▁Paris", "▁a", "<tool>", "▁b", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁c", "<tool>", "<tool>", "▁d", "."]
+TEXT = "Paris a b😀 c d."
+
+
+@pytest.fixture(scope="module")
+def form(tmp_path_factory: pytest.TempPathFactory) -> Form:
+    folder = tmp_path_factory.mktemp("spaces")
+    words = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*WORDS} - {*SPECIAL})]
+    vocabulary = {word: token for token, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(SPECIAL)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    return Form(ModelText(folder, 2048), chat=False)
+
+
+@pytest.fixture(scope="module")
+def tokens(form: Form) -> list[int]:
+    found = [form.text._tokenizer.token_to_id(word) for word in WORDS]
+    return [token for token in found if token is not None]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_a_stream_keeps_the_space_after_a_special_token(form: Form, tokens: list[int], size: int) -> None:
+    stream = form.stream()
+    parts = [stream.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+    assert "".join(parts) + stream.end() == whole_text(form.decode, tokens) == form.decode(tokens) == TEXT
+
+
+def test_a_token_is_told_with_its_space(form: Form, tokens: list[int]) -> None:
+    """Clients put the words of tokens together."""
+    spelled = "".join(form.text.word(token) for token in tokens if form.decode([token]) != "")
+    assert spelled.replace("\ufffd" * 4, "😀") == " " + TEXT
+    read = b"".join(form.text.bytes_of(token) for token in tokens if form.decode([token]) != "")
+    assert read.decode() == " " + TEXT
+    assert [form.text.word(token) for token in tokens[2:4]] == ["<tool>", " b"]
+
+
+def test_offsets_are_places_in_the_text_that_is_sent(form: Form, tokens: list[int]) -> None:
+    places = form.places().push(tokens)
+    assert [TEXT[place:].split(" ")[0] for place in (places[0], places[4], places[12])] == ["Paris", "😀", "."]
+    assert places == [0, 5, 7, 7, 9, 9, 9, 9, 10, 12, 12, 12, 14]
