@@ -20,7 +20,7 @@ from store.people import organisations
 from store.people.oidc_settings import GroupRole
 from store.people.organisations import PeopleError, check_email
 from store.people.roles import ROLES
-from store.tables import BrowserSession, Identity, Membership, Organisation, User
+from store.tables import Identity, Membership, Organisation, User
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def unlink(session: Session, email: str) -> int:
         raise organisations.NoSuch(f"no user {email[:80]!r}")
     gone = list(session.scalars(select(Identity).filter_by(user_id=user.id)))
     session.execute(delete(Identity).where(Identity.user_id == user.id))
-    session.execute(delete(BrowserSession).where(BrowserSession.user_id == user.id))
+    organisations.end_sessions(session, user.id)
     for org_id in session.scalars(select(Membership.org_id).filter_by(user_id=user.id)).all():
         audit.record(session, org_id=org_id, key_id=None, event="member_unlinked", target=user.id)
     return len(gone)

@@ -10,14 +10,14 @@ import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from store.database import audit
 from store.database.caller import unrestricted
 from store.people.keys import revoke_row
 from store.people.roles import ROLES
-from store.tables import ApiKey, Membership, Organisation, Project, User
+from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, Project, User
 
 _EMAIL = re.compile(r"[^@\s\x00-\x1f]{1,64}@[^@\s\x00-\x1f]{1,189}")
 STATUSES = ("active", "past_due", "suspended", "closed")
@@ -61,9 +61,13 @@ def set_weight(session: Session, org: Organisation, weight: int) -> None:
 
 
 def require_sso(session: Session, org: Organisation, required: bool, key_id: int | None = None) -> None:
-    """Whether members sign in to the console by the OpenID provider alone. Other sessions end with it."""
+    """Whether members sign in to the console by the OpenID provider alone. Sessions by keys and by members' links end
+    with it, for good; the operator's links are the way in when the provider is away."""
     if (org.sso_required_at is not None) != required:
         org.sso_required_at = datetime.now(UTC) if required else None
+        if required:
+            others = or_(BrowserSession.key_id.is_not(None), BrowserSession.link_by.is_not(None))
+            session.execute(delete(BrowserSession).filter_by(org_id=org.id, issuer=None).where(others))
         audit.record(
             session,
             org_id=org.id,
@@ -121,14 +125,23 @@ def set_role(session: Session, row: Membership, role: str, key_id: int | None = 
 
 
 def remove_member(session: Session, org_id: str, user_id: str, key_id: int | None = None) -> None:
-    """End a membership, and with it the member's keys in this organisation."""
+    """End a membership, and with it the member's keys and sessions in this organisation."""
     row = membership(session, org_id, user_id)
     if row.role == "owner":
         _keep_an_owner(session, org_id)
     for key in session.scalars(select(ApiKey).filter_by(org_id=org_id, user_id=user_id, revoked_at=None)):
         revoke_row(session, key, key_id)
+    end_sessions(session, user_id, org_id)
     session.delete(row)
     _note(session, org_id, key_id, "member_removed", user_id, role=row.role)
+
+
+def end_sessions(session: Session, user_id: str, org_id: str | None = None) -> None:
+    """End a user's sessions of the console, and the links that would begin one: of one organisation, or of all. They
+    would be good again if a membership came back."""
+    of = {"user_id": user_id} if org_id is None else {"user_id": user_id, "org_id": org_id}
+    session.execute(delete(BrowserSession).filter_by(**of))
+    session.execute(delete(LoginLink).filter_by(**of))
 
 
 def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:

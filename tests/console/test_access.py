@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 from starlette.datastructures import URL
 from starlette.requests import Request
 
@@ -15,7 +16,7 @@ from api.console.security import CSP
 from store.people import organisations
 from store.people.keys import revoke
 from store.people.secret import digest
-from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink
+from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink, User
 from tests.console.conftest import SAME_SITE, Console
 
 PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
@@ -173,6 +174,25 @@ class TestTheEnd:
             lambda session: organisations.remove_member(session, made.org_id, made.users["viewer"])
         )
         console.get("/", status=303)
+
+    def test_stays_one_when_they_are_a_member_again(self, console: Console) -> None:
+        """Who was removed for a stolen laptop, and is added anew, signs in anew; so does who has the laptop."""
+        made, viewer = console.made, console.made.users["viewer"]
+
+        def again(session: Session) -> None:
+            organisations.remove_member(session, made.org_id, viewer)
+            organisations.add_member(session, made.org_id, session.get_one(User, viewer).email, "viewer")
+
+        links = [
+            console.database.write_now(lambda session: sessions.new_link(session, made.org_id, viewer))
+            for _ in range(2)
+        ]
+        first, second = (f"/console/login/{link}" for link in links)
+        assert console.http.post(first, headers=SAME_SITE, follow_redirects=False).status_code == 303
+        console.get("/")
+        console.database.write_now(again)
+        console.get("/", status=303)
+        assert console.http.post(second, headers=SAME_SITE, follow_redirects=False).status_code == 401
 
     def test_a_role_that_changes(self, console: Console) -> None:
         made = console.made
