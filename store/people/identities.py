@@ -7,7 +7,6 @@ verified, unless another account is that user already. What is refused is a `Peo
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,9 +62,7 @@ def link(session: Session, account: Account) -> User:
     """`user_of`, made if there is none; from now on the account is theirs."""
     user, now = user_of(session, account), datetime.now(UTC)
     if user is None:
-        user = User(id=uuid.uuid4().hex, email=check_email(account.email), created_at=now)
-        session.add(user)
-        session.flush()
+        user = organisations.user_with(session, check_email(account.email))
     key = (account.issuer, account.subject)
     if session.get(Identity, key) is None:
         session.add(

@@ -14,6 +14,7 @@ from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from store.database import audit
+from store.database.bulk import insert_into
 from store.database.caller import unrestricted
 from store.people.keys import revoke_row
 from store.people.roles import ROLES
@@ -84,21 +85,27 @@ def add_member(
     session: Session, org_id: str, email: str, role: str, key_id: int | None = None, issuer: str | None = None
 ) -> User:
     """Make that person a member; who is unknown becomes a user. With `issuer` the membership follows its groups."""
-    email = check_email(email)
     check_role(role)
-    with unrestricted(session):
-        user = session.scalar(select(User).where(User.email == email))
-    now = datetime.now(UTC)
-    if user is None:
-        user = User(id=uuid.uuid4().hex, email=email, created_at=now)
-        session.add(user)
-        session.flush()
+    user = user_with(session, check_email(email))
     if session.get(Membership, (org_id, user.id)) is not None:
-        raise PeopleError(f"email: {email} is a member already; change the role instead")
-    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=now))
+        raise PeopleError(f"email: {user.email} is a member already; change the role instead")
+    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=datetime.now(UTC)))
     session.flush()
     how = {"by_groups_of": issuer} if issuer is not None else {}
-    _note(session, org_id, key_id, "member_added", user.id, role=role, email=email, **how)
+    _note(session, org_id, key_id, "member_added", user.id, role=role, email=user.email, **how)
+    return user
+
+
+def user_with(session: Session, email: str) -> User:
+    """The person with that address, made if they are not there. Organisations, and replicas, that meet somebody at the
+    same moment meet the same one."""
+    query = select(User).where(User.email == email)
+    with unrestricted(session):
+        user = session.scalar(query)
+        if user is None:
+            new = {"id": uuid.uuid4().hex, "email": email, "created_at": datetime.now(UTC)}
+            session.execute(insert_into(session, User).values(**new).on_conflict_do_nothing(index_elements=["email"]))
+            user = session.scalars(query).one()
     return user
 
 

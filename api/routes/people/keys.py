@@ -97,7 +97,7 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
         )
         return _with_secret(row, secret)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 @router.get("/{key_id}", **declare(scope="any", limit="call"))
@@ -119,7 +119,7 @@ async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: Pr
         secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
         return _with_secret(row, secret)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 @router.delete("/{key_id}", **declare(scope="any", limit="call"))
@@ -132,7 +132,7 @@ async def revoke_key(key_id: str, service: ServiceDep, who: PresentPrincipalDep)
             keys.revoke_row(session, row, by=who.key_id)
         return _shown(row)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 def _check_owner(session: Session, org_id: str, user_id: str | None, project_id: str | None) -> None:
