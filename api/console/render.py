@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from api.console import formats
 from api.console.security import PREFIX, SignInNeeded, Viewer
 from api.errors import ApiError, explain
+from api.state.service import service_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
@@ -80,6 +81,12 @@ def page(request: Request, template: str, viewer: Viewer | None, status: int = 2
         )
     )
     return HTMLResponse(html, status)
+
+
+async def long_page(request: Request, template: str, viewer: Viewer, **values: Any) -> HTMLResponse:
+    """`page`, with all people, projects or keys of an organisation in it: a second's work when there are thousands, so
+    it is done in a thread, when it is the organisation's turn."""
+    return await service_of(request).threads.run(viewer.org_id, lambda: page(request, template, viewer, **values))
 
 
 def say(message: str, *, reload: bool = True) -> Response:

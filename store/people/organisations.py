@@ -21,6 +21,9 @@ from store.people.roles import ROLES
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, Project, User
 
 _EMAIL = re.compile(r"[^@\s\x00-\x1f]{1,64}@[^@\s\x00-\x1f]{1,189}")
+#: Of one organisation: lists and pages of them are whole.
+MAX_MEMBERS = 10_000
+MAX_PROJECTS = 10_000
 STATUSES = ("active", "past_due", "suspended", "closed")
 
 
@@ -89,6 +92,8 @@ def add_member(
     user = user_with(session, check_email(email))
     if session.get(Membership, (org_id, user.id)) is not None:
         raise PeopleError(f"email: {user.email} is a member already; change the role instead")
+    if _count(session, Membership, org_id) >= MAX_MEMBERS:
+        raise PeopleError(f"the organisation has {MAX_MEMBERS} members, which is the limit: remove some first")
     session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=datetime.now(UTC)))
     session.flush()
     how = {"by_groups_of": issuer} if issuer is not None else {}
@@ -167,9 +172,12 @@ def membership(session: Session, org_id: str, user_id: str) -> Membership:
 def _keep_an_owner(session: Session, org_id: str) -> None:
     """Owners are read under a lock, so that the last two cannot leave at the same moment."""
     session.scalars(select(Organisation.id).where(Organisation.id == org_id).with_for_update()).all()
-    owners = session.scalar(select(func.count()).select_from(Membership).filter_by(org_id=org_id, role="owner"))
-    if (owners or 0) <= 1:
+    if _count(session, Membership, org_id, role="owner") <= 1:
         raise PeopleError("the last owner of an organisation stays: make somebody else an owner first")
+
+
+def _count(session: Session, table: type[Membership | Project], org_id: str, **which: str) -> int:
+    return session.scalar(select(func.count()).select_from(table).filter_by(org_id=org_id, **which)) or 0
 
 
 def check_email(email: str) -> str:
@@ -192,6 +200,9 @@ def create_project(
 ) -> Project:
     """A new project; its id is the name where that can be one and is not taken."""
     _check_name(session, org_id, name)
+    if _count(session, Project, org_id) >= MAX_PROJECTS:
+        limit = f"the organisation has {MAX_PROJECTS} projects, which is the limit"
+        raise PeopleError(f"{limit}, archived ones too: use one that is there")
     taken = session.get(Project, (org_id, name)) is not None
     project_id = project_id or (name if _is_id(name) and not taken else uuid.uuid4().hex)
     row = Project(id=project_id, org_id=org_id, name=name, created_at=datetime.now(UTC))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
+from fastapi.responses import HTMLResponse
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from api.console import sessions
+from api.console import render, sessions
 from store.people.keys import new_key
 from store.tables import ApiKey, AuditEntry, BrowserSession, LoginLink, Membership, Project
 from tests.console.conftest import SAME_SITE, Console
@@ -208,6 +211,29 @@ class TestMembers:
             f"/members/{user}/link",
         ):
             console.press(path, status=403, email="x@y.example", role="admin", name="p")
+
+
+def test_pages_that_may_be_long_are_drawn_outside_the_event_loop(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of members and projects they held everybody up for seconds."""
+    drawn: list[int] = []
+
+    def page(*given: Any, **values: Any) -> HTMLResponse:
+        drawn.append(threading.get_ident())
+        return drawing(*given, **values)
+
+    async def loop() -> int:
+        return threading.get_ident()
+
+    drawing = render.page
+    monkeypatch.setattr(render, "page", page)
+    console.sign_in()
+    for path in ("/members", "/keys", "/budgets"):
+        console.get(path)
+    console.press("/keys", name="more", scopes=["train"])
+    assert len(drawn) == 4
+    assert console.http.portal.call(loop) not in drawn
 
 
 def test_projects(console: Console) -> None:

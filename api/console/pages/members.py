@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.forms import as_json
-from api.console.render import console_router, page, say
+from api.console.render import console_router, long_page, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
@@ -53,7 +53,7 @@ async def members(request: Request, service: ServiceDep, viewer: ViewerDep) -> H
         }
 
     values = {"members": found, "projects": projects, "invited": invited, "oidc": oidc, **await service.read(read)}
-    return page(request, "members.html", viewer, roles=ROLES, meaning=MEANING, link=None, **values)
+    return await long_page(request, "members.html", viewer, roles=ROLES, meaning=MEANING, link=None, **values)
 
 
 @router.post("/members", **declare(scope="public", limit="poll"))

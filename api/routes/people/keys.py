@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
-from sqlalchemy import func, or_, select
+from sqlalchemy import func, not_, select
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWithSecret
 
@@ -34,6 +34,8 @@ LONGEST_OVERLAP_S = 30 * 24 * 3600
 #: Keys that are good at a time, of one organisation and of one of its members: this bounds how many are made.
 MAX_KEYS = 1000
 MAX_KEYS_OF_A_MEMBER = 100
+#: Keys that are good no more, in a list: programs that make one for each of their jobs leave any number.
+MAX_ENDED = 1000
 
 
 class NewKey(BaseModel):
@@ -56,15 +58,18 @@ class Rotation(BaseModel):
 
 @router.get("", **declare(scope="any", limit="call"))
 async def list_keys(service: ServiceDep, who: PrincipalDep) -> ApiKeysResponse:
-    """The keys that `who` manages, newest first."""
+    """The keys that `who` manages, newest first; of those that have ended the newest MAX_ENDED."""
+    key = tables.ApiKey
 
     def read(session: Session) -> list[ApiKeyRow]:
-        query = select(tables.ApiKey).where(tables.ApiKey.org_id == who.org_id)
+        query, good = select(key).where(key.org_id == who.org_id), keys.good_at(datetime.now(UTC))
         if who.project_id is not None:
-            query = query.where(tables.ApiKey.project_id == who.project_id)
+            query = query.where(key.project_id == who.project_id)
         if ADMIN not in who.scopes:
-            query = query.where(tables.ApiKey.user_id == who.user_id, tables.ApiKey.user_id.is_not(None))
-        return [_shown(row) for row in session.scalars(query.order_by(tables.ApiKey.id.desc()))]
+            query = query.where(key.user_id == who.user_id, key.user_id.is_not(None))
+        ended = session.scalars(query.where(not_(good)).order_by(key.id.desc()).limit(MAX_ENDED))
+        rows = [*session.scalars(query.where(good)), *ended]
+        return [_shown(row) for row in sorted(rows, key=lambda row: -row.id)]
 
     return ApiKeysResponse(keys=await service.read(read))
 
@@ -141,11 +146,7 @@ def _check_owner(session: Session, org_id: str, user_id: str | None, project_id:
     if project_id is not None and project_by_id(session, org_id, project_id).archived_at is not None:
         raise Invalid(f"project_id: {quote(project_id)} is archived")
     key = tables.ApiKey
-    good = select(func.count()).where(
-        key.org_id == org_id,
-        key.revoked_at.is_(None),
-        or_(key.expires_at.is_(None), key.expires_at > datetime.now(UTC)),
-    )
+    good = select(func.count()).where(key.org_id == org_id, keys.good_at(datetime.now(UTC)))
     if (session.scalar(good) or 0) >= MAX_KEYS:
         raise Invalid(f"the organisation has {MAX_KEYS} keys, which is the limit: revoke some first")
     if user_id is not None and (session.scalar(good.where(key.user_id == user_id)) or 0) >= MAX_KEYS_OF_A_MEMBER:
