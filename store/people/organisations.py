@@ -163,7 +163,7 @@ def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:
 
 
 def membership(session: Session, org_id: str, user_id: str) -> Membership:
-    row = session.get(Membership, (org_id, user_id))
+    row = session.get(Membership, (org_id, user_id)) if user_id.isprintable() else None
     if row is None:
         raise NoSuch(f"no member {user_id[:80]!r}")
     return row
@@ -195,16 +195,14 @@ def check_role(role: str) -> None:
 # ---- projects
 
 
-def create_project(
-    session: Session, org_id: str, name: str, *, project_id: str | None = None, key_id: int | None = None
-) -> Project:
+def create_project(session: Session, org_id: str, name: str, *, key_id: int | None = None) -> Project:
     """A new project; its id is the name where that can be one and is not taken."""
     _check_name(session, org_id, name)
     if _count(session, Project, org_id) >= MAX_PROJECTS:
         limit = f"the organisation has {MAX_PROJECTS} projects, which is the limit"
         raise PeopleError(f"{limit}, archived ones too: use one that is there")
     taken = session.get(Project, (org_id, name)) is not None
-    project_id = project_id or (name if _is_id(name) and not taken else uuid.uuid4().hex)
+    project_id = name if _is_id(name) and not taken else uuid.uuid4().hex
     row = Project(id=project_id, org_id=org_id, name=name, created_at=datetime.now(UTC))
     session.add(row)
     session.flush()
@@ -234,8 +232,9 @@ def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
 
 
 def _is_id(text: str) -> bool:
-    """Of a project: what fits its column and reads as one word or several."""
-    return 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
+    """Of a project: what fits its column, reads as one word or several, and is as it was in the path of an address."""
+    fits = 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
+    return fits and not {".", ".."} & set(text.split("/"))
 
 
 def _check_name(session: Session, org_id: str, name: str) -> None:

@@ -238,12 +238,13 @@ def test_pages_that_may_be_long_are_drawn_outside_the_event_loop(
 
 def test_projects(console: Console) -> None:
     console.sign_in()
-    console.press("/projects", name="new")
-    console.press("/projects", status=400, name="new")
-    with console.database.read() as session:
-        row = session.scalars(select(Project).filter_by(name="new")).one()
-    console.press(f"/projects/{row.id}/archive", archived="true")
-    assert "archived" in console.get("/members")
-    console.press(f"/projects/{row.id}/archive", archived="false")
-    with console.database.read() as session:
-        assert session.scalars(select(Project).filter_by(name="new")).one().archived_at is None
+    for name in ("new", "ml/new"):
+        console.press("/projects", name=name)
+        console.press("/projects", status=400, name=name)
+        found = re.search(rf'hx-post="/console(/projects/{name}/archive)"', console.get("/members"))
+        assert found is not None
+        console.press(found.group(1), archived="true")
+        assert "archived" in console.get("/members")
+        console.press(found.group(1), archived="false")
+        with console.database.read() as session:
+            assert session.scalars(select(Project).filter_by(name=name)).one().archived_at is None

@@ -159,7 +159,7 @@ async def add_project(
     return say("Project made")
 
 
-@router.post("/projects/{project_id}/archive", **declare(scope="public", limit="poll"))
+@router.post("/projects/{project_id:path}/archive", **declare(scope="public", limit="poll"))
 async def archive_project(
     request: Request,
     service: ServiceDep,

@@ -25,7 +25,7 @@ from api.who.credentials import changed_key, managed_key, permit_secret
 from api.who.reach import Reach
 from store import tables
 from store.people import keys
-from store.people.organisations import NoSuch, project_by_id
+from store.people.organisations import membership, project_by_id
 from store.people.roles import ADMIN, SCOPES, Scope
 
 router = APIRouter(prefix="/api/v1/weft/keys")
@@ -141,8 +141,8 @@ async def revoke_key(key_id: str, service: ServiceDep, who: PresentPrincipalDep)
 
 
 def _check_owner(session: Session, org_id: str, user_id: str | None, project_id: str | None) -> None:
-    if user_id is not None and session.get(tables.Membership, (org_id, user_id)) is None:
-        raise NoSuch(f"no member {quote(user_id)}")
+    if user_id is not None:
+        membership(session, org_id, user_id)
     if project_id is not None and project_by_id(session, org_id, project_id).archived_at is not None:
         raise Invalid(f"project_id: {quote(project_id)} is archived")
     key = tables.ApiKey

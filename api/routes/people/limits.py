@@ -56,7 +56,7 @@ async def rate_limits(service: ServiceDep, who: PrincipalDep) -> RateLimitsRespo
     return RateLimitsResponse(limits=[_row(service, id, limit) for id, limit in await service.read(read)])
 
 
-@router.put("/{scope}/{id}", **declare(scope="admin", limit="call"))
+@router.put("/{scope}/{id:path}", **declare(scope="admin", limit="call"))
 async def set_rate_limits(
     scope: Literal["project", "key"], id: str, request: Request, service: ServiceDep, who: PresentPrincipalDep
 ) -> RateLimitsRow:

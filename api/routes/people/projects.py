@@ -53,12 +53,12 @@ async def create_project(request: Request, service: ServiceDep, who: PrincipalDe
     return await service.database.write(write, lock=who.org_id)
 
 
-@router.get("/{project_id}", **declare(scope="any", limit="call"))
+@router.get("/{project_id:path}", **declare(scope="any", limit="call"))
 async def get_project(project_id: str, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
     return await service.read(lambda session: _shown(visible_project(session, who, project_id)))
 
 
-@router.patch("/{project_id}", **declare(scope="admin", limit="call"))
+@router.patch("/{project_id:path}", **declare(scope="admin", limit="call"))
 async def change_project(project_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
     """Rename, archive, restore. The id stays, and with it what its sessions and bills say."""
     body = await read_json(request, ProjectChange)
