@@ -121,7 +121,7 @@ class ConsoleRoute(APIRoute):
             except RequestValidationError as error:
                 return _failed(request, 422, explain(error, prefix=("query", "path", "body")))
             except ApiError as error:
-                return _failed(request, error.status, error.detail)
+                return _failed(request, error.status, error.detail, error.code)
             return response
 
         return answer
@@ -137,12 +137,12 @@ def looks(request: Request) -> bool:
     return "hx-request" not in request.headers and "text/html" in request.headers.get("accept", "")
 
 
-def failed_page(request: Request, status: int, detail: str) -> Response:
-    return page(request, "error.html", None, status, error_status=status, detail=detail)
+def failed_page(request: Request, status: int, detail: str, code: str = "") -> Response:
+    return page(request, "error.html", None, status, error_status=status, detail=detail, code=code)
 
 
-def _failed(request: Request, status: int, detail: str) -> Response:
-    return failed_page(request, status, detail) if looks(request) else PlainTextResponse(detail, status)
+def _failed(request: Request, status: int, detail: str, code: str = "") -> Response:
+    return failed_page(request, status, detail, code) if looks(request) else PlainTextResponse(detail, status)
 
 
 @cache

@@ -307,7 +307,9 @@ def test_a_suspended_organisation_sees_only_its_bills(console: Console) -> None:
 
     console.sign_in()
     console.database.write_now(suspend)
-    assert "suspended" in console.get("/", status=403)
+    refused = console.get("/", status=403)
+    assert "suspended" in refused
+    assert 'href="/console/billing"' in refused  # where signing in leads has the way to what can be paid
 
 
 def test_a_host_header_does_not_show_it_more(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
