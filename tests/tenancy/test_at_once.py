@@ -120,3 +120,15 @@ def test_another_secret(replicas: tuple[World, World]) -> None:
     for _ in range(ROUNDS):
         for given in both(*(partial(world.post, f"weft/keys/{made['id']}/rotate", {}) for world in replicas)):
             replicas[0].get("weft/limits", key=given["key"])
+
+
+def test_the_last_two_owners(replicas: tuple[World, World]) -> None:
+    """Each is removed by another replica: one of them stays."""
+    first, _ = member(replicas[0], "owner", "first@corp.example")
+    for number in range(ROUNDS):
+        second, _ = member(replicas[0], "owner", f"p{number}@corp.example")
+        paths = [f"weft/members/{user_id}" for user_id in (first, second)]
+        calls = [partial(world.call, "DELETE", path) for world, path in zip(replicas, paths, strict=True)]
+        statuses = [reply.status_code for reply in both(*calls)]
+        assert sorted(statuses) == [200, 400]
+        first = first if statuses[0] == 400 else second
