@@ -82,6 +82,8 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
     wanted = frozenset(body.scopes)
     if ADMIN not in who.scopes and (who.user_id is None or body.user_id not in (None, who.user_id)):
         raise Forbidden("user_id: only an admin makes keys for others or for the organisation itself")
+    if body.expires_at is not None and body.expires_at.year >= datetime.max.year:  # in another zone it may be beyond
+        raise Invalid("expires_at: must be before the year 9999; leave it out for a key without an end")
     if body.expires_at is not None and body.expires_at <= datetime.now(UTC):
         raise Invalid(f"expires_at: must be in the future, got {body.expires_at.isoformat()}")
     user_id = body.user_id if ADMIN in who.scopes else who.user_id
