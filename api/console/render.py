@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from api.console import formats
 from api.console.security import PREFIX, SignInNeeded, Viewer
 from api.errors import ApiError, explain
+from api.state.service import service_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
@@ -82,6 +83,12 @@ def page(request: Request, template: str, viewer: Viewer | None, status: int = 2
     return HTMLResponse(html, status)
 
 
+async def long_page(request: Request, template: str, viewer: Viewer, **values: Any) -> HTMLResponse:
+    """`page`, with all people, projects or keys of an organisation in it: a second's work when there are thousands, so
+    it is done in a thread, when it is the organisation's turn."""
+    return await service_of(request).threads.run(viewer.org_id, lambda: page(request, template, viewer, **values))
+
+
 def say(message: str, *, reload: bool = True) -> Response:
     """The answer to a button: what was done, and the page shows it as it is now."""
     headers = {"hx-refresh": "true"} if reload else {}
@@ -114,7 +121,7 @@ class ConsoleRoute(APIRoute):
             except RequestValidationError as error:
                 return _failed(request, 422, explain(error, prefix=("query", "path", "body")))
             except ApiError as error:
-                return _failed(request, error.status, error.detail)
+                return _failed(request, error.status, error.detail, error.code)
             return response
 
         return answer
@@ -130,12 +137,12 @@ def looks(request: Request) -> bool:
     return "hx-request" not in request.headers and "text/html" in request.headers.get("accept", "")
 
 
-def failed_page(request: Request, status: int, detail: str) -> Response:
-    return page(request, "error.html", None, status, error_status=status, detail=detail)
+def failed_page(request: Request, status: int, detail: str, code: str = "") -> Response:
+    return page(request, "error.html", None, status, error_status=status, detail=detail, code=code)
 
 
-def _failed(request: Request, status: int, detail: str) -> Response:
-    return failed_page(request, status, detail) if looks(request) else PlainTextResponse(detail, status)
+def _failed(request: Request, status: int, detail: str, code: str = "") -> Response:
+    return failed_page(request, status, detail, code) if looks(request) else PlainTextResponse(detail, status)
 
 
 @cache

@@ -80,7 +80,7 @@ class SigningIn:
         now = datetime.now(UTC)
         claims = checked(settings, tokens, await self.provider.keys(), flow.nonce, now)
         if needs_userinfo(settings, claims):
-            claims = with_userinfo(claims, await self.provider.userinfo(tokens))
+            claims = with_userinfo(settings, claims, await self.provider.userinfo(tokens))
         account = account_of(settings, claims)
         if not settings.require_auth_time:
             return replace(account, proved_at=now)

@@ -7,6 +7,7 @@ whose key would be something that is no secret here, are refused whatever the to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -25,6 +26,8 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 #: Letters of a token, and groups in one: what is beyond is no sign-in.
 MAX_LETTERS = 65_536
 MAX_GROUPS = 10_000
+#: What reading a key or a token raises.
+UNREADABLE = (JoseError, ValueError, TypeError, KeyError)
 
 
 def checked(settings: OidcSettings, tokens: Tokens, keys: dict[str, Any], nonce: str, now: datetime) -> dict[str, Any]:
@@ -39,15 +42,24 @@ def checked(settings: OidcSettings, tokens: Tokens, keys: dict[str, Any], nonce:
     }
     params = {"nonce": nonce, "client_id": settings.client_id, "access_token": tokens.access_token}
     try:
-        token = jwt.decode(tokens.id_token, KeySet.import_key_set(keys), registry=registry)  # type: ignore[arg-type]
+        token = jwt.decode(tokens.id_token, _readable(keys), registry=registry)
         claims = CodeIDToken(token.claims, token.header, expected, params)
         claims.validate(now=int(now.timestamp()), leeway=settings.clock_skew_s)
-    except (JoseError, ValueError, TypeError, KeyError) as error:
+    except UNREADABLE as error:
         raise NotProved(f"{type(error).__name__}: {str(error)[:200]}") from None
     subject = claims.get("sub")
     if not (isinstance(subject, str) and 1 <= len(subject) <= 255):
         raise NotProved("sub is not 1 to 255 letters")
     return dict(claims)
+
+
+def _readable(keys: dict[str, Any]) -> KeySet:
+    """Keys that are of no use here must not keep others from being used (RFC 7517, section 5)."""
+    known = []
+    for key in keys["keys"]:
+        with suppress(*UNREADABLE):
+            known += KeySet.import_key_set({"keys": [key]}).keys
+    return KeySet(known)
 
 
 def needs_userinfo(settings: OidcSettings, claims: Mapping[str, Any]) -> bool:
@@ -56,11 +68,17 @@ def needs_userinfo(settings: OidcSettings, claims: Mapping[str, Any]) -> bool:
     return "email" not in claims or settings.verified_claim not in claims or wants_groups
 
 
-def with_userinfo(claims: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; where both say something, what is signed. Raises NotProved for an answer about somebody else."""
+def with_userinfo(settings: OidcSettings, claims: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; where both say something, what is signed. But whether an address is verified is what those say who name
+    it: the other may mean another address. Raises NotProved for an answer about somebody else."""
     if more and more.get("sub") != claims["sub"]:
         raise NotProved("the userinfo endpoint tells of another sub than the ID token")
-    return {**more, **claims}
+    both, verified = {**more, **claims}, settings.verified_claim
+    if "email" not in claims:
+        both[verified] = more.get(verified, claims.get(verified))
+    elif str(more.get("email", claims["email"])).lower() != str(claims["email"]).lower():
+        both[verified] = claims.get(verified)
+    return both
 
 
 def account_of(settings: OidcSettings, claims: Mapping[str, Any]) -> Account:

@@ -15,7 +15,7 @@ from weft.wire import UntypedAPIFuture
 from api.errors import Invalid
 from api.operations.submit import Submitter, accept
 from api.state.service import Service
-from api.who.lookup import run_by_id
+from api.who.lookup import plain_id, run_by_id
 from api.who.may_change import active_session
 from api.who.principal import Principal
 from scheduler.journal.accepting.numbers import known
@@ -32,7 +32,7 @@ def run_id_of(session_id: str, seq: int) -> str:
 
 def check_session(session: Session, who: Principal, session_id: str, run_id: str) -> bool:
     """True when the run exists already, which makes the request a repeat; else its session must take new runs."""
-    if known(session, run_id, 0):
+    if plain_id(run_id) and known(session, run_id, 0):
         run_by_id(session, who, run_id)
         return True
     active_session(session, who, session_id)

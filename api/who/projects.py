@@ -39,7 +39,7 @@ def project_for(session: Session, who: Principal, named: str | None) -> str | No
     if row is None:
         if ADMIN not in who.scopes:
             raise NotFound(f"no project {quote(named)}: an admin of your organisation can make it")
-        row = create_project(session, who.org_id, wanted, project_id=wanted, key_id=who.key_id)
+        row = create_project(session, who.org_id, wanted, key_id=who.key_id)
     if row.archived_at is not None:
         raise Invalid(f"project_id: {quote(row.name)} is archived and takes no more sessions")
     return row.id

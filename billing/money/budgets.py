@@ -83,7 +83,7 @@ def set_budget(
 def owns(session: Session, org_id: str, scope: Scope, scope_id: str) -> bool:
     """Whether an organisation has the project or key of a budget to be made."""
     if scope == "project":
-        return session.get(Project, (org_id, scope_id)) is not None
+        return scope_id.isprintable() and session.get(Project, (org_id, scope_id)) is not None
     number = int(scope_id) if scope_id.isdecimal() and len(scope_id) < 19 else 0
     key = session.get(ApiKey, number) if scope == "key" else None
     if scope == "org":

@@ -7,7 +7,6 @@ verified, unless another account is that user already. What is refused is a `Peo
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from store.people import organisations
 from store.people.oidc_settings import GroupRole
 from store.people.organisations import PeopleError, check_email
 from store.people.roles import ROLES
-from store.tables import BrowserSession, Identity, Membership, Organisation, User
+from store.tables import Identity, Membership, Organisation, User
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,7 @@ def link(session: Session, account: Account) -> User:
     """`user_of`, made if there is none; from now on the account is theirs."""
     user, now = user_of(session, account), datetime.now(UTC)
     if user is None:
-        user = User(id=uuid.uuid4().hex, email=check_email(account.email), created_at=now)
-        session.add(user)
-        session.flush()
+        user = organisations.user_with(session, check_email(account.email))
     key = (account.issuer, account.subject)
     if session.get(Identity, key) is None:
         session.add(
@@ -103,7 +100,7 @@ def unlink(session: Session, email: str) -> int:
         raise organisations.NoSuch(f"no user {email[:80]!r}")
     gone = list(session.scalars(select(Identity).filter_by(user_id=user.id)))
     session.execute(delete(Identity).where(Identity.user_id == user.id))
-    session.execute(delete(BrowserSession).where(BrowserSession.user_id == user.id))
+    organisations.end_sessions(session, user.id)
     for org_id in session.scalars(select(Membership.org_id).filter_by(user_id=user.id)).all():
         audit.record(session, org_id=org_id, key_id=None, event="member_unlinked", target=user.id)
     return len(gone)

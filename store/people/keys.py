@@ -13,7 +13,7 @@ import string
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import or_, select
+from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
 from store.database import audit
@@ -112,6 +112,11 @@ def _receiver() -> str | None:
 def is_good(row: ApiKey, now: datetime | None = None) -> bool:
     now = now or datetime.now(UTC)
     return row.revoked_at is None and (row.expires_at is None or now < row.expires_at)
+
+
+def good_at(now: datetime) -> ColumnElement[bool]:
+    """`is_good`, for `where`."""
+    return and_(ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
 
 
 def revoke(session: Session, key: str, by: int | None = None) -> int:

@@ -10,16 +10,20 @@ import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from store.database import audit
+from store.database.bulk import insert_into
 from store.database.caller import unrestricted
 from store.people.keys import revoke_row
 from store.people.roles import ROLES
-from store.tables import ApiKey, Membership, Organisation, Project, User
+from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, Project, User
 
 _EMAIL = re.compile(r"[^@\s\x00-\x1f]{1,64}@[^@\s\x00-\x1f]{1,189}")
+#: Of one organisation: lists and pages of them are whole.
+MAX_MEMBERS = 10_000
+MAX_PROJECTS = 10_000
 STATUSES = ("active", "past_due", "suspended", "closed")
 
 
@@ -61,9 +65,13 @@ def set_weight(session: Session, org: Organisation, weight: int) -> None:
 
 
 def require_sso(session: Session, org: Organisation, required: bool, key_id: int | None = None) -> None:
-    """Whether members sign in to the console by the OpenID provider alone. Other sessions end with it."""
+    """Whether members sign in to the console by the OpenID provider alone. Sessions by keys and by members' links end
+    with it, for good; the operator's links are the way in when the provider is away."""
     if (org.sso_required_at is not None) != required:
         org.sso_required_at = datetime.now(UTC) if required else None
+        if required:
+            others = or_(BrowserSession.key_id.is_not(None), BrowserSession.link_by.is_not(None))
+            session.execute(delete(BrowserSession).filter_by(org_id=org.id, issuer=None).where(others))
         audit.record(
             session,
             org_id=org.id,
@@ -80,21 +88,29 @@ def add_member(
     session: Session, org_id: str, email: str, role: str, key_id: int | None = None, issuer: str | None = None
 ) -> User:
     """Make that person a member; who is unknown becomes a user. With `issuer` the membership follows its groups."""
-    email = check_email(email)
     check_role(role)
-    with unrestricted(session):
-        user = session.scalar(select(User).where(User.email == email))
-    now = datetime.now(UTC)
-    if user is None:
-        user = User(id=uuid.uuid4().hex, email=email, created_at=now)
-        session.add(user)
-        session.flush()
+    user = user_with(session, check_email(email))
     if session.get(Membership, (org_id, user.id)) is not None:
-        raise PeopleError(f"email: {email} is a member already; change the role instead")
-    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=now))
+        raise PeopleError(f"email: {user.email} is a member already; change the role instead")
+    if _count(session, Membership, org_id) >= MAX_MEMBERS:
+        raise PeopleError(f"the organisation has {MAX_MEMBERS} members, which is the limit: remove some first")
+    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=datetime.now(UTC)))
     session.flush()
     how = {"by_groups_of": issuer} if issuer is not None else {}
-    _note(session, org_id, key_id, "member_added", user.id, role=role, email=email, **how)
+    _note(session, org_id, key_id, "member_added", user.id, role=role, email=user.email, **how)
+    return user
+
+
+def user_with(session: Session, email: str) -> User:
+    """The person with that address, made if they are not there. Organisations, and replicas, that meet somebody at the
+    same moment meet the same one."""
+    query = select(User).where(User.email == email)
+    with unrestricted(session):
+        user = session.scalar(query)
+        if user is None:
+            new = {"id": uuid.uuid4().hex, "email": email, "created_at": datetime.now(UTC)}
+            session.execute(insert_into(session, User).values(**new).on_conflict_do_nothing(index_elements=["email"]))
+            user = session.scalars(query).one()
     return user
 
 
@@ -121,14 +137,23 @@ def set_role(session: Session, row: Membership, role: str, key_id: int | None = 
 
 
 def remove_member(session: Session, org_id: str, user_id: str, key_id: int | None = None) -> None:
-    """End a membership, and with it the member's keys in this organisation."""
+    """End a membership, and with it the member's keys and sessions in this organisation."""
     row = membership(session, org_id, user_id)
     if row.role == "owner":
         _keep_an_owner(session, org_id)
     for key in session.scalars(select(ApiKey).filter_by(org_id=org_id, user_id=user_id, revoked_at=None)):
         revoke_row(session, key, key_id)
+    end_sessions(session, user_id, org_id)
     session.delete(row)
     _note(session, org_id, key_id, "member_removed", user_id, role=row.role)
+
+
+def end_sessions(session: Session, user_id: str, org_id: str | None = None) -> None:
+    """End a user's sessions of the console, and the links that would begin one: of one organisation, or of all. They
+    would be good again if a membership came back."""
+    of = {"user_id": user_id} if org_id is None else {"user_id": user_id, "org_id": org_id}
+    session.execute(delete(BrowserSession).filter_by(**of))
+    session.execute(delete(LoginLink).filter_by(**of))
 
 
 def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:
@@ -138,7 +163,7 @@ def members(session: Session, org_id: str) -> list[tuple[Membership, User]]:
 
 
 def membership(session: Session, org_id: str, user_id: str) -> Membership:
-    row = session.get(Membership, (org_id, user_id))
+    row = session.get(Membership, (org_id, user_id)) if user_id.isprintable() else None
     if row is None:
         raise NoSuch(f"no member {user_id[:80]!r}")
     return row
@@ -147,9 +172,12 @@ def membership(session: Session, org_id: str, user_id: str) -> Membership:
 def _keep_an_owner(session: Session, org_id: str) -> None:
     """Owners are read under a lock, so that the last two cannot leave at the same moment."""
     session.scalars(select(Organisation.id).where(Organisation.id == org_id).with_for_update()).all()
-    owners = session.scalar(select(func.count()).select_from(Membership).filter_by(org_id=org_id, role="owner"))
-    if (owners or 0) <= 1:
+    if _count(session, Membership, org_id, role="owner") <= 1:
         raise PeopleError("the last owner of an organisation stays: make somebody else an owner first")
+
+
+def _count(session: Session, table: type[Membership | Project], org_id: str, **which: str) -> int:
+    return session.scalar(select(func.count()).select_from(table).filter_by(org_id=org_id, **which)) or 0
 
 
 def check_email(email: str) -> str:
@@ -167,13 +195,14 @@ def check_role(role: str) -> None:
 # ---- projects
 
 
-def create_project(
-    session: Session, org_id: str, name: str, *, project_id: str | None = None, key_id: int | None = None
-) -> Project:
+def create_project(session: Session, org_id: str, name: str, *, key_id: int | None = None) -> Project:
     """A new project; its id is the name where that can be one and is not taken."""
     _check_name(session, org_id, name)
+    if _count(session, Project, org_id) >= MAX_PROJECTS:
+        limit = f"the organisation has {MAX_PROJECTS} projects, which is the limit"
+        raise PeopleError(f"{limit}, archived ones too: use one that is there")
     taken = session.get(Project, (org_id, name)) is not None
-    project_id = project_id or (name if _is_id(name) and not taken else uuid.uuid4().hex)
+    project_id = name if _is_id(name) and not taken else uuid.uuid4().hex
     row = Project(id=project_id, org_id=org_id, name=name, created_at=datetime.now(UTC))
     session.add(row)
     session.flush()
@@ -203,8 +232,9 @@ def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
 
 
 def _is_id(text: str) -> bool:
-    """Of a project: what fits its column and reads as one word or several."""
-    return 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
+    """Of a project: what fits its column, reads as one word or several, and is as it was in the path of an address."""
+    fits = 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
+    return fits and not {".", ".."} & set(text.split("/"))
 
 
 def _check_name(session: Session, org_id: str, name: str) -> None:

@@ -77,8 +77,8 @@ def good_key(name: str) -> ECKey:
 @dataclass
 class Liar:
     """The provider at `behind`, as clients see it at `url`. `changed` are claims that its ID tokens have instead (None:
-    not); `sign` makes a token of claims; `keys` are those that it publishes; `told` what it says of users elsewhere;
-    `ahead_s` is how far its clock is ahead, as it dates its answers."""
+    not); `sign` makes a token of claims; `keys` are those that it publishes, behind those that are `unreadable`; `told`
+    what it says of users elsewhere; `ahead_s` is how far its clock is ahead, as it dates its answers."""
 
     behind: str
     url: str = ""
@@ -90,6 +90,7 @@ class Liar:
     answered: dict[str, str] = field(default_factory=dict)
     sign: Callable[[Claims], str] | None = None
     keys: list[ECKey] | None = None
+    unreadable: list[Claims] = field(default_factory=list)
     ahead_s: float = 0.0
     challenge: str = ""
     asked: list[str] = field(default_factory=list)
@@ -103,12 +104,14 @@ class Liar:
         self.key = self.own
         self.changed, self.told, self.discovered, self.answered = {}, {}, {}, {}
         self.sign, self.keys, self.ahead_s = None, None, 0.0
+        self.unreadable = []
 
     def signed(self, claims: Claims) -> str:
         return jwt.encode({"alg": "ES256", "kid": self.key.kid}, claims, self.key)
 
     def published(self) -> Claims:
-        return dict(KeySet(self.keys if self.keys is not None else [self.key]).as_dict(private=False))
+        readable = KeySet(self.keys if self.keys is not None else [self.key]).as_dict(private=False)
+        return {"keys": [*self.unreadable, *readable["keys"]]}
 
     def token(self, given: Claims) -> Claims:
         """The provider's answer with another ID token in it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 from starlette.datastructures import URL
 from starlette.requests import Request
 
@@ -15,7 +16,7 @@ from api.console.security import CSP
 from store.people import organisations
 from store.people.keys import revoke
 from store.people.secret import digest
-from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink
+from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink, User
 from tests.console.conftest import SAME_SITE, Console
 
 PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
@@ -174,6 +175,25 @@ class TestTheEnd:
         )
         console.get("/", status=303)
 
+    def test_stays_one_when_they_are_a_member_again(self, console: Console) -> None:
+        """Who was removed for a stolen laptop, and is added anew, signs in anew; so does who has the laptop."""
+        made, viewer = console.made, console.made.users["viewer"]
+
+        def again(session: Session) -> None:
+            organisations.remove_member(session, made.org_id, viewer)
+            organisations.add_member(session, made.org_id, session.get_one(User, viewer).email, "viewer")
+
+        links = [
+            console.database.write_now(lambda session: sessions.new_link(session, made.org_id, viewer))
+            for _ in range(2)
+        ]
+        first, second = (f"/console/login/{link}" for link in links)
+        assert console.http.post(first, headers=SAME_SITE, follow_redirects=False).status_code == 303
+        console.get("/")
+        console.database.write_now(again)
+        console.get("/", status=303)
+        assert console.http.post(second, headers=SAME_SITE, follow_redirects=False).status_code == 401
+
     def test_a_role_that_changes(self, console: Console) -> None:
         made = console.made
         console.sign_in("viewer")
@@ -287,7 +307,9 @@ def test_a_suspended_organisation_sees_only_its_bills(console: Console) -> None:
 
     console.sign_in()
     console.database.write_now(suspend)
-    assert "suspended" in console.get("/", status=403)
+    refused = console.get("/", status=403)
+    assert "suspended" in refused
+    assert 'href="/console/billing"' in refused  # where signing in leads has the way to what can be paid
 
 
 def test_a_host_header_does_not_show_it_more(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

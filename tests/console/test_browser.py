@@ -291,6 +291,28 @@ def test_a_key_is_shown_once(console: Console, open_page: Open) -> None:
     expect(page.locator("#keys > section").first.get_by_text("from the browser")).to_have_count(0)
 
 
+def test_a_button_pressed_twice_does_it_once(console: Console, open_page: Open) -> None:
+    """A double click: the secret of a second key would take the place of the first's, which nobody would have seen."""
+    page = open_page("/keys")
+
+    def made() -> int:
+        with console.database.read() as session:
+            return len(session.scalars(select(ApiKey.id)).all())
+
+    before = made()
+    page.get_by_label("Name").fill("pressed twice")
+    page.get_by_role("button", name="Make key").dblclick()
+    expect(page.locator("#secret")).to_be_visible()
+    page.wait_for_load_state("networkidle")
+    assert made() == before + 1
+    page.get_by_label("Name").fill("and again")  # by Enter, which is no click
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator("#keys tr", has_text="and again")).to_have_count(1)
+    page.wait_for_load_state("networkidle")
+    assert made() == before + 2
+
+
 def test_a_top_up_leads_to_stripe(console: Console, open_page: Open) -> None:
     """From the button to Stripe's page (which answers here), and from there back."""
     with fake_stripe() as stripe:

@@ -188,10 +188,18 @@ class TestWhoItIs:
     def test_an_address_that_changed_hands(self, sso: Console, liar: Liar) -> None:
         person(liar.url, "first", email="shared@corp.example", groups=["weft-acme-admins"])
         person(liar.url, "second", email="shared@corp.example", groups=["weft-acme"])
+
+        def link_of_first(session: Session) -> str:
+            user = session.scalars(select(User).filter_by(email="shared@corp.example")).one()
+            return sessions.new_link(session, sso.made.org_id, user.id)
+
         sign_in(sso, "first")
         reply = sign_in(sso, "second")
         assert (reply.status_code, "another account" in reply.text) == (403, True)
+        first = sso.database.write_now(link_of_first)
         sso.database.write_now(lambda session: identities.unlink(session, "shared@corp.example"))
+        reply = sso.http.post(f"/console/login/{first}", headers=SAME_SITE, follow_redirects=False)
+        assert reply.status_code == 401  # theirs no more
         assert sign_in(sso, "second").status_code == 303
 
 
@@ -311,6 +319,9 @@ class TestRequired:
         sso.press(f"/members/{user}/link", status=403)
         sso.press("/members/sso", required="false")
         assert sso.sign_in("owner").status_code == 303
+        sso.http.cookies.clear()
+        sso.http.cookies.update(with_key)
+        sso.get("/", status=303)  # what was over stays so
 
     def test_only_an_owner_does(self, sso: Console, liar: Liar) -> None:
         person(liar.url, "adm", groups=["weft-acme-admins"])

@@ -163,6 +163,18 @@ class TestSignatures:
         liar.keys = []
         self.refused(sso)
 
+    def test_keys_of_other_kinds_are_left_out(self, sso: Console, liar: Liar) -> None:
+        """RFC 7517, section 5: of a curve that is not known here, of what is no curve, and what is damaged."""
+        unreadable: list[Claims] = [
+            {"kty": "EC", "crv": "brainpoolP256r1", "kid": "other", "x": "AAAA", "y": "AAAA"},
+            {"kty": "AKP", "alg": "ML-DSA-65", "kid": "later", "pub": "AAAA"},
+            {"kty": "RSA", "kid": "damaged", "n": "AQAB"},
+        ]
+        liar.unreadable = unreadable
+        assert sign_in(sso, "ada").status_code == 303
+        liar.keys = []
+        assert sign_in(sso, "ada").status_code == 400
+
     def test_a_key_that_was_rotated_in_is_good_at_once_and_one_that_was_withdrawn_is_not(
         self, sso: Console, liar: Liar
     ) -> None:
@@ -176,6 +188,32 @@ class TestSignatures:
     def test_a_token_that_is_not_of_this_access_token(self, sso: Console, liar: Liar) -> None:
         liar.sign = lambda claims: liar.signed({**claims, "at_hash": "AAAAAAAAAAAAAAAAAAAAAA"})
         self.refused(sso)
+
+
+class TestWhatIsVerified:
+    """An address is as verified as whoever names it says, the token or the userinfo endpoint."""
+
+    @pytest.mark.parametrize(
+        ("token", "told"),
+        [
+            ({"email": "owner@acme.example", "email_verified": None}, {"email_verified": True}),
+            (
+                {"email": None, "email_verified": True},
+                {"email": "owner@acme.example", "email_verified": False},
+            ),
+        ],
+        ids=["of the userinfo's address", "of the token's"],
+    )
+    def test_is_not_another_address(self, sso: Console, liar: Liar, token: Claims, told: Claims) -> None:
+        lie(liar, **token)
+        liar.told = told
+        reply = sign_in(sso, "ada")
+        assert (reply.status_code, "has not verified the address owner@acme.example" in reply.text) == (403, True)
+        assert nobody_entered(sso)
+
+    def test_is_the_address_that_both_name(self, sso: Console, liar: Liar) -> None:
+        lie(liar, email="Ada@corp.example", email_verified=None)
+        assert sign_in(sso, "ada").status_code == 303
 
 
 class TestTheWay:

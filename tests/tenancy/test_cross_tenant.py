@@ -8,10 +8,12 @@ is known here; one that takes a body fails this test until it is listed, with th
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from weft.wire.binary.codec import encode_train_request
@@ -73,8 +75,8 @@ BODIES: dict[str, Callable[[Ids], dict[str, Any]]] = {
     "POST /copy_weights": lambda ids: {"source_path": ids["path"], "destination_project_id": "default"},
     "POST /weft/keys": lambda ids: {"user_id": ids["user_id"]},
     "PUT /weft/budgets": lambda ids: {
-        "scope": "key",
-        "scope_id": ids["key_id"],
+        "scope": ids["scope"],
+        "scope_id": ids["id"],
         "period": "month",
         "limit_nusd": 10**9,
     },
@@ -88,8 +90,8 @@ BODIES: dict[str, Callable[[Ids], dict[str, Any]]] = {
     "PUT /weft/runs/{run_id}/notes": lambda ids: {"notes": "x"},
     "POST /weft/keys/{key_id}/rotate": lambda ids: {},
     "PUT /weft/members/{user_id}": lambda ids: {"role": "viewer"},
-    "PATCH /weft/projects/{project_id}": lambda ids: {"archived": False},
-    "PUT /weft/rate_limits/{scope}/{id}": lambda ids: {},
+    "PATCH /weft/projects/{project_id:path}": lambda ids: {"archived": False},
+    "PUT /weft/rate_limits/{scope}/{id:path}": lambda ids: {},
 }
 
 #: Routes that take a body in which nothing of a tenant's can be named.
@@ -230,7 +232,8 @@ def things(world: World, admin: str | None = None) -> Ids:
 def ask(world: World, route: Route, ids: Ids, key: str) -> Any:
     if short(route) == EXPORTS:
         ids = ids | {"kind": "external_weights", "name": "exported"}
-    path = re.sub(r"{(\w+)(:path)?}", lambda match: ids[match.group(1)], short(route).split(" ", 1)[1].lstrip("/"))
+    path = short(route).split(" ", 1)[1].lstrip("/")
+    path = re.sub(r"{(\w+)(:path)?}", lambda match: quote(ids[match.group(1)]), path)
     options: dict[str, Any] = {"key": key}
     if short(route) in BODIES:
         body = BODIES[short(route)](ids)
@@ -248,6 +251,14 @@ def test_every_route_with_a_body_is_listed() -> None:
     with_body = {short(route) for route in ROUTES if route.method in ("POST", "PUT", "PATCH")}
     assert with_body - BODIES.keys() - NO_IDS == set()
     assert BODIES.keys() - {short(route) for route in ROUTES} == set()
+
+
+@pytest.mark.parametrize("scope", ["key", "project"])
+def test_every_route_with_an_id_that_no_database_takes(any_world: World, scope: str) -> None:
+    """Refused, as any that is not there is: PostgreSQL takes no NUL."""
+    ids: Ids = defaultdict(lambda: "\0", scope=scope, kind="weights")
+    replies = {str(route): ask(any_world, route, ids, any_world.key) for route in ROUTES if names_something(route)}
+    assert {route: reply.text for route, reply in replies.items() if reply.status_code >= 500} == {}
 
 
 def test_every_route_with_anothers_ids(any_world: World, sides: Sides) -> None:

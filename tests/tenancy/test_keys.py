@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 from api.http.auth import KeyCache
 from api.state.last_used import LastUsed
@@ -101,6 +101,18 @@ def test_an_expired_key_is_nobody(any_world: World) -> None:
         assert find(session, made["key"], soon - timedelta(seconds=1)) is not None
         assert find(session, made["key"], soon) is None
     make(any_world, status=400, expires_at=datetime(2020, 1, 1, tzinfo=UTC).isoformat())
+
+
+def test_an_end_that_no_clock_reaches(any_world: World) -> None:
+    """Some say "never" by the last day there is. A database in Berlin tells it as one of the year 10000, which Python
+    cannot read: then no key of the organisation was listed, by nobody, for ever."""
+    for never in ("9999-12-31T23:59:59Z", "9999-12-31T23:59:59-14:00"):
+        assert "leave it out" in make(any_world, status=400, expires_at=never)["detail"]
+    made = make(any_world, expires_at="9998-12-31T23:59:59-14:00")
+    if any_world.database.url.startswith("postgresql"):
+        with any_world.database.read() as session:
+            session.execute(text("SET timezone = 'Pacific/Kiritimati'"))  # the farthest east
+            assert session.get_one(ApiKey, made["id"]).expires_at is not None
 
 
 def test_rotation_overlaps(any_world: World) -> None:

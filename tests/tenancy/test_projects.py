@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_made_renamed_archived(any_world: World) -> None:
     assert "is archived" in session_in(world, made["id"], status=400)["detail"]
     world.call("PATCH", path, json={"archived": False})
     session_in(world, made["id"])
+
+
+@pytest.mark.parametrize("name", ["ml/research", "/", "..", "a?b#c", "50 %", "Größe"])
+def test_its_id_is_found_in_paths(any_world: World, name: str) -> None:
+    """Whatever name made it; also by a session, as Tinker's clients do."""
+    for number, made in enumerate((any_world.post("weft/projects", {"name": name}), None)):
+        if made is None:
+            session = session_in(any_world, f"{name}/2")["session_id"]
+            made = {"id": project_of(any_world, session), "name": f"{name}/2"}
+        id = quote(str(made["id"]), safe="" if number else "/")
+        assert any_world.get(f"weft/projects/{id}")["name"] == made["name"]
+        assert any_world.call("PUT", f"weft/rate_limits/project/{id}", json={"max_in_flight": 3}).is_success
+        archived = any_world.call("PATCH", f"weft/projects/{id}", json={"archived": True})
+        assert archived.json()["archived_at"] is not None
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 129])

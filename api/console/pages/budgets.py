@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from weft.wire.account.money import SetBudgetRequest
 from api.console.alerts import alerts_of
 from api.console.lists import names
 from api.console.pages.limits import OF, limits_shown
-from api.console.render import console_router, page, say
+from api.console.render import console_router, long_page, say
 from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
 from api.http.access import declare
@@ -23,6 +24,7 @@ from api.routes.paying.money import change_budget, delete_budget
 from api.state.service import ServiceDep
 from billing.metering.quotas import standings
 from billing.money.budgets import BudgetState, states
+from store.people.keys import good_at
 from store.tables import ApiKey, Project
 
 router = console_router()
@@ -48,16 +50,17 @@ async def budgets(
         org_id = viewer.org_id
         found = states(session, org_id)
         projects = session.scalars(select(Project).filter_by(org_id=org_id, archived_at=None).order_by(Project.name))
-        keys = session.scalars(select(ApiKey).filter_by(org_id=org_id, revoked_at=None).order_by(ApiKey.id))
+        good = select(ApiKey).filter_by(org_id=org_id).where(good_at(datetime.now(UTC)))
         return {
             "budgets": [(state, _title(session, state), _percent(state)) for state in found],
             "projects": list(projects),
-            "keys": list(keys),
+            "keys": list(session.scalars(good.order_by(ApiKey.id))),
             "alerts": alerts_of(session, viewer, SHOWN_ALERTS),
             "quotas": standings(session, org_id, service.settings.limits),
         }
 
-    return page(request, "budgets.html", viewer, limits=limits, of=of, chosen=chosen, **await service.read(read))
+    values = {"limits": limits, "of": of, "chosen": chosen, **await service.read(read)}
+    return await long_page(request, "budgets.html", viewer, **values)
 
 
 @router.post("/budgets", **declare(scope="public", limit="poll"))

@@ -7,13 +7,11 @@ address. Looking uses nothing up, and what joins is a button of our own page.
 from __future__ import annotations
 
 import hmac
-import uuid
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.console import sessions
@@ -27,7 +25,7 @@ from api.who.reach import Reach, beyond
 from store.database.caller import SERVER, Caller, acting_as
 from store.people import invitations
 from store.people.oidc_settings import OidcSettings
-from store.people.organisations import PeopleError
+from store.people.organisations import PeopleError, user_with
 from store.tables import Invitation, Organisation, User
 
 router = console_router()
@@ -89,12 +87,7 @@ def _named(session: Session, row: Invitation) -> User:
     """For whom the inviter says that the link is."""
     if row.email is None:
         raise Forbidden(SIGN_IN_FIRST)
-    user = session.scalar(select(User).where(User.email == row.email))
-    if user is None:
-        user = User(id=uuid.uuid4().hex, email=row.email, created_at=datetime.now(UTC))
-        session.add(user)
-        session.flush()
-    return user
+    return user_with(session, row.email)
 
 
 async def _page(

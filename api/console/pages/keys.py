@@ -13,7 +13,7 @@ from weft.wire.account.organisation import ApiKeyRow
 
 from api.console.forms import as_json
 from api.console.lists import names
-from api.console.render import console_router, page, say
+from api.console.render import console_router, long_page, say
 from api.console.security import Viewer, ViewerDep, need_fresh
 from api.http.access import declare
 from api.routes.people.keys import create_key, list_keys, revoke_key, rotate_key
@@ -28,7 +28,7 @@ router = console_router()
 
 @router.get("/keys", **declare(scope="public", limit="poll"))
 async def keys(request: Request, service: ServiceDep, viewer: ViewerDep) -> HTMLResponse:
-    return page(request, "keys.html", viewer, secret=None, **await _read(service, viewer))
+    return await long_page(request, "keys.html", viewer, secret=None, **await _read(service, viewer))
 
 
 @router.post("/keys", **declare(scope="public", limit="poll"))
@@ -49,7 +49,7 @@ async def make_key(
         request, name=name, scopes=scopes or [], user_id=user_id, project_id=project_id, expires_at=expires_at
     )
     made = await create_key(body, service, viewer.who)
-    return page(request, "keys_list.html", viewer, secret=made, **await _read(service, viewer))
+    return await long_page(request, "keys_list.html", viewer, secret=made, **await _read(service, viewer))
 
 
 @router.post("/keys/{key_id}/rotate", **declare(scope="public", limit="poll"))
@@ -57,7 +57,7 @@ async def rotate(request: Request, service: ServiceDep, viewer: ViewerDep, key_i
     """Another secret; the present one stays good for a day, so that nothing stops meanwhile."""
     need_fresh(request, viewer)
     made = await rotate_key(key_id, as_json(request), service, viewer.who)
-    return page(request, "keys_list.html", viewer, secret=made, **await _read(service, viewer))
+    return await long_page(request, "keys_list.html", viewer, secret=made, **await _read(service, viewer))
 
 
 @router.post("/keys/{key_id}/revoke", **declare(scope="public", limit="poll"))

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.forms import as_json
-from api.console.render import console_router, page, say
+from api.console.render import console_router, long_page, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
@@ -53,7 +53,7 @@ async def members(request: Request, service: ServiceDep, viewer: ViewerDep) -> H
         }
 
     values = {"members": found, "projects": projects, "invited": invited, "oidc": oidc, **await service.read(read)}
-    return page(request, "members.html", viewer, roles=ROLES, meaning=MEANING, link=None, **values)
+    return await long_page(request, "members.html", viewer, roles=ROLES, meaning=MEANING, link=None, **values)
 
 
 @router.post("/members", **declare(scope="public", limit="poll"))
@@ -159,7 +159,7 @@ async def add_project(
     return say("Project made")
 
 
-@router.post("/projects/{project_id}/archive", **declare(scope="public", limit="poll"))
+@router.post("/projects/{project_id:path}/archive", **declare(scope="public", limit="poll"))
 async def archive_project(
     request: Request,
     service: ServiceDep,

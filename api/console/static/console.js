@@ -4,6 +4,14 @@
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 
+  /* ---- a button does it once: not again by a double click, nor while what it asked for is under way */
+  document.addEventListener("click", (event) => {
+    if (event.detail > 1 && event.target.closest("form[hx-post] button, button[hx-post]")) { event.preventDefault(); event.stopPropagation(); }
+  }, true);
+  document.body.addEventListener("htmx:confirm", (event) => {
+    if (event.detail.verb !== "get" && event.detail.elt.classList.contains("htmx-request")) event.preventDefault();
+  });
+
   /* ---- messages */
   const toast = $("#toast");
   let hiding = 0;

@@ -25,7 +25,7 @@ from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.state.service import Service, ServiceDep
-from api.who.lookup import run_by_id
+from api.who.lookup import plain_id, run_by_id
 from api.who.principal import Principal
 from billing.metering import usage
 from billing.money.budgets import BudgetState, owns, remove_budget, set_budget, states
@@ -165,7 +165,7 @@ async def delete_budget(budget_id: str, service: ServiceDep, who: PrincipalDep) 
     """Remove a budget: what it limited is not limited any more."""
 
     def write(session: Session) -> bool:
-        removed = remove_budget(session, who.org_id, budget_id)
+        removed = plain_id(budget_id) and remove_budget(session, who.org_id, budget_id)
         if removed:
             audit.record(session, org_id=who.org_id, key_id=who.key_id, event="budget_removed", target=budget_id)
         return removed

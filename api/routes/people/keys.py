@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
-from sqlalchemy import func, or_, select
+from sqlalchemy import func, not_, select
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWithSecret
 
@@ -25,7 +25,7 @@ from api.who.credentials import changed_key, managed_key, permit_secret
 from api.who.reach import Reach
 from store import tables
 from store.people import keys
-from store.people.organisations import NoSuch, project_by_id
+from store.people.organisations import membership, project_by_id
 from store.people.roles import ADMIN, SCOPES, Scope
 
 router = APIRouter(prefix="/api/v1/weft/keys")
@@ -34,6 +34,8 @@ LONGEST_OVERLAP_S = 30 * 24 * 3600
 #: Keys that are good at a time, of one organisation and of one of its members: this bounds how many are made.
 MAX_KEYS = 1000
 MAX_KEYS_OF_A_MEMBER = 100
+#: Keys that are good no more, in a list: programs that make one for each of their jobs leave any number.
+MAX_ENDED = 1000
 
 
 class NewKey(BaseModel):
@@ -56,15 +58,18 @@ class Rotation(BaseModel):
 
 @router.get("", **declare(scope="any", limit="call"))
 async def list_keys(service: ServiceDep, who: PrincipalDep) -> ApiKeysResponse:
-    """The keys that `who` manages, newest first."""
+    """The keys that `who` manages, newest first; of those that have ended the newest MAX_ENDED."""
+    key = tables.ApiKey
 
     def read(session: Session) -> list[ApiKeyRow]:
-        query = select(tables.ApiKey).where(tables.ApiKey.org_id == who.org_id)
+        query, good = select(key).where(key.org_id == who.org_id), keys.good_at(datetime.now(UTC))
         if who.project_id is not None:
-            query = query.where(tables.ApiKey.project_id == who.project_id)
+            query = query.where(key.project_id == who.project_id)
         if ADMIN not in who.scopes:
-            query = query.where(tables.ApiKey.user_id == who.user_id, tables.ApiKey.user_id.is_not(None))
-        return [_shown(row) for row in session.scalars(query.order_by(tables.ApiKey.id.desc()))]
+            query = query.where(key.user_id == who.user_id, key.user_id.is_not(None))
+        ended = session.scalars(query.where(not_(good)).order_by(key.id.desc()).limit(MAX_ENDED))
+        rows = [*session.scalars(query.where(good)), *ended]
+        return [_shown(row) for row in sorted(rows, key=lambda row: -row.id)]
 
     return ApiKeysResponse(keys=await service.read(read))
 
@@ -77,6 +82,8 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
     wanted = frozenset(body.scopes)
     if ADMIN not in who.scopes and (who.user_id is None or body.user_id not in (None, who.user_id)):
         raise Forbidden("user_id: only an admin makes keys for others or for the organisation itself")
+    if body.expires_at is not None and body.expires_at.year >= datetime.max.year:  # in another zone it may be beyond
+        raise Invalid("expires_at: must be before the year 9999; leave it out for a key without an end")
     if body.expires_at is not None and body.expires_at <= datetime.now(UTC):
         raise Invalid(f"expires_at: must be in the future, got {body.expires_at.isoformat()}")
     user_id = body.user_id if ADMIN in who.scopes else who.user_id
@@ -97,7 +104,7 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
         )
         return _with_secret(row, secret)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 @router.get("/{key_id}", **declare(scope="any", limit="call"))
@@ -119,7 +126,7 @@ async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: Pr
         secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
         return _with_secret(row, secret)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 @router.delete("/{key_id}", **declare(scope="any", limit="call"))
@@ -132,20 +139,16 @@ async def revoke_key(key_id: str, service: ServiceDep, who: PresentPrincipalDep)
             keys.revoke_row(session, row, by=who.key_id)
         return _shown(row)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 def _check_owner(session: Session, org_id: str, user_id: str | None, project_id: str | None) -> None:
-    if user_id is not None and session.get(tables.Membership, (org_id, user_id)) is None:
-        raise NoSuch(f"no member {quote(user_id)}")
+    if user_id is not None:
+        membership(session, org_id, user_id)
     if project_id is not None and project_by_id(session, org_id, project_id).archived_at is not None:
         raise Invalid(f"project_id: {quote(project_id)} is archived")
     key = tables.ApiKey
-    good = select(func.count()).where(
-        key.org_id == org_id,
-        key.revoked_at.is_(None),
-        or_(key.expires_at.is_(None), key.expires_at > datetime.now(UTC)),
-    )
+    good = select(func.count()).where(key.org_id == org_id, keys.good_at(datetime.now(UTC)))
     if (session.scalar(good) or 0) >= MAX_KEYS:
         raise Invalid(f"the organisation has {MAX_KEYS} keys, which is the limit: revoke some first")
     if user_id is not None and (session.scalar(good.where(key.user_id == user_id)) or 0) >= MAX_KEYS_OF_A_MEMBER:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import RateLimitsResponse, RateLimitsRow
 
@@ -20,6 +21,7 @@ from api.who.principal import RateLimit
 from api.who.projects import visible_projects
 from store import tables
 from store.people import organisations
+from store.people.keys import good_at
 
 router = APIRouter(prefix="/api/v1/weft/rate_limits")
 
@@ -41,16 +43,20 @@ async def rate_limits(service: ServiceDep, who: PrincipalDep) -> RateLimitsRespo
 
     def read(session: Session) -> list[tuple[str, RateLimit]]:
         org = session.get_one(tables.Organisation, who.org_id)
-        projects = session.scalars(select(tables.Project).where(visible_projects(who)).order_by(tables.Project.id))
-        of_org = select(tables.ApiKey).filter_by(org_id=who.org_id).order_by(tables.ApiKey.id)
-        keys = session.scalars(of_org if who.project_id is None else of_org.filter_by(project_id=who.project_id))
-        rows: list[tables.Organisation | tables.Project | tables.ApiKey] = [org, *projects, *keys]
-        return [(str(row.id), RateLimit.of(row)) for row in rows if row is org or _limited(row)]
+        projects = select(tables.Project).where(visible_projects(who), _limited(tables.Project))
+        keys = select(tables.ApiKey).where(good_at(datetime.now(UTC)), _limited(tables.ApiKey))
+        keys = keys.filter_by(org_id=who.org_id)
+        if who.project_id is not None:
+            keys = keys.filter_by(project_id=who.project_id)
+        rows: list[tables.Organisation | tables.Project | tables.ApiKey] = [org]
+        rows += session.scalars(projects.order_by(tables.Project.id))
+        rows += session.scalars(keys.order_by(tables.ApiKey.id))
+        return [(str(row.id), RateLimit.of(row)) for row in rows]
 
     return RateLimitsResponse(limits=[_row(service, id, limit) for id, limit in await service.read(read)])
 
 
-@router.put("/{scope}/{id}", **declare(scope="admin", limit="call"))
+@router.put("/{scope}/{id:path}", **declare(scope="admin", limit="call"))
 async def set_rate_limits(
     scope: Literal["project", "key"], id: str, request: Request, service: ServiceDep, who: PresentPrincipalDep
 ) -> RateLimitsRow:
@@ -69,8 +75,8 @@ async def set_rate_limits(
     return _row(service, *await service.database.write(write))
 
 
-def _limited(row: tables.Organisation | tables.Project | tables.ApiKey) -> bool:
-    return any(getattr(row, name) is not None for name in organisations.LIMITS)
+def _limited(table: type[tables.Project | tables.ApiKey]) -> ColumnElement[bool]:
+    return or_(*(getattr(table, name).is_not(None) for name in organisations.LIMITS))
 
 
 def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:

@@ -55,7 +55,7 @@ async def add_member(request: Request, service: ServiceDep, who: PresentPrincipa
         user = organisations.add_member(session, who.org_id, body.email, body.role, who.key_id)
         return _shown(session.get_one(tables.Membership, (who.org_id, user.id)), user)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 @router.put("/{user_id}", **declare(scope="admin", limit="call"))
@@ -71,7 +71,7 @@ async def change_role(
         organisations.change_role(session, who.org_id, user_id, body.role, who.key_id)
         return MemberRoleResponse(user_id=user_id, role=body.role)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 @router.delete("/{user_id}", **declare(scope="admin", limit="call"))
@@ -82,7 +82,7 @@ async def remove_member(user_id: str, service: ServiceDep, who: PresentPrincipal
         changed_member(session, who, user_id, "remove this member")
         organisations.remove_member(session, who.org_id, user_id, who.key_id)
 
-    await service.database.write(write)
+    await service.database.write(write, lock=who.org_id)
     return StatusResponse(status="removed")
 
 

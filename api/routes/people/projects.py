@@ -50,15 +50,15 @@ async def create_project(request: Request, service: ServiceDep, who: PrincipalDe
     def write(session: Session) -> ProjectRow:
         return _shown(organisations.create_project(session, who.org_id, body.name, key_id=who.key_id))
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
-@router.get("/{project_id}", **declare(scope="any", limit="call"))
+@router.get("/{project_id:path}", **declare(scope="any", limit="call"))
 async def get_project(project_id: str, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
     return await service.read(lambda session: _shown(visible_project(session, who, project_id)))
 
 
-@router.patch("/{project_id}", **declare(scope="admin", limit="call"))
+@router.patch("/{project_id:path}", **declare(scope="admin", limit="call"))
 async def change_project(project_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> ProjectRow:
     """Rename, archive, restore. The id stays, and with it what its sessions and bills say."""
     body = await read_json(request, ProjectChange)
@@ -71,7 +71,7 @@ async def change_project(project_id: str, request: Request, service: ServiceDep,
             organisations.archive_project(session, row, body.archived, who.key_id)
         return _shown(row)
 
-    return await service.database.write(write)
+    return await service.database.write(write, lock=who.org_id)
 
 
 def _shown(row: tables.Project) -> ProjectRow:

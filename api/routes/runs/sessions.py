@@ -135,7 +135,7 @@ async def assign_project(
             _note(session, who, "project_session_assigned", row.id, project)
         return project
 
-    project = await service.database.write(write)
+    project = await service.database.write(write, lock=who.org_id)
     service.runs.clear()
     service.samplers.clear()
     return AssignProjectResponse(project_id=project or DEFAULT_PROJECT)

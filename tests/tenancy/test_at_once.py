@@ -1,0 +1,134 @@
+"""The same change by two replicas at the same moment: one makes it, and the other is told so. On PostgreSQL, because a
+SQLite database has one writer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from api.routes.people import keys
+from store.blobs.folder import FolderBlobs
+from store.database.db import Database
+from store.settings import Settings
+from tests.api.conftest import World, open_world
+from tests.tenancy.conftest import member
+from workers.model.card import ModelCard
+
+ROUNDS = 20
+
+
+@pytest.fixture
+def replicas(
+    settings: Settings, card: ModelCard, postgres_database: Database, blobs: FolderBlobs
+) -> Iterator[tuple[World, World]]:
+    """Two servers of one database."""
+    other = Database(postgres_database.url)
+    with (
+        open_world(settings, card, postgres_database, blobs) as one,
+        open_world(settings, card, other, blobs) as two,
+    ):
+        yield one, two
+    other.close()
+
+
+def both(*asks: Callable[[], Any]) -> list[Any]:
+    """What each answers, all asked at the same moment."""
+    answers: list[Any] = [None] * len(asks)
+    begin = threading.Barrier(len(asks))
+
+    def ask(number: int) -> None:
+        begin.wait(30)
+        answers[number] = asks[number]()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(asks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return answers
+
+
+def ask(replicas: tuple[World, World], method: str, path: str, body: Any) -> list[int]:
+    """The statuses, in order, of what both are asked."""
+    replies = both(*(partial(world.call, method, path, json=body) for world in replicas))
+    return sorted(reply.status_code for reply in replies)
+
+
+def test_a_project(replicas: tuple[World, World]) -> None:
+    for number in range(ROUNDS):
+        assert ask(replicas, "POST", "weft/projects", {"name": f"p{number}"}) == [200, 400]
+
+
+def test_two_projects_of_one_name(replicas: tuple[World, World]) -> None:
+    for number in range(ROUNDS):
+        ids = [
+            world.post("weft/projects", {"name": f"{number}{id}"})["id"]
+            for world, id in zip(replicas, "ab", strict=True)
+        ]
+        renamed = {"name": f"n{number}"}
+        calls = [
+            partial(world.call, "PATCH", f"weft/projects/{id}", json=renamed)
+            for world, id in zip(replicas, ids, strict=True)
+        ]
+        assert sorted(reply.status_code for reply in both(*calls)) == [200, 400]
+
+
+def test_a_project_that_sessions_are_moved_to(replicas: tuple[World, World]) -> None:
+    paths = [f"sessions/{world.session()}/project" for world in replicas]
+    for number in range(ROUNDS):
+        moved = {"project_id": f"p{number}"}
+        calls = [partial(world.call, "PUT", path, json=moved) for world, path in zip(replicas, paths, strict=True)]
+        assert [reply.status_code for reply in both(*calls)] == [200, 200]
+
+
+def test_a_member(replicas: tuple[World, World]) -> None:
+    for number in range(ROUNDS):
+        body = {"email": f"p{number}@corp.example", "role": "member"}
+        assert ask(replicas, "POST", "weft/members", body) == [200, 400]
+
+
+def test_a_member_who_leaves(replicas: tuple[World, World]) -> None:
+    for number in range(ROUNDS):
+        user_id, _ = member(replicas[0], "member", f"p{number}@corp.example")
+        assert ask(replicas, "DELETE", f"weft/members/{user_id}", None) == [200, 404]
+
+
+def test_a_person_whom_two_organisations_add(replicas: tuple[World, World]) -> None:
+    adding = [(replicas[0], replicas[0].key), (replicas[1], replicas[1].other_key)]
+    for number in range(ROUNDS):
+        body = {"email": f"p{number}@corp.example", "role": "member"}
+        add = [partial(world.call, "POST", "weft/members", key=key, json=body) for world, key in adding]
+        replies = both(*add)
+        assert [reply.status_code for reply in replies] == [200, 200]
+        assert replies[0].json()["user_id"] == replies[1].json()["user_id"]
+
+
+def test_the_last_key_that_there_is_room_for(replicas: tuple[World, World], monkeypatch: pytest.MonkeyPatch) -> None:
+    user_id, _ = member(replicas[0], "member")
+    for number in range(ROUNDS):
+        monkeypatch.setattr(keys, "MAX_KEYS_OF_A_MEMBER", number + 2)
+        assert ask(replicas, "POST", "weft/keys", {"user_id": user_id, "scopes": ["sample"]}) == [200, 400]
+
+
+def test_another_secret(replicas: tuple[World, World]) -> None:
+    """Whoever is given one can use it: neither is lost to the other."""
+    made = replicas[0].post("weft/keys", {"scopes": ["sample"]})
+    for _ in range(ROUNDS):
+        for given in both(*(partial(world.post, f"weft/keys/{made['id']}/rotate", {}) for world in replicas)):
+            replicas[0].get("weft/limits", key=given["key"])
+
+
+def test_the_last_two_owners(replicas: tuple[World, World]) -> None:
+    """Each is removed by another replica: one of them stays."""
+    first, _ = member(replicas[0], "owner", "first@corp.example")
+    for number in range(ROUNDS):
+        second, _ = member(replicas[0], "owner", f"p{number}@corp.example")
+        paths = [f"weft/members/{user_id}" for user_id in (first, second)]
+        calls = [partial(world.call, "DELETE", path) for world, path in zip(replicas, paths, strict=True)]
+        statuses = [reply.status_code for reply in both(*calls)]
+        assert sorted(statuses) == [200, 400]
+        first = first if statuses[0] == 400 else second
