@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from weft import rl
 from weft.rl.chat.purse import BudgetSpent
+from weft.rl.envs.environment import Outcome
 
 from tests.client_sdk.rl.kit import policy
 
@@ -34,3 +37,33 @@ def test_tasks_under_way_when_the_budget_ends_are_tried_again() -> None:
     again = asyncio.run(life()).state_dict()["again"]
     assert len(started) == 3
     assert [index for _, index in again] == sorted(started)
+
+
+class Judge:
+    """Somebody's own environment, whose rewards nobody has looked at."""
+
+    expected = advantage = None
+    tasks = range(2)
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self.outcomes = list(outcomes)
+
+    async def group(self, task: Any, chats: Sequence[rl.Chat]) -> list[Outcome]:
+        return self.outcomes
+
+
+def test_rewards_of_any_environment_are_plain_finite_numbers() -> None:
+    rewards = rl.Reward(cast(Any, np.int64(1)), {"tries": cast(Any, np.float32(2))}), rl.Reward(0.5)
+    env = Judge(*rewards, rl.Reward(float("nan")), rl.Reward(cast(Any, None)))
+
+    async def life() -> tuple[rl.Batch, rl.Rollouts]:
+        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=1, size=4))
+        rollouts.policy = policy()[0]
+        return await rollouts.batch(), rollouts
+
+    batch, rollouts = asyncio.run(life())
+    assert [(rollout.reward, type(rollout.reward)) for rollout in batch.rollouts] == [(1.0, float), (0.5, float)]
+    assert [type(value) for value in batch.rollouts[0].metrics.values()] == [float]
+    assert rollouts.waste["failed_rollouts"] == 2
+    evaluation = rl.Evaluation(env, size=4)
+    assert asyncio.run(rl.evaluate(policy()[0], evaluation)) == {"eval/reward": 0.375, "eval/failed": 4.0}

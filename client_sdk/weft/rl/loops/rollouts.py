@@ -23,7 +23,7 @@ from weft.errors import RateLimitError, WeftError
 from weft.rl.chat.chat import Chat, Policy, StaleError
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
-from weft.rl.envs.environment import Environment, Reward
+from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.failures import FATAL, Failures
 from weft.rl.loops.mixture import mixture, ratios_of
@@ -238,7 +238,7 @@ class Rollouts:
         finally:
             watching.cancel()
         rollouts = []
-        for chat, outcome in zip(chats, outcomes, strict=True):
+        for chat, outcome in zip(chats, map(checked, outcomes), strict=True):
             if isinstance(outcome, Reward):
                 rollouts.append(Rollout(chat.recorded, outcome.value, dict(outcome.metrics)))
             elif isinstance(outcome, FATAL):
