@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from weft import rl
 from weft.rl.chat.purse import BudgetSpent
 from weft.rl.envs.environment import Outcome
+from weft.rl.rollout import Group
 
 from tests.client_sdk.rl.kit import policy
 
@@ -67,3 +69,47 @@ def test_rewards_of_any_environment_are_plain_finite_numbers() -> None:
     assert rollouts.waste["failed_rollouts"] == 2
     evaluation = rl.Evaluation(env, size=4)
     assert asyncio.run(rl.evaluate(policy()[0], evaluation)) == {"eval/reward": 0.375, "eval/failed": 4.0}
+
+
+def refuses(group: Group) -> bool:
+    raise KeyError("no such metric")
+
+
+class Retires(rl.Shuffled):
+    """A source of one's own, with a mistake."""
+
+    def observe(self, index: int, mean: float) -> None:
+        raise KeyError("no such task")
+
+
+@pytest.mark.parametrize(
+    ("groups", "source", "says"),
+    [
+        (rl.Groups(batch=1, size=2, keep=[refuses]), None, "no such metric"),
+        (rl.Groups(batch=1, size=2, keep_rollout=[cast(Any, refuses)]), None, "no such metric"),
+        (rl.Groups(batch=1, size=2), Retires(2), "no such task"),
+    ],
+    ids=["keep", "keep_rollout", "source"],
+)
+def test_a_mistake_in_what_judges_groups_ends_the_loop(groups: rl.Groups, source: Any, says: str) -> None:
+    async def life() -> None:
+        rollouts = rl.Rollouts(NOBODY, Judge(rl.Reward(1.0), rl.Reward(0.0)), groups=groups, sources=source)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            await rollouts.batch()
+
+    with pytest.raises(KeyError, match=says):
+        asyncio.run(life())
+
+
+def test_a_filter_may_be_any_callable() -> None:
+    async def life(keep: Any) -> rl.Rollouts:
+        groups = rl.Groups(batch=1, size=2, keep=[keep])
+        rollouts = rl.Rollouts(NOBODY, Judge(rl.Reward(1.0), rl.Reward(1.0)), groups=groups)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            assert (await rollouts.batch()).rollouts == []
+        return rollouts
+
+    named = asyncio.run(life(partial(lambda least, group: group.mean < least, 1.0)))
+    assert "rejected_tokens/partial" in named.waste

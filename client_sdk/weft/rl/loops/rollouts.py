@@ -223,7 +223,10 @@ class Rollouts:
             self._failure(error)
         else:
             self._tasks.pop(number, None)
-            self._ended(number, name, index, found)
+            try:
+                self._ended(number, name, index, found)
+            except Exception as error:  # of a filter or a source, which the next group would meet, too
+                self._error = error
         self._news.set()
 
     async def _roll(self, number: int, name: str, index: int) -> Group:
@@ -277,7 +280,7 @@ class Rollouts:
         group.rollouts = [
             rollout for rollout in group.rollouts if all(keep(rollout) for keep in self.groups.keep_rollout)
         ]
-        rejected = next((keep.__name__ for keep in self.groups.keep if group.rollouts and not keep(group)), None)
+        rejected = next((_name_of(keep) for keep in self.groups.keep if group.rollouts and not keep(group)), None)
         if rejected is not None or not group.rollouts:
             self._rejection(rejected or "keep_rollout", rewards)
             self._count(f"rejected_tokens/{rejected or 'keep_rollout'}", drawn)
@@ -370,6 +373,11 @@ async def model_limits(run: TrainingClient) -> ModelLimits:
     """What the base model of `run` takes."""
     limits = await run.create_rest_client().get_limits()
     return limits.models[base_model_of(await run.get_info_async())]
+
+
+def _name_of(keep: GroupFilter) -> str:
+    """What the count of those that it rejects is called."""
+    return str(getattr(keep, "__name__", type(keep).__name__))
 
 
 def _on_policy(params: SamplingParams) -> SamplingParams:
