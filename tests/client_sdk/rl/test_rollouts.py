@@ -113,3 +113,22 @@ def test_a_filter_may_be_any_callable() -> None:
 
     named = asyncio.run(life(partial(lambda least, group: group.mean < least, 1.0)))
     assert "rejected_tokens/partial" in named.waste
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_tasks_of_a_batch_are_tried_again_unless_it_was_trained(trained: bool) -> None:
+    """A loop may end, and be saved, between a batch and its step: a budget suffices to sample it and not to train."""
+
+    async def life() -> list[Any]:
+        env = rl.function(lambda task, chat: asyncio.sleep(0, 1.0), range(8))
+        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=3, size=1), batches=1)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            assert len((await rollouts.batch()).groups) == 3
+        if trained:
+            await rollouts.step(None)
+        await rollouts.__aexit__(None, None, None)
+        return list(rollouts.state_dict()["again"])
+
+    again = asyncio.run(life())
+    assert len(again) == (0 if trained else 3)

@@ -96,6 +96,7 @@ class Rollouts:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, tuple[str, int]] = {}
         self._ready: dict[int, Group] = {}
+        self._training = list[int]()
         self._drawn: Counter[int] = Counter()
         self._base: int | None = None
         self._left = batches
@@ -173,8 +174,7 @@ class Rollouts:
             taken = self.pacer.take()
             if taken:
                 found = [self._ready.pop(number) for number in taken]
-                for number in taken:
-                    self._tried.pop(number, None)
+                self._training = taken
                 self._left = None if self._left is None else self._left - 1
                 await self._cancel(self.pacer.late())
                 self._launch()
@@ -185,16 +185,23 @@ class Rollouts:
     async def step(self, update: Awaitable[Any] | None) -> Any:
         """Wait for the optimizer's step and move rollouts to its weights; None: there was nothing to train on."""
         if update is None:
-            self.pacer.stepped(moved=False)
+            self._stepped(moved=False)
             return None
         sampler = self.run.save_weights_and_get_sampling_client(kind=self._kind)
         done = await update
         await sampler
         if self._kind == "snapshot":
             self.policy.sampler = sampler
-        self.pacer.stepped()
+        self._stepped(moved=True)
         self._launch()
         return done
+
+    def _stepped(self, moved: bool) -> None:
+        """The batch is done with: only now its tasks need not be tried again."""
+        self.pacer.stepped(moved)
+        for number in self._training:
+            self._tried.pop(number, None)
+        self._training = []
 
     def _launch(self) -> None:
         """Start as many groups as there is room for."""
@@ -349,7 +356,7 @@ class Rollouts:
         return found | {f"waste/{name}": float(count) for name, count in self.waste.items() if name != "nusd"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tasks that were under way are tried again."""
+        """Tasks that were under way, or in a batch that has had no step, are tried again."""
         waiting = [(name, index) for name, each in self._envs.items() for index in each.again]
         return {
             "pacer": self.pacer.state_dict(),
