@@ -67,15 +67,19 @@ def test_a_life_that_dies_before_its_first_checkpoint_is_paid_from_the_budget(
     assert "was saved after step 3 of 3" in warned(caplog, "has nothing left to do: more steps, or another name")[0]
 
 
-def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient) -> None:
+@pytest.mark.parametrize("whose", ["loop", "environment", "mixture"])
+def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient, whose: str) -> None:
     def life(baseline: rl.RunningBaseline, steps: int) -> None:
-        env = rl.prompts(sums(), lambda text, task: 1.0, max_tokens=2)
-        kept = rl.Checkpoints("baseline", every=50)
-        rl.train(fresh(service), env, steps=steps, groups=SMALL, advantage=baseline, checkpoint=kept, sinks=[])
+        own = None if whose == "loop" else baseline
+        env: Any = rl.prompts(sums(), lambda text, task: 1.0, max_tokens=2, advantage=own)
+        env = {"sums": env, "more": rl.prompts(sums(), max_tokens=2)} if whose == "mixture" else env
+        kept = rl.Checkpoints(f"baseline-{whose}", every=50)
+        more = {"advantage": baseline} if whose == "loop" else {}
+        rl.train(fresh(service), env, steps=steps, groups=SMALL, checkpoint=kept, sinks=[], **more)
 
     first, second = rl.RunningBaseline(), rl.RunningBaseline()
     life(first, 1)
-    assert first.baseline > 0.3
+    assert first.baseline > 0.1
     life(second, 1)
     assert second.baseline == first.baseline
 

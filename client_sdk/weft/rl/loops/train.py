@@ -133,6 +133,8 @@ class Loop:
         self.rollouts = rollouts = self._rollouts()
         if state:
             rollouts.load_state_dict(state["rollouts"])
+            for name, advantage in self._advantages().items():
+                load_advantage(advantage, state.get("advantages", {}).get(name))
             load_advantage(recipe.advantage, state.get("advantage"))
         if recipe.budget_usd is not None and recipe.checkpoint is not None and recipe.steps > self._saved:
             await self._save(self._saved, rollouts)  # so that a life that dies before its next is counted, too
@@ -216,12 +218,13 @@ class Loop:
         )
 
     async def _data(self, batch: Batch) -> list[Datum]:
+        recipe, own = self.recipe, self._advantages()
+        return batch.data(recipe.advantage, self.loss, penalty=recipe.penalty, reduce=recipe.reduce, advantages=own)
+
+    def _advantages(self) -> dict[str, Advantage]:
+        """Those of environments that have one of their own."""
         named = self.env if isinstance(self.env, Mapping) else {"": self.env}
-        advantages = {name: env.advantage for name, env in named.items() if env.advantage is not None}
-        recipe = self.recipe
-        return batch.data(
-            recipe.advantage, self.loss, penalty=recipe.penalty, reduce=recipe.reduce, advantages=advantages
-        )
+        return {name: env.advantage for name, env in named.items() if env.advantage is not None}
 
     def _numbers(self) -> dict[str, float]:
         """More of the step, for loops that know more."""
@@ -259,6 +262,7 @@ class Loop:
         state = {"step": step, "runs": self.runs, "rollouts": rollouts.state_dict()}
         if (remembered := advantage_state(self.recipe.advantage)) is not None:
             state["advantage"] = remembered
+        state["advantages"] = {name: advantage_state(each) for name, each in self._advantages().items()}
         await self.recipe.checkpoint.save(self.run, step, state)
         self._saved = step
 
