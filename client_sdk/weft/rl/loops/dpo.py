@@ -18,7 +18,7 @@ import numpy as np
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.loops.conversations import supervised
-from weft.rl.loops.supervised import Recipe, go, wait
+from weft.rl.loops.supervised import Recipe, Shown, go, wait
 from weft.rl.loops.train import Report
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
@@ -81,7 +81,7 @@ def dpo(
     context = _Scorer(reference)
     known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id
 
-    def backward(batch: Sequence[Pair], purse: Purse) -> dict[str, float]:
+    def backward(batch: Sequence[Pair], purse: Purse) -> Shown:
         flat = [datum for pair in batch for datum in pair.data]
         tokens = sum(datum.model_input.length for datum in flat)
         unknown = list({id(pair): pair for pair in batch if id(pair) not in known}.values())
@@ -103,12 +103,17 @@ def dpo(
             for pair, p in zip(batch, pull, strict=True)
             for datum, sign in ((pair.chosen, 1.0), (pair.rejected, -1.0))
         ]
-        run.forward_backward(weighted, "cross_entropy").result()
-        return {
-            "loss": float(np.logaddexp(0, -h).mean()),
-            "accuracy": float((margins > 0).mean()),
-            "margin": float(h.mean()),
-        }
+        computed = run.forward_backward(weighted, "cross_entropy")
+
+        def shown() -> dict[str, float]:
+            computed.result()
+            return {
+                "loss": float(np.logaddexp(0, -h).mean()),
+                "accuracy": float((margins > 0).mean()),
+                "margin": float(h.mean()),
+            }
+
+        return shown
 
     return go(run, data, backward, Recipe(**recipe))
 
