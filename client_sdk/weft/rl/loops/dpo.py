@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
+from weft.rl.loops import money
 from weft.rl.loops.conversations import supervised
 from weft.rl.loops.supervised import Recipe, Shown, go, wait
 from weft.rl.loops.train import Report
@@ -78,7 +79,7 @@ def dpo(
     **recipe: Any,
 ) -> Report:
     """Train on pairs, the mean over each batch. `reference` is most often the base model. The rest is `Recipe`'s."""
-    context = _Scorer(reference)
+    context, asked = _Scorer(reference), wait(money.prices_of(reference))
     known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id
 
     def backward(batch: Sequence[Pair], purse: Purse) -> Shown:
@@ -87,12 +88,8 @@ def dpo(
         unknown = list({id(pair): pair for pair in batch if id(pair) not in known}.values())
         new = [datum for pair in unknown for datum in pair.data]
         scored = sum(datum.model_input.length + 1 for datum in new)
-        cost = purse.hold(
-            purse.price(prefill=tokens, train=tokens)
-            + purse.price(prefill=scored, sample=len(new))
-            + 4 * (len(flat) + len(new))
-        )
-        purse.settle(cost, cost)
+        purse.pay(asked.price(prefill=scored, sample=len(new)) + 4 * len(new), elsewhere=True)
+        purse.pay(purse.price(prefill=tokens, train=tokens) + 4 * len(flat))
         known.update(zip(map(id, unknown), context.scores(new), strict=True))
         lps = _sums(flat, run.forward(flat, "cross_entropy").result().loss_fn_outputs)
         margins = np.asarray([_margin(known[id(pair)], *lps[2 * i : 2 * i + 2]) for i, pair in enumerate(batch)])

@@ -24,8 +24,7 @@ def sft(
 
     def backward(batch: Sequence[Datum], purse: Purse) -> Shown:
         tokens = _weight(batch)
-        cost = purse.hold(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
-        purse.settle(cost, cost)
+        purse.pay(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
         scaled = [_scaled(datum, 1 / max(1.0, tokens)) for datum in batch]
         computed = run.forward_backward(scaled, "cross_entropy")
         return lambda: {"loss": computed.result().metrics["loss:sum"], "tokens": tokens}
@@ -33,8 +32,7 @@ def sft(
     def between(step: int, purse: Purse) -> dict[str, float]:
         if not test or (step + 1) % every:
             return {}
-        cost = purse.hold(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
-        purse.settle(cost, cost)
+        purse.pay(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
         return {"test/loss": nll(run, test)}
 
     return go(run, data, backward, Recipe(**recipe), between)

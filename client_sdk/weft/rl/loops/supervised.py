@@ -57,7 +57,7 @@ def go(
     order, report = Shuffled(len(items), recipe.seed), Report()
     state = _resume(run, recipe, steps)
     spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
-    purse = wait(money.purse(run, recipe.budget_usd, spent))
+    purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
     order.drawn = state["step"] * recipe.batch
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))
@@ -66,7 +66,7 @@ def go(
 
     def save() -> None:
         assert recipe.checkpoint is not None
-        wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs}))
+        wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
         save()  # so that a life that dies before its next is counted, too

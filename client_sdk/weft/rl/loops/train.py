@@ -125,7 +125,7 @@ class Loop:
             tell_resumed(recipe.checkpoint, path, state["step"], recipe.steps)
         earlier = state.get("runs", [])
         spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in earlier])
-        self.purse = await money.purse(self.run, recipe.budget_usd, spent)
+        self.purse = await money.purse(self.run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0))
         self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
         making = self.loss.made(self.run)
         handle = await making if making is not None else None
@@ -184,8 +184,7 @@ class Loop:
         data = await self._data(batch)
         update = None
         if data:
-            cost = self.purse.hold(self._price(data))
-            self.purse.settle(cost, cost)
+            self.purse.pay(self._price(data))
             backward = self.loss.forward_backward(self.run, data, handle)
             rate = rate_of(self.recipe.learning_rate)(step)
             update = self.run.optim_step(self.recipe.optim.model_copy(update={"learning_rate": rate}))
@@ -260,6 +259,7 @@ class Loop:
     async def _save(self, step: int, rollouts: Rollouts) -> None:
         assert self.recipe.checkpoint is not None
         state = {"step": step, "runs": self.runs, "rollouts": rollouts.state_dict()}
+        state["elsewhere_nusd"] = self.purse.elsewhere_nusd
         if (remembered := advantage_state(self.recipe.advantage)) is not None:
             state["advantage"] = remembered
         state["advantages"] = {name: advantage_state(each) for name, each in self._advantages().items()}
