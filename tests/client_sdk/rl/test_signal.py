@@ -86,6 +86,14 @@ def test_penalties_at_their_edges() -> None:
         lengths.overlong(10, 11)
 
 
+@pytest.mark.parametrize("penalty", [lengths.linear(), lengths.short_and_right(), lengths.overlong(800, 600)])
+@pytest.mark.parametrize("reward", [-2.0, -1.0, 0.0, 1.0])
+def test_of_equal_rewards_the_longer_is_never_the_better(penalty: Any, reward: float) -> None:
+    sizes = [Size(10), Size(100), Size(500), Size(1000), Size(10, turns=9)]
+    short, *_, long, _ = penalty([reward] * 4 + [-1.0], sizes)
+    assert short >= long
+
+
 def group(*rewards: float) -> Group:
     return Group("task", [Rollout([], reward) for reward in rewards])
 
