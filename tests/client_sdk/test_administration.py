@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import tarfile
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from weft import Datum, ModelInput, ServiceClient
 from weft.cli import main
+from weft.transport.download import _unpack
 from weft.types import (
     AccessibleSearchOwner,
     ClientFinishedSessionStatusQuery,
@@ -138,6 +140,29 @@ def test_a_refused_file_leaves_nothing(
     with pytest.raises(weft.PermissionDeniedError, match="expired"):
         rest.download_checkpoint(EXPORT, tmp_path / "x", "tinker").result(10)
     assert [path for path in (tmp_path / "x").rglob("*config*") if path.is_file()] == []
+
+
+def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: ServiceClient, tmp_path: Path) -> None:
+    """A disk that is full behind the archive: here files may not grow as large as its second one."""
+    archive, folder = tmp_path / "scratch" / "archive.tar", tmp_path / "adapter"
+    archive.parent.mkdir()
+    folder.mkdir()
+    for name, size in (("small", 1000), ("large", 100_000)):
+        (tmp_path / name).write_bytes(b"n" * size)
+        (folder / name).write_bytes(b"old")
+    with tarfile.open(archive, "w") as tar:
+        tar.add(tmp_path / "small", "small")
+        tar.add(tmp_path / "large", "large")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _unpack(archive, folder, lambda names: {name: name for name in names})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"small": b"old", "large": b"old"}
+    _unpack(archive, folder, lambda names: {name: name for name in names})
+    assert {file.name: file.stat().st_size for file in folder.iterdir()} == {"small": 1000, "large": 100_000}
 
 
 def tar_of(names: list[str]) -> bytes:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from weft import ServiceClient
 from weft.transport.tokens import Tokens, claims_of, identity_of
 
-from tests.client_sdk.stub_server import Asked, Stub
+from tests.client_sdk.stub_server import Asked, Stub, not_yet
 
 
 def jwt(number: int = 0, life_s: float = 100.0) -> str:
@@ -85,6 +85,20 @@ def test_a_refused_token_is_replaced_once(service: ServiceClient, exchanging: St
     exchanging.faults["/weft/usage"] = [JSONResponse({"detail": "expired"}, 401, refusal) for _ in range(2)]
     with pytest.raises(weft.AuthenticationError, match="expired"):
         service.create_rest_client().get_usage().result(10)
+
+
+def test_a_stream_whose_token_is_refused_is_read_with_another(service: ServiceClient, exchanging: Stub) -> None:
+    """Its tokens would come at its end alone, and what would stop it early by them would not."""
+    exchanging.config = {"pjwt_auth_enabled": True}
+    refusal = {"www-authenticate": 'Bearer error="invalid_token"'}
+    part = {"sample": 0, "start": 0, "tokens": [1], "logprobs": [-1.0], "versions": [0]}
+    told = Response(f"data: {json.dumps(part)}\n\n", media_type="text/event-stream")
+    exchanging.faults["/stream_future"] = [JSONResponse({"detail": "expired"}, 401, refusal), told]
+    exchanging.faults["/retrieve_future"] = [not_yet()] * 20
+    sampler = service.create_sampling_client(base_model="org/tiny")
+    drawing = sampler.sample(weft.ModelInput.from_ints([7, 8]), 1, weft.SamplingParams(max_tokens=2), stream=True)
+    assert next(iter(drawing)).tokens == [1], "it was told all at its end"
+    assert exchanging.paths().count("/stream_future") == 2
 
 
 def test_whoami(service: ServiceClient, exchanging: Stub) -> None:

@@ -170,6 +170,20 @@ def test_one_pass_equals_two(service: weft.ServiceClient, loss: Any) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", [rl.losses.dro(), rl.losses.stable_reinforce(kl_coeff=1.0)], ids=["dro", "stable"])
+def test_all_of_a_loss_of_the_server_is_a_mean_where_it_is_asked_for(service: weft.ServiceClient, loss: Any) -> None:
+    """Of tokens that are off their sampler: the gradient of a 64th of the loss is a 64th, the quadratic term's too."""
+    run, rng = fresh(service), np.random.default_rng(0)
+    tokens = rng.integers(50, 500, 13).tolist()
+    given = {name: rng.normal(size=12).astype(np.float32) for name in ("logprobs", "advantages")}
+    inputs = {"target_tokens": tokens[1:], **given, "mask": np.ones(12, np.float32)}
+    datum, norms = Datum(ModelInput.from_ints(tokens[:-1]), inputs), []
+    for weight in (1, 1 / 64):
+        loss.forward_backward(run, [loss.datum(datum, weight)], None).result(60)
+        norms.append((run.optim_step(AdamParams(learning_rate=0.0)).result(60).metrics or {})["grad_norm:mean"])
+    assert norms[1] == pytest.approx(norms[0] / 64, rel=1e-5)
+
+
 def rows(count: int) -> list[dict[str, str]]:
     return [{"prompt": s["prompt"], "chosen": s["answer"], "rejected": "it is raining"} for s in sums(count)]
 

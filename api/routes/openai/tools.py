@@ -101,7 +101,7 @@ def _call(text: str, arguments: str) -> dict[str, Any] | None:
         if not isinstance(found, dict) or not isinstance(found.get("name"), str):
             return None
         given = found.get(arguments) or {}
-        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
         f"{found['name']}{written}".encode()  # half of a character, as JSON may spell it, is in no answer
     except (ValueError, RecursionError):
         return None

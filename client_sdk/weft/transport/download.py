@@ -57,7 +57,9 @@ def _inside(name: str) -> bool:
 
 
 def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
-    """Files alone and their bytes alone, as tarfile's filter "data" would: Python 3.11.2, Debian 12's, has none."""
+    """Files alone and their bytes alone, as tarfile's filter "data" would: Python 3.11.2, Debian 12's, has none. They
+    are unpacked beside the archive and moved once all are there, so a full disk leaves `folder` as it was."""
+    unpacked: dict[Path, Path] = {}
     try:
         with tarfile.open(archive) as tar:
             files = {member.name: member for member in tar.getmembers() if member.isfile()}
@@ -65,14 +67,17 @@ def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
             for old, new in chosen.items():
                 if not _inside(new):
                     raise tarfile.TarError(f"{new!r} lies outside of the folder")
-                (folder / new).parent.mkdir(parents=True, exist_ok=True)
                 source = tar.extractfile(files[old])
                 assert source is not None  # of a file there is one
-                with source, (folder / new).open("wb") as target:
+                part = unpacked[folder / new] = archive.parent / f"part-{len(unpacked)}"
+                with source, part.open("wb") as target:
                     shutil.copyfileobj(source, target)
     except tarfile.TarError as error:
         raise APIResponseValidationError(f"the archive cannot be unpacked: {error}") from error
-    return [folder / new for new in chosen.values()]
+    for whole, part in unpacked.items():
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, whole)
+    return [*unpacked]
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:

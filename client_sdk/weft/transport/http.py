@@ -122,7 +122,7 @@ class Transport:
             return await self._once(call, {})
         token = await self._tokens.current()
         response = await self._once(call, {"X-API-Key": token})
-        if response.status_code != 401 or 'error="invalid_token"' not in response.headers.get("WWW-Authenticate", ""):
+        if not _refuses_token(response):
             return response
         return await self._once(call, {"X-API-Key": await self._tokens.replace(token)})
 
@@ -162,13 +162,25 @@ class Transport:
             raise APIConnectionError(f"{call.method} {url}: {reason}") from error
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[str, str]]:
-        """Server-sent events, as (name, data), until the server ends them. Sent once: the typed error if it is refused,
-        or breaks off."""
-        credential = {"X-API-Key": await self._tokens.current()} if self.use_tokens else {}
-        headers = {"Accept": "text/event-stream", "Content-Type": "application/json", **credential}
+        """Server-sent events, as (name, data), until the server ends them. Sent once, or again where it wants another
+        token: the typed error if it is refused, or breaks off."""
+        headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        if self.use_tokens:
+            headers["X-API-Key"] = await self._tokens.current()
+        async for event in self._events(path, body, headers, again=self.use_tokens):
+            yield event
+
+    async def _events(
+        self, path: str, body: bytes, headers: dict[str, str], again: bool
+    ) -> AsyncIterator[tuple[str, str]]:
         url, timeout = self.endpoint.base_url + API + path, httpx.Timeout(None, connect=5.0)
         try:
             async with self._polls.stream("POST", url, content=body, headers=headers, timeout=timeout) as response:
+                if again and _refuses_token(response):
+                    headers["X-API-Key"] = await self._tokens.replace(headers["X-API-Key"])
+                    async for event in self._events(path, body, headers, again=False):
+                        yield event
+                    return
                 if not response.is_success:
                     await response.aread()
                     raise error_of(response)
@@ -230,6 +242,11 @@ class Transport:
         if not response.is_success:
             raise error_of(response)
         return response
+
+
+def _refuses_token(response: httpx.Response) -> bool:
+    """Whether the server wants another token."""
+    return response.status_code == 401 and 'error="invalid_token"' in response.headers.get("WWW-Authenticate", "")
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

@@ -333,6 +333,12 @@ def test_half_of_a_character_is_no_call(text: ModelText, half: str) -> None:
     assert parse_calls(said, text.template).content == said
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_json_has_no_number_for_is_no_call(text: ModelText, number: str) -> None:
+    said = f'<tool_call>{{"name": "pay", "arguments": {{"dollars": [{number}]}}}}</tool_call>'
+    assert parse_calls(said, text.template).content == said
+
+
 def test_half_of_a_character_has_no_tokens(text: ModelText) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": HALF}}
     with pytest.raises(Refused, match="surrogates not allowed"):

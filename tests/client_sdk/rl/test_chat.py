@@ -144,6 +144,13 @@ def test_tool_calls_and_thoughts_are_read() -> None:
     assert renderer.parse_response(tokenizer().encode(deep)).tool_calls[0].arguments is None
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_with_what_json_has_no_number_for_is_none(number: str) -> None:
+    text = f'<tool_call>{{"name": "pay", "arguments": {{"dollars": [{number}]}}}}</tool_call>'
+    [call] = TemplateRenderer(tokenizer()).parse_response(tokenizer().encode(text)).tool_calls
+    assert call.arguments is None
+
+
 def test_a_tool_loop() -> None:
     who, sampler = policy('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "5")
 

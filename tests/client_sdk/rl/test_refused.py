@@ -31,6 +31,11 @@ def test_rewards(found: Any, says: str) -> None:
     assert str(refused.value) == says
 
 
+def test_what_verifiers_would_sample_at_is_the_loops_to_say() -> None:
+    with pytest.raises(ValueError, match=r"sampling: 'temperature' is .* rl\.train\(sampling=SamplingParams"):
+        rl.verifiers(object(), sampling={"max_tokens": 8, "temperature": 0.7})
+
+
 def test_a_notebook_is_told_what_to_await() -> None:
     async def cell() -> None:
         with pytest.raises(RuntimeError, match=r"await rl\.train_async\(\.\.\.\) instead"):

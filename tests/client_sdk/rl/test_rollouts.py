@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from weft import rl
 from weft.rl.chat.purse import BudgetSpent
+from weft.rl.envs.environment import Outcome
+from weft.rl.rollout import Group
 
 from tests.client_sdk.rl.kit import policy
 
@@ -34,3 +39,96 @@ def test_tasks_under_way_when_the_budget_ends_are_tried_again() -> None:
     again = asyncio.run(life()).state_dict()["again"]
     assert len(started) == 3
     assert [index for _, index in again] == sorted(started)
+
+
+class Judge:
+    """Somebody's own environment, whose rewards nobody has looked at."""
+
+    expected = advantage = None
+    tasks = range(2)
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self.outcomes = list(outcomes)
+
+    async def group(self, task: Any, chats: Sequence[rl.Chat]) -> list[Outcome]:
+        return self.outcomes
+
+
+def test_rewards_of_any_environment_are_plain_finite_numbers() -> None:
+    rewards = rl.Reward(cast(Any, np.int64(1)), {"tries": cast(Any, np.float32(2))}), rl.Reward(0.5)
+    env = Judge(*rewards, rl.Reward(float("nan")), rl.Reward(cast(Any, None)))
+
+    async def life() -> tuple[rl.Batch, rl.Rollouts]:
+        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=1, size=4))
+        rollouts.policy = policy()[0]
+        return await rollouts.batch(), rollouts
+
+    batch, rollouts = asyncio.run(life())
+    assert [(rollout.reward, type(rollout.reward)) for rollout in batch.rollouts] == [(1.0, float), (0.5, float)]
+    assert [type(value) for value in batch.rollouts[0].metrics.values()] == [float]
+    assert rollouts.waste["failed_rollouts"] == 2
+    evaluation = rl.Evaluation(env, size=4)
+    assert asyncio.run(rl.evaluate(policy()[0], evaluation)) == {"eval/reward": 0.375, "eval/failed": 4.0}
+
+
+def refuses(group: Group) -> bool:
+    raise KeyError("no such metric")
+
+
+class Retires(rl.Shuffled):
+    """A source of one's own, with a mistake."""
+
+    def observe(self, index: int, mean: float) -> None:
+        raise KeyError("no such task")
+
+
+@pytest.mark.parametrize(
+    ("groups", "source", "says"),
+    [
+        (rl.Groups(batch=1, size=2, keep=[refuses]), None, "no such metric"),
+        (rl.Groups(batch=1, size=2, keep_rollout=[cast(Any, refuses)]), None, "no such metric"),
+        (rl.Groups(batch=1, size=2), Retires(2), "no such task"),
+    ],
+    ids=["keep", "keep_rollout", "source"],
+)
+def test_a_mistake_in_what_judges_groups_ends_the_loop(groups: rl.Groups, source: Any, says: str) -> None:
+    async def life() -> None:
+        rollouts = rl.Rollouts(NOBODY, Judge(rl.Reward(1.0), rl.Reward(0.0)), groups=groups, sources=source)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            await rollouts.batch()
+
+    with pytest.raises(KeyError, match=says):
+        asyncio.run(life())
+
+
+def test_a_filter_may_be_any_callable() -> None:
+    async def life(keep: Any) -> rl.Rollouts:
+        groups = rl.Groups(batch=1, size=2, keep=[keep])
+        rollouts = rl.Rollouts(NOBODY, Judge(rl.Reward(1.0), rl.Reward(1.0)), groups=groups)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            assert (await rollouts.batch()).rollouts == []
+        return rollouts
+
+    named = asyncio.run(life(partial(lambda least, group: group.mean < least, 1.0)))
+    assert "rejected_tokens/partial" in named.waste
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_tasks_of_a_batch_are_tried_again_unless_it_was_trained(trained: bool) -> None:
+    """A loop may end, and be saved, between a batch and its step: a budget suffices to sample it and not to train."""
+
+    async def life() -> list[Any]:
+        env = rl.function(lambda task, chat: asyncio.sleep(0, 1.0), range(8))
+        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=3, size=1), batches=1)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            assert len((await rollouts.batch()).groups) == 3
+        if trained:
+            await rollouts.step(None)
+        await rollouts.__aexit__(None, None, None)
+        return list(rollouts.state_dict()["again"])
+
+    again = asyncio.run(life())
+    assert len(again) == (0 if trained else 3)

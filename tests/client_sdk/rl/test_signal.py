@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from weft.rl.rollout import Group, Rollout, Turn
 from weft.rl.signal import advantages, filters, lengths
@@ -15,6 +16,7 @@ from weft.rl.signal.lengths import Size
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())["advantages"]
 REWARDS = GOLDEN["rewards"]
+ALL = [advantages.dr_grpo, advantages.grpo, advantages.rloo, advantages.maxrl, advantages.reinforce]
 SIZES = [Size(*size) for size in zip(*(GOLDEN["lens"][key] for key in ("out", "in", "turns")), strict=True)]
 
 
@@ -57,6 +59,18 @@ def test_equal_rewards_teach_nothing(advantage: Any, rewards: list[float]) -> No
     assert advantage(rewards) == [0.0] * len(rewards)
 
 
+@pytest.mark.parametrize("advantage", ALL, ids=lambda each: str(each.__name__))
+@pytest.mark.parametrize(
+    "rewards",
+    [[np.int64(1), np.int64(0), np.int64(0)], [np.float32(1), 0, 0.0], [np.bool_(True), False, np.float16(0)]],
+    ids=["integers", "mixed", "truths"],
+)
+def test_numbers_of_numpy_teach_what_plain_numbers_do(advantage: Any, rewards: list[Any]) -> None:
+    found = advantage(rewards)
+    assert found == advantage([1.0, 0.0, 0.0])
+    assert {type(each) for each in found} == {float}
+
+
 def test_penalties_at_their_edges() -> None:
     nothing = [0.0, 0.0]
     sizes = [Size(10), Size(20)]
@@ -70,6 +84,14 @@ def test_penalties_at_their_edges() -> None:
     ]
     with pytest.raises(ValueError, match="limit of 10"):
         lengths.overlong(10, 11)
+
+
+@pytest.mark.parametrize("penalty", [lengths.linear(), lengths.short_and_right(), lengths.overlong(800, 600)])
+@pytest.mark.parametrize("reward", [-2.0, -1.0, 0.0, 1.0])
+def test_of_equal_rewards_the_longer_is_never_the_better(penalty: Any, reward: float) -> None:
+    sizes = [Size(10), Size(100), Size(500), Size(1000), Size(10, turns=9)]
+    short, *_, long, _ = penalty([reward] * 4 + [-1.0], sizes)
+    assert short >= long
 
 
 def group(*rewards: float) -> Group:

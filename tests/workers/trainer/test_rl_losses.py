@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from weft.loss_handle import trace
 from weft.rl import losses
 from weft.rl.losses import Loss
 from weft.wire.checks.custom_format import decode_custom_loss, encode_custom_loss
+from weft.wire.inputs import Datum, ModelInput
 
 from workers.trainer.losses.custom_graph import run_custom_loss
 from workers.trainer.losses.named import LOSS_FUNCTIONS
@@ -171,12 +172,61 @@ def test_components_add_up() -> None:
     torch.testing.assert_close(grad, sum((weight * part for weight, _, part in values), torch.zeros(8)))
 
 
-@pytest.mark.parametrize("name", [name for name, loss in CASES.items() if loss.fn])
+class OneDatum:
+    """In place of a run: what comes of one datum that a loss has made and sends, at LP."""
+
+    def __init__(self, fn: Callable[..., Any] | None) -> None:
+        self.fn = fn
+
+    def forward_backward(self, data: list[Datum], name: str, config: dict[str, float]) -> tuple[float, torch.Tensor]:
+        def run(loss: Loss, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[Any, dict[str, float]]:
+            return LOSS_FUNCTIONS[name](lp, inputs, config)[0], {}
+
+        return self._gradient(run, data)
+
+    def forward_backward_custom(self, data: list[Datum], handle: Any) -> tuple[float, torch.Tensor]:
+        return self._gradient(interpreted, data)
+
+    def _gradient(self, run: Runner, data: list[Datum]) -> tuple[float, torch.Tensor]:
+        [datum] = data
+        inputs = {name: torch.tensor(value.to_numpy()) for name, value in datum.loss_fn_inputs.items()}
+        del inputs["target_tokens"]
+        return gradient(run, Loss("", self.fn), LP, inputs)
+
+
+def sent(loss: Loss, weight: float) -> tuple[float, torch.Tensor]:
+    inputs = {name: torch.tensor(values) for name, values in (("logprobs", Q), ("old", OLD), ("ref", REF))}
+    on = torch.tensor([float(m) for m in MASK])
+    datum = Datum(
+        ModelInput.from_ints([1] * len(LP)),
+        {"target_tokens": [2] * len(LP), "logprobs": (inputs["logprobs"] * on).numpy(), "advantages": -on.numpy()}
+        | {"mask": on.numpy()},
+    )
+    made = loss.datum(datum, weight, old=inputs["old"].numpy(), ref=inputs["ref"].numpy())
+    found: Any = loss.forward_backward(cast(Any, OneDatum(loss.fn)), [made], cast(Any, None if loss.fn is None else ""))
+    return cast(tuple[float, torch.Tensor], found)
+
+
+@pytest.mark.parametrize("name", [*CASES, "stable_reinforce", "stable_reinforce_kl1", "mixed"])
 def test_the_weight_of_a_datum_scales_it(name: str) -> None:
-    loss = CASES[name]
-    value, grad = gradient(interpreted, loss, LP, given(loss, -1.0))
-    half = given(loss, -1.0)
-    half["mask"] = half["mask"] / 2
-    scaled, scaled_grad = gradient(interpreted, loss, LP, half)
-    assert scaled == pytest.approx(value / 2, rel=1e-6)
-    torch.testing.assert_close(scaled_grad, grad / 2)
+    """All of it: also what has no advantage as a factor, the pull of a quadratic term towards the sampler."""
+    more = {
+        "stable_reinforce": losses.stable_reinforce(),
+        "stable_reinforce_kl1": losses.stable_reinforce(kl_coeff=1.0),
+        "mixed": losses.mixed(rl=0.5, ce=0.1, ref=2.0),
+    }
+    loss = (CASES | more)[name]
+    value, grad = sent(loss, 1.0)
+    scaled, scaled_grad = sent(loss, 1 / 512)
+    assert scaled == pytest.approx(value / 512, rel=1e-6)
+    torch.testing.assert_close(scaled_grad, grad / 512, atol=1e-9, rtol=1e-5)
+
+
+def test_data_of_different_weights_do_not_share_a_pull() -> None:
+    loss = losses.dro()
+    datum = Datum(
+        ModelInput.from_ints([1]),
+        {"target_tokens": [2], "logprobs": [-1.0], "advantages": [1.0], "mask": [1.0]},
+    )
+    with pytest.raises(ValueError, match=r"'dro' is given data of weights 0\.25 and 0\.5 at once"):
+        loss.forward_backward(cast(Any, OneDatum(None)), [loss.datum(datum, 0.25), loss.datum(datum, 0.5)], None)

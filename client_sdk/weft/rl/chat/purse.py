@@ -24,6 +24,8 @@ class Purse:
     limit_nusd: int | None = None
     spent_nusd: int = 0
     held_nusd: int = 0
+    #: Of what is spent, what no run of the loop is billed for: what a teacher or a reference has scored.
+    elsewhere_nusd: int = 0
 
     def price(self, **tokens: int) -> int:
         """What so many tokens of each kind cost in one request."""
@@ -38,6 +40,11 @@ class Purse:
             )
         self.held_nusd += amount
         return amount
+
+    def pay(self, amount: int, *, elsewhere: bool = False) -> None:
+        """Spend what a request costs that is about to be sent, or raise `BudgetSpent`."""
+        self.settle(self.hold(amount), amount)
+        self.elsewhere_nusd += amount * elsewhere
 
     def settle(self, held: int, cost: int) -> None:
         """The request has cost so much; where that is not known, what was held."""

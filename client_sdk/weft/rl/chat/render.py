@@ -160,6 +160,7 @@ def _tool_call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
+        json.dumps(arguments, allow_nan=False)  # what Python reads as numbers, and JSON has not
     except (ValueError, KeyError, AttributeError, RecursionError):
         return ToolCall("", None)
     return ToolCall(str(name), arguments if isinstance(arguments, dict) else None)

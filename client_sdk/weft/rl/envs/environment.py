@@ -145,11 +145,20 @@ def prompts(
 
 
 def reward_of(found: Any) -> Reward:
-    """What `solve` or a reward function returned. Raises where that is no number to learn from."""
+    """What `solve` or a reward function returned, in plain numbers. Raises where that is no number to learn from."""
+    given = found if isinstance(found, Reward) else Reward(found)
     try:
-        reward = found if isinstance(found, Reward) else Reward(float(found))
+        reward = Reward(float(given.value), {name: float(value) for name, value in given.metrics.items()})
     except (TypeError, ValueError):
         raise TypeError(f"a reward is a number or rl.Reward(number, metrics), got {found!r}") from None
     if not math.isfinite(reward.value):
         raise ValueError(f"a reward must be finite, got {reward.value}")
     return reward
+
+
+def checked(outcome: Outcome) -> Outcome:
+    """The outcome of whichever environment: a reward that cannot be learnt from is an error of its rollout."""
+    try:
+        return reward_of(outcome) if isinstance(outcome, Reward) else outcome
+    except (TypeError, ValueError) as error:
+        return error

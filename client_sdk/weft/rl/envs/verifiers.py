@@ -25,7 +25,11 @@ def verifiers(
     expected: Size | None = None,
     advantage: Advantage | None = None,
 ) -> Verifiers:
-    """`env` is what `verifiers.load_environment` returns; `sampling` are its sampling arguments (`max_tokens`)."""
+    """`env` is what `verifiers.load_environment` returns; of its sampling arguments `sampling` takes `max_tokens`."""
+    if others := [name for name in sampling or {} if name != "max_tokens"]:
+        raise ValueError(
+            f"sampling: {others[0]!r} is said to the loop: rl.train(sampling=SamplingParams(...)); here goes max_tokens"
+        )
     return Verifiers(env, dict(sampling or {}), expected, advantage)
 
 

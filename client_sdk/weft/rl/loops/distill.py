@@ -16,6 +16,7 @@ import numpy as np
 
 from weft.rl.chat.render import Message
 from weft.rl.envs.environment import Environment
+from weft.rl.loops import money
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.train import Loop, Recipe, Report
@@ -71,6 +72,10 @@ class _Distill(Loop):
         self.teacher, self.hint = teacher, hint
         self._gaps: list[float] = []
 
+    async def go(self) -> Report:
+        self.prices = await money.prices_of(self.teacher)
+        return await super().go()
+
     async def _data(self, batch: Batch) -> list[Datum]:
         rollouts = [(group.task, rollout) for group in batch.groups for rollout in group.rollouts]
         pairs = [(task, datum) for task, rollout in rollouts for datum in data_of(rollout, 1.0)]
@@ -88,8 +93,7 @@ class _Distill(Loop):
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
         before = self._hint_ids(task)
         whole = [*before, *datum.model_input.to_ints(), int(targets[-1])]
-        cost = self.purse.hold(self.purse.price(prefill=len(whole), sample=1))
-        self.purse.settle(cost, cost)
+        self.purse.pay(self.prices.price(prefill=len(whole), sample=1), elsewhere=True)
         logprobs = await self.teacher.compute_logprobs_async(ModelInput.from_ints(whole), len(targets))
         ref = np.asarray([lp or 0.0 for lp in logprobs[-len(targets) :]], np.float32)
         mask: Any = datum.loss_fn_inputs["mask"].to_numpy()

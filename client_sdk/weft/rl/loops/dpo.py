@@ -17,8 +17,9 @@ import numpy as np
 
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
+from weft.rl.loops import money
 from weft.rl.loops.conversations import supervised
-from weft.rl.loops.supervised import Recipe, go, wait
+from weft.rl.loops.supervised import Recipe, Shown, go, wait
 from weft.rl.loops.train import Report
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
@@ -78,21 +79,17 @@ def dpo(
     **recipe: Any,
 ) -> Report:
     """Train on pairs, the mean over each batch. `reference` is most often the base model. The rest is `Recipe`'s."""
-    context = _Scorer(reference)
+    context, asked = _Scorer(reference), wait(money.prices_of(reference))
     known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id
 
-    def backward(batch: Sequence[Pair], purse: Purse) -> dict[str, float]:
+    def backward(batch: Sequence[Pair], purse: Purse) -> Shown:
         flat = [datum for pair in batch for datum in pair.data]
         tokens = sum(datum.model_input.length for datum in flat)
         unknown = list({id(pair): pair for pair in batch if id(pair) not in known}.values())
         new = [datum for pair in unknown for datum in pair.data]
         scored = sum(datum.model_input.length + 1 for datum in new)
-        cost = purse.hold(
-            purse.price(prefill=tokens, train=tokens)
-            + purse.price(prefill=scored, sample=len(new))
-            + 4 * (len(flat) + len(new))
-        )
-        purse.settle(cost, cost)
+        purse.pay(asked.price(prefill=scored, sample=len(new)) + 4 * len(new), elsewhere=True)
+        purse.pay(purse.price(prefill=tokens, train=tokens) + 4 * len(flat))
         known.update(zip(map(id, unknown), context.scores(new), strict=True))
         lps = _sums(flat, run.forward(flat, "cross_entropy").result().loss_fn_outputs)
         margins = np.asarray([_margin(known[id(pair)], *lps[2 * i : 2 * i + 2]) for i, pair in enumerate(batch)])
@@ -103,12 +100,17 @@ def dpo(
             for pair, p in zip(batch, pull, strict=True)
             for datum, sign in ((pair.chosen, 1.0), (pair.rejected, -1.0))
         ]
-        run.forward_backward(weighted, "cross_entropy").result()
-        return {
-            "loss": float(np.logaddexp(0, -h).mean()),
-            "accuracy": float((margins > 0).mean()),
-            "margin": float(h.mean()),
-        }
+        computed = run.forward_backward(weighted, "cross_entropy")
+
+        def shown() -> dict[str, float]:
+            computed.result()
+            return {
+                "loss": float(np.logaddexp(0, -h).mean()),
+                "accuracy": float((margins > 0).mean()),
+                "margin": float(h.mean()),
+            }
+
+        return shown
 
     return go(run, data, backward, Recipe(**recipe))
 

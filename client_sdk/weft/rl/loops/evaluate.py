@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.rl.chat.chat import Chat, Policy
 from weft.rl.chat.render import TemplateRenderer
-from weft.rl.envs.environment import Environment, Reward
+from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.failures import FATAL, Failures
 from weft.rl.sandboxes.sandbox import require
 from weft.sampling_client import SamplingClient
@@ -71,7 +71,7 @@ async def evaluate(
         chats = [Chat(of, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
         try:
             async with room:
-                return list(await evaluation.env.group(task, chats))
+                return [checked(outcome) for outcome in await evaluation.env.group(task, chats)]
         except Exception as error:
             return [error] * evaluation.size
 

@@ -11,6 +11,7 @@ from weft.rl.envs.environment import Environment
 from weft.rl.loops.mixture import mixture, ratios_of
 from weft.rl.loops.rollouts import Groups
 from weft.run_weights import base_model_of
+from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
 from weft.wire.account.limits import PricesResponse
 from weft.wire.account.usage import UsageKind
@@ -22,10 +23,17 @@ async def prices(run: TrainingClient) -> PricesResponse:
     return await run.create_rest_client().get_prices(base_model_of(await run.get_info_async()))
 
 
-async def purse(run: TrainingClient, budget_usd: float | None, spent_nusd: int = 0) -> Purse:
-    """A purse at the prices of now. `spent_nusd` is what earlier lives of the loop have cost."""
+async def purse(run: TrainingClient, budget_usd: float | None, billed_nusd: int = 0, elsewhere_nusd: int = 0) -> Purse:
+    """A purse at the prices of now. Earlier lives of the loop have cost what their runs were billed, and elsewhere."""
     limit = None if budget_usd is None else round(budget_usd * NUSD)
-    return Purse(dict[str, int](**(await prices(run)).rates_uusd_per_mtok), limit, spent_nusd)
+    rates = dict[str, int](**(await prices(run)).rates_uusd_per_mtok)
+    return Purse(rates, limit, billed_nusd + elsewhere_nusd, elsewhere_nusd=elsewhere_nusd)
+
+
+async def prices_of(sampler: SamplingClient) -> Purse:
+    """A purse that tells what is asked of `sampler`, whose base model may be another than the run's."""
+    priced = await sampler.create_rest_client().get_prices(await sampler.get_base_model_async())
+    return Purse(dict[str, int](**priced.rates_uusd_per_mtok))
 
 
 def estimate(

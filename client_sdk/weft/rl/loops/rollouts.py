@@ -23,7 +23,7 @@ from weft.errors import RateLimitError, WeftError
 from weft.rl.chat.chat import Chat, Policy, StaleError
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
-from weft.rl.envs.environment import Environment, Reward
+from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.failures import FATAL, Failures
 from weft.rl.loops.mixture import mixture, ratios_of
@@ -96,6 +96,7 @@ class Rollouts:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, tuple[str, int]] = {}
         self._ready: dict[int, Group] = {}
+        self._training = list[int]()
         self._drawn: Counter[int] = Counter()
         self._base: int | None = None
         self._left = batches
@@ -173,8 +174,7 @@ class Rollouts:
             taken = self.pacer.take()
             if taken:
                 found = [self._ready.pop(number) for number in taken]
-                for number in taken:
-                    self._tried.pop(number, None)
+                self._training = taken
                 self._left = None if self._left is None else self._left - 1
                 await self._cancel(self.pacer.late())
                 self._launch()
@@ -185,16 +185,23 @@ class Rollouts:
     async def step(self, update: Awaitable[Any] | None) -> Any:
         """Wait for the optimizer's step and move rollouts to its weights; None: there was nothing to train on."""
         if update is None:
-            self.pacer.stepped(moved=False)
+            self._stepped(moved=False)
             return None
         sampler = self.run.save_weights_and_get_sampling_client(kind=self._kind)
         done = await update
         await sampler
         if self._kind == "snapshot":
             self.policy.sampler = sampler
-        self.pacer.stepped()
+        self._stepped(moved=True)
         self._launch()
         return done
+
+    def _stepped(self, moved: bool) -> None:
+        """The batch is done with: only now its tasks need not be tried again."""
+        self.pacer.stepped(moved)
+        for number in self._training:
+            self._tried.pop(number, None)
+        self._training = []
 
     def _launch(self) -> None:
         """Start as many groups as there is room for."""
@@ -223,7 +230,10 @@ class Rollouts:
             self._failure(error)
         else:
             self._tasks.pop(number, None)
-            self._ended(number, name, index, found)
+            try:
+                self._ended(number, name, index, found)
+            except Exception as error:  # of a filter or a source, which the next group would meet, too
+                self._error = error
         self._news.set()
 
     async def _roll(self, number: int, name: str, index: int) -> Group:
@@ -238,7 +248,7 @@ class Rollouts:
         finally:
             watching.cancel()
         rollouts = []
-        for chat, outcome in zip(chats, outcomes, strict=True):
+        for chat, outcome in zip(chats, map(checked, outcomes), strict=True):
             if isinstance(outcome, Reward):
                 rollouts.append(Rollout(chat.recorded, outcome.value, dict(outcome.metrics)))
             elif isinstance(outcome, FATAL):
@@ -277,7 +287,7 @@ class Rollouts:
         group.rollouts = [
             rollout for rollout in group.rollouts if all(keep(rollout) for keep in self.groups.keep_rollout)
         ]
-        rejected = next((keep.__name__ for keep in self.groups.keep if group.rollouts and not keep(group)), None)
+        rejected = next((_name_of(keep) for keep in self.groups.keep if group.rollouts and not keep(group)), None)
         if rejected is not None or not group.rollouts:
             self._rejection(rejected or "keep_rollout", rewards)
             self._count(f"rejected_tokens/{rejected or 'keep_rollout'}", drawn)
@@ -346,7 +356,7 @@ class Rollouts:
         return found | {f"waste/{name}": float(count) for name, count in self.waste.items() if name != "nusd"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tasks that were under way are tried again."""
+        """Tasks that were under way, or in a batch that has had no step, are tried again."""
         waiting = [(name, index) for name, each in self._envs.items() for index in each.again]
         return {
             "pacer": self.pacer.state_dict(),
@@ -370,6 +380,11 @@ async def model_limits(run: TrainingClient) -> ModelLimits:
     """What the base model of `run` takes."""
     limits = await run.create_rest_client().get_limits()
     return limits.models[base_model_of(await run.get_info_async())]
+
+
+def _name_of(keep: GroupFilter) -> str:
+    """What the count of those that it rejects is called."""
+    return str(getattr(keep, "__name__", type(keep).__name__))
 
 
 def _on_policy(params: SamplingParams) -> SamplingParams:

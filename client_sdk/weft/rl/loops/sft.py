@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from weft.rl.chat.purse import Purse
-from weft.rl.loops.supervised import Recipe, go
+from weft.rl.loops.supervised import Recipe, Shown, go
 from weft.rl.loops.train import Report
 from weft.training_client import TrainingClient
 from weft.wire.inputs import Datum
@@ -22,18 +22,17 @@ def sft(
     The server packs short sequences together. `test` is scored every so many steps, not trained on: `test/loss`.
     """
 
-    def backward(batch: Sequence[Datum], purse: Purse) -> dict[str, float]:
+    def backward(batch: Sequence[Datum], purse: Purse) -> Shown:
         tokens = _weight(batch)
-        cost = purse.hold(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
-        purse.settle(cost, cost)
+        purse.pay(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
         scaled = [_scaled(datum, 1 / max(1.0, tokens)) for datum in batch]
-        return {"loss": run.forward_backward(scaled, "cross_entropy").result().metrics["loss:sum"], "tokens": tokens}
+        computed = run.forward_backward(scaled, "cross_entropy")
+        return lambda: {"loss": computed.result().metrics["loss:sum"], "tokens": tokens}
 
     def between(step: int, purse: Purse) -> dict[str, float]:
         if not test or (step + 1) % every:
             return {}
-        cost = purse.hold(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
-        purse.settle(cost, cost)
+        purse.pay(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
         return {"test/loss": nll(run, test)}
 
     return go(run, data, backward, Recipe(**recipe), between)

@@ -66,13 +66,15 @@ class JsonLines:
 
 
 class Wandb:
-    """Weights & Biases. Options are those of `wandb.init`; `id` and `resume` continue a run there."""
+    """Weights & Biases. Options are those of `wandb.init`; `id` and `resume` continue a run there. The axis of its
+    curves is `step`: at steps of its own it drops what comes late, as an evaluation's numbers do."""
 
     def __init__(self, **options: Any) -> None:
         self._run = _package("wandb").init(**options)
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -37,8 +37,10 @@ class Recipe:
     seed: int = 0
 
 
-#: Computes the gradient of some items; what to show of it. It asks the purse before it spends.
-Backward = Callable[[Sequence[T], Purse], Mapping[str, float]]
+#: What to show of a gradient, once it is computed.
+Shown = Callable[[], Mapping[str, float]]
+#: Has the gradient of some items computed, and does not wait for it. It asks the purse before it spends.
+Backward = Callable[[Sequence[T], Purse], Shown]
 
 
 def go(
@@ -55,7 +57,7 @@ def go(
     order, report = Shuffled(len(items), recipe.seed), Report()
     state = _resume(run, recipe, steps)
     spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
-    purse = wait(money.purse(run, recipe.budget_usd, spent))
+    purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
     order.drawn = state["step"] * recipe.batch
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))
@@ -64,17 +66,18 @@ def go(
 
     def save() -> None:
         assert recipe.checkpoint is not None
-        wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs}))
+        wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
         save()  # so that a life that dies before its next is counted, too
     try:
         for step in range(report.resumed_at, steps):
-            numbers = dict(backward([items[order.draw()] for _ in range(recipe.batch)], purse))
             rate = rate_of(recipe.learning_rate)(step)
-            update = run.optim_step(recipe.optim.model_copy(update={"learning_rate": rate})).result()
+            shown = backward([items[order.draw()] for _ in range(recipe.batch)], purse)
+            # Sent before anything is waited for: a Ctrl-C between them would leave the gradient to the next step.
+            update = run.optim_step(recipe.optim.model_copy(update={"learning_rate": rate}))
+            numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
-            numbers |= plain(update.metrics or {})
             numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, purse)}
             report.steps.append(numbers)
             run.log(numbers, step)

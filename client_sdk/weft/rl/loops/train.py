@@ -125,7 +125,7 @@ class Loop:
             tell_resumed(recipe.checkpoint, path, state["step"], recipe.steps)
         earlier = state.get("runs", [])
         spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in earlier])
-        self.purse = await money.purse(self.run, recipe.budget_usd, spent)
+        self.purse = await money.purse(self.run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0))
         self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
         making = self.loss.made(self.run)
         handle = await making if making is not None else None
@@ -133,6 +133,8 @@ class Loop:
         self.rollouts = rollouts = self._rollouts()
         if state:
             rollouts.load_state_dict(state["rollouts"])
+            for name, advantage in self._advantages().items():
+                load_advantage(advantage, state.get("advantages", {}).get(name))
             load_advantage(recipe.advantage, state.get("advantage"))
         if recipe.budget_usd is not None and recipe.checkpoint is not None and recipe.steps > self._saved:
             await self._save(self._saved, rollouts)  # so that a life that dies before its next is counted, too
@@ -182,8 +184,7 @@ class Loop:
         data = await self._data(batch)
         update = None
         if data:
-            cost = self.purse.hold(self._price(data))
-            self.purse.settle(cost, cost)
+            self.purse.pay(self._price(data))
             backward = self.loss.forward_backward(self.run, data, handle)
             rate = rate_of(self.recipe.learning_rate)(step)
             update = self.run.optim_step(self.recipe.optim.model_copy(update={"learning_rate": rate}))
@@ -216,12 +217,13 @@ class Loop:
         )
 
     async def _data(self, batch: Batch) -> list[Datum]:
+        recipe, own = self.recipe, self._advantages()
+        return batch.data(recipe.advantage, self.loss, penalty=recipe.penalty, reduce=recipe.reduce, advantages=own)
+
+    def _advantages(self) -> dict[str, Advantage]:
+        """Those of environments that have one of their own."""
         named = self.env if isinstance(self.env, Mapping) else {"": self.env}
-        advantages = {name: env.advantage for name, env in named.items() if env.advantage is not None}
-        recipe = self.recipe
-        return batch.data(
-            recipe.advantage, self.loss, penalty=recipe.penalty, reduce=recipe.reduce, advantages=advantages
-        )
+        return {name: env.advantage for name, env in named.items() if env.advantage is not None}
 
     def _numbers(self) -> dict[str, float]:
         """More of the step, for loops that know more."""
@@ -257,8 +259,10 @@ class Loop:
     async def _save(self, step: int, rollouts: Rollouts) -> None:
         assert self.recipe.checkpoint is not None
         state = {"step": step, "runs": self.runs, "rollouts": rollouts.state_dict()}
+        state["elsewhere_nusd"] = self.purse.elsewhere_nusd
         if (remembered := advantage_state(self.recipe.advantage)) is not None:
             state["advantage"] = remembered
+        state["advantages"] = {name: advantage_state(each) for name, each in self._advantages().items()}
         await self.recipe.checkpoint.save(self.run, step, state)
         self._saved = step
 

@@ -1,7 +1,8 @@
 """`Loss`: a loss by its name on the server, or a function that is traced and run there.
 
 A loss is a sum over positions. The loop scales it in one place: `Loss.datum` multiplies each position by a weight, the
-advantages of the server's own losses and the mask of traced ones.
+advantages of the server's own losses and the mask of traced ones. A term of the server's that has no advantage as a
+factor is scaled by its setting (`PULLS`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import numpy as np
 from weft.future import APIFuture
 from weft.loss_handle import LossHandle
 from weft.training_client import TrainingClient
-from weft.wire.checks.losses import OF_THE_FORWARD
+from weft.wire.checks.losses import LOSSES, OF_THE_FORWARD
 from weft.wire.inputs import Datum
 from weft.wire.tensor import TensorData
 from weft.wire.training import ForwardBackwardOutput
+
+#: Losses with a quadratic term, which pulls towards the sampler whatever the advantage, and the setting that is its
+#: factor. Their data bring `weights` along, which the server does not use: they tell what to scale the setting by.
+PULLS = {"dro": "beta", "stable_reinforce": "kl_coeff"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Loss:
         """Inputs besides `target_tokens`."""
         if self.fn is not None:
             return tuple(inspect.signature(self.fn).parameters)[1:]
-        return ("weights",) if self.name == "cross_entropy" else ("logprobs", "advantages")
+        if self.name == "cross_entropy":
+            return ("weights",)
+        return ("logprobs", "advantages", "weights") if self.name in PULLS else ("logprobs", "advantages")
 
     def made(self, run: TrainingClient) -> APIFuture[LossHandle] | None:
         """The loss as the server of `run` knows it; None for its own."""
@@ -70,8 +77,22 @@ class Loss:
     ) -> APIFuture[ForwardBackwardOutput]:
         """One pass over `data`, which `datum` has made; `handle` is what `made` gave."""
         if handle is None:
-            return run.forward_backward(data, self.name, dict(self.config))
+            return run.forward_backward(data, self.name, self._scaled(data))
         return run.forward_backward_custom(data, handle)
+
+    def _scaled(self, data: Sequence[Datum]) -> dict[str, float]:
+        """The settings, with that of a quadratic term times the data's weight."""
+        pull = PULLS.get(self.name)
+        if pull is None:
+            return dict(self.config)
+        found = sorted({float(np.max(datum.loss_fn_inputs["weights"].to_numpy())) for datum in data} - {0.0})
+        if len(found) > 1:
+            raise ValueError(
+                f"the loss {self.name!r} is given data of weights {found[0]:g} and {found[-1]:g} at once, and has one"
+                f" {pull!r} for all: give each weight's data by themselves"
+            )
+        setting = self.config.get(pull, LOSSES[self.name].config[pull])
+        return {**self.config, pull: float(setting or 0.0) * (found[0] if found else 1.0)}
 
 
 def cross_entropy() -> Loss:

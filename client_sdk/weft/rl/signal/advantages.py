@@ -17,8 +17,9 @@ Advantage = Callable[[Sequence[float]], list[float]]
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
     """s - mean, which is that of exact numbers: equal rewards give 0, and nothing that a division makes large."""
-    mean = statistics.mean(rewards)
-    return [float(s - mean) for s in rewards]
+    given = [float(s) for s in rewards]  # the mean of numpy's integers would be an integer
+    mean = statistics.mean(given)
+    return [s - mean for s in given]
 
 
 def grpo(rewards: Sequence[float], *, unbiased: bool = True, eps: float = 1e-6) -> list[float]:
@@ -39,13 +40,13 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 def maxrl(rewards: Sequence[float]) -> list[float]:
     """(s - mean) / mean, and 0 where the mean is not positive: rare successes count most."""
-    mean = statistics.mean(rewards)
+    mean = statistics.mean(map(float, rewards))
     return [c / mean for c in dr_grpo(rewards)] if mean > 0 else [0.0] * len(rewards)
 
 
 def reinforce(rewards: Sequence[float]) -> list[float]:
     """s itself."""
-    return list(rewards)
+    return [float(s) for s in rewards]
 
 
 class RunningBaseline:

@@ -20,10 +20,11 @@ Penalty = Callable[[Sequence[float], Sequence[Size]], list[float]]
 
 
 def linear(drawn: float = 0.25, read: float = 0.1, turns: float = 0.1) -> Penalty:
-    """s - mean(s) (drawn d/max d + read r/max r + turns t/max t): nothing is taken where nobody succeeds (prime-rl)."""
+    """s - max(0, mean(s)) (drawn d/max d + read r/max r + turns t/max t), as prime-rl's: nothing is taken where nobody
+    succeeds. Rewards whose mean is negative stay as they are, where its formula would pay for length."""
 
     def penalty(rewards: Sequence[float], sizes: Sequence[Size]) -> list[float]:
-        mean = sum(rewards) / len(rewards)
+        mean = max(0.0, sum(rewards) / len(rewards))
         most_drawn = max(1, *(size.drawn for size in sizes))
         most_read = max(1, *(size.read for size in sizes))
         most_turns = max(1, *(size.turns for size in sizes))
