@@ -255,11 +255,11 @@ class Stranger:
 @pytest.mark.parametrize(
     "connector", ["ExampleConnector", "LMCacheConnectorV1", "MultiConnector", "NixlConnector", None]
 )
-def test_a_server_whose_connector_mixes_organisations_is_not_used(connector: str | None) -> None:
+def test_a_server_whose_connector_mixes_organisations_is_not_used(tmp_path: Path, connector: str | None) -> None:
     """One half of a pair that prefills and decodes apart is used as a whole one."""
 
     async def came_up() -> VllmServer:
-        server = VllmServer(url="http://10.0.0.7:8000")
+        server = VllmServer(tmp_path, url="http://10.0.0.7:8000")
         await server.client.close()
         server.client = Stranger(connector)  # type: ignore[assignment]
         waits: list[asyncio.Task[object]] = [
