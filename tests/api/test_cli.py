@@ -208,12 +208,15 @@ def test_a_data_folder_has_one_server(tmp_path: Path) -> None:
         pass  # a killed server leaves no lock behind
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "weft.toml"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        message = refused("serve", "--data-dir", str(tmp_path), "--port", str(port))
+        file.write_text(f"data_dir = 'data'\n{name} = {port}\n" + ("port = 0\n" if name != "port" else ""))
+        message = refused("serve", "--config", str(file))
     assert message == f"weftd: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 
