@@ -390,6 +390,12 @@ def test_org_names(tmp_path: Path, org: str) -> None:
     assert "--org must be" in refused("key", "create", "--data-dir", str(tmp_path), "--org", org)
 
 
+@pytest.mark.parametrize("name", ["x" * 129, "two\nlines"])
+def test_what_a_key_is_called_fits_a_line_and_every_database(tmp_path: Path, name: str) -> None:
+    message = refused("key", "create", "--data-dir", str(tmp_path), "--org", "acme", "--name", name)
+    assert message == "weftd: --name must be at most 128 printable characters\n"
+
+
 def test_a_database_that_cannot_be_opened_or_asked_is_one_line(tmp_path: Path) -> None:
     """As on a disk that is read-only, or in the folder of another user."""
     (tmp_path / "weft.db").mkdir()
