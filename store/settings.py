@@ -11,6 +11,7 @@ import tomllib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -20,7 +21,10 @@ from store.environment import SettingsError as SettingsError
 from store.environment import from_environment, over
 from store.people.oidc_settings import OidcSettings
 
-Positive = Annotated[int, Field(gt=0)]
+#: More than a 64-bit number has no database and no worker.
+_MOST = 2**63 - 1
+Positive = Annotated[int, Field(gt=0, le=_MOST)]
+Natural = Annotated[int, Field(ge=0, le=_MOST)]
 
 #: Where a worker's model lives: auto is a GPU when there is one. Both workers may use the same.
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
@@ -37,6 +41,15 @@ def _half_the_cores() -> int:
 def _network(value: str) -> str:
     """An address or a network; ValueError otherwise."""
     ipaddress.ip_network(value, strict=False)
+    return value
+
+
+def _redis(value: str) -> str:
+    """A URL as redis-py takes it, or none; ValueError otherwise, without what it holds."""
+    parts = urlsplit(value)
+    if value and (parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path)):
+        raise ValueError("a Redis is redis://HOST:PORT/NUMBER, rediss://.. or unix://PATH")
+    _ = parts.port  # ValueError where it is no number
     return value
 
 
@@ -71,9 +84,9 @@ class TrainerSettings(_Section):
     snapshot_every_tokens: Positive = 65_536
     #: Memory for the states of runs (weights, moments, gradient), on the device if the trainer has one; the others are
     #: paged out. 0: what is left of the memory (`weftd plan`), on a CPU half of it; trainers of one server share it.
-    resident_bytes: Annotated[int, Field(ge=0)] = 0
+    resident_bytes: Natural = 0
     #: With a device: memory of the host for runs that are paged out of it; beyond, they are in files. 0: half.
-    host_bytes: Annotated[int, Field(ge=0)] = 0
+    host_bytes: Natural = 0
     #: Seconds that a pass of `pass_tokens` may take. A trainer that needs longer is ended, and its work done again.
     pass_limit_s: Annotated[float, Field(gt=0)] = 900.0
     #: Seconds that an uploaded loss may take for each 1,024 of its cost: then the trainer is ended, and its operation
@@ -120,12 +133,12 @@ class GeneratorSettings(_Section):
     device: Device = "auto"
     dtype: Dtype = "auto"
     #: Sequences that are decoded at the same time; 0: as memory allows, at most 32 on a CPU and 64 on a GPU.
-    slots: Annotated[int, Field(ge=0)] = 0
+    slots: Natural = 0
     #: The longest sequence, prompt and completion; a model's own context holds as well.
     context_tokens: Positive = 8192
     #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take, or half of
     #: what is left of the memory. With less, the youngest sequences are set aside when they all grow long.
-    kv_tokens: Annotated[int, Field(ge=0)] = 0
+    kv_tokens: Natural = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
     #: Prompt lookup: a step tries up to this many tokens more of a sequence whose last ones have stood in it before, in
@@ -136,9 +149,9 @@ class GeneratorSettings(_Section):
     packed: bool | Literal["auto"] = "auto"
     #: Memory, of each base model, for adapters that are sampled from, those in use and those that were; 0: as memory
     #: allows. Requests wait for others to release what they need; one that is larger comes in alone.
-    adapter_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    adapter_cache_bytes: Natural = 0
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
-    prefix_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
+    prefix_cache_bytes: Natural = 512 << 20
 
     @property
     def kinds(self) -> list[EngineKind]:
@@ -265,7 +278,7 @@ class Settings(_Section):
     database_url: str = ""
     #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one place for
     #: blobs (docs/production.md). Empty: the embedded service.
-    redis_url: str = ""
+    redis_url: Annotated[str, AfterValidator(_redis)] = ""
     #: Bodies, results and weights in an S3-compatible store, s3://BUCKET/PREFIX, whose endpoint, region and credentials
     #: are in the usual environment (docs/production.md). Empty: in the data folder.
     blob_url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?$")] = ""
@@ -321,11 +334,11 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
         values = over(values, _read(config_file))
     within = ("engine", "trainers", "trainer_ranks")  # of a section
     values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
-    for given, field in (("trainers", "replicas"), ("trainer_ranks", "ranks")):
-        if overrides.get(given) is not None:
-            values["trainer"] = {**values.get("trainer", {}), field: overrides[given]}
-    if overrides.get("engine"):
-        values["generator"] = {**values.get("generator", {}), "replicas": list(overrides["engine"])}
+    asked = [("trainer", "replicas", overrides.get("trainers")), ("trainer", "ranks", overrides.get("trainer_ranks"))]
+    asked.append(("generator", "replicas", list(overrides.get("engine") or ()) or None))
+    for section, field, value in asked:
+        if value is not None and isinstance(values.get(section, {}), dict):  # else it is refused below
+            values[section] = {**values.get(section, {}), field: value}
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:

@@ -61,7 +61,7 @@ def create_app(
     settings: Settings, cards: dict[str, ModelCard], database: Database, blobs: Blobs, prices: PriceList
 ) -> FastAPI:
     """The whole service. `app.state` has `ready`, which waits until the workers are there, and `stopping`, to be called
-    when a shutdown begins. It may be given a `nursery` of workers, which its owner closes."""
+    when a shutdown begins. It may be given a `nursery` of workers, which its owner closes, and a `metrics_socket`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -100,7 +100,8 @@ def create_app(
 def _metrics(
     app: FastAPI, settings: Settings, machines: Machines, database: Database
 ) -> AbstractAsyncContextManager[int | None]:
-    if not settings.metrics_port:
+    sock = getattr(app.state, "metrics_socket", None)
+    if sock is None:
         return nullcontext()
     # Its library takes a while, and most servers have no port.
     from api.server.prometheus import Stored, metrics_server, render
@@ -120,7 +121,7 @@ def _metrics(
         own = vitals(state.traffic, getattr(state, "gate", None), machines.processes(), settings.data_dir)
         return render(machines.journal.meters, machines.stats(), found, own)
 
-    return metrics_server(settings.host, settings.metrics_port, text)
+    return metrics_server(sock, text)
 
 
 def parts_of(

@@ -7,6 +7,7 @@ names. What belongs to one run is at /api/v1/weft/runs/{run_id}/health.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -168,8 +169,8 @@ def _by_kind(name: str, about: str, found: Mapping[str, Histogram]) -> Metric:
 
 
 @asynccontextmanager
-async def metrics_server(host: str, port: int, text: Callable[[], Awaitable[str]]) -> AsyncIterator[int]:
-    """Answer GET /metrics at that address meanwhile; yields the port, which `port` 0 leaves to the system."""
+async def metrics_server(sock: socket.socket, text: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
+    """Answer GET /metrics at that address meanwhile."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -189,9 +190,9 @@ async def metrics_server(host: str, port: int, text: Callable[[], Awaitable[str]
         finally:
             writer.close()
 
-    server = await asyncio.start_server(answer, host, port, limit=MAX_REQUEST_BYTES)
+    server = await asyncio.start_server(answer, sock=sock, limit=MAX_REQUEST_BYTES)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield
     finally:
         server.close()
         await server.wait_closed()

@@ -64,13 +64,14 @@ def serve(settings: Settings) -> int:
     if unnamed := prices.unnamed(settings.models, datetime.now(UTC)):
         log.warning("%s", unnamed)
     alone = nullcontext() if settings.redis_url else only_one(settings.data_dir)
-    with alone, listening(settings.host, settings.port) as sock:
+    metrics = listening(settings.host, settings.metrics_port) if settings.metrics_port else nullcontext()
+    with alone, listening(settings.host, settings.port) as sock, metrics as metrics_sock:
         tables: list[str] = []
         if not settings.redis_url:
             settings, tables = with_plan(settings, cards)
         programs = [] if settings.redis_url else worker_programs(settings, cards)
         with _nursery(programs) as nursery:
-            return _serve(settings, cards, prices, sock, nursery, tables)
+            return _serve(settings, cards, prices, sock, metrics_sock, nursery, tables)
 
 
 def _serve(
@@ -78,6 +79,7 @@ def _serve(
     cards: dict[str, ModelCard],
     prices: PriceList,
     sock: socket.socket,
+    metrics_sock: socket.socket | None,
     nursery: Nursery | None,
     tables: Sequence[str],
 ) -> int:
@@ -102,7 +104,7 @@ def _serve(
             blobs.clear_unfinished()
             shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # of trainers, which are gone
         app = create_app(settings, cards, database, blobs, prices)
-        app.state.nursery = nursery
+        app.state.nursery, app.state.metrics_socket = nursery, metrics_sock
         for table in tables:
             log.info("the plan of memory (docs/operating.md):\n%s", table)
         server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)

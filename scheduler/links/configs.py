@@ -81,9 +81,10 @@ class TorchConfig(msgspec.Struct, frozen=True, tag=True):
 
 class VllmConfig(msgspec.Struct, frozen=True, tag=True):
     """vLLM: the command `program`, which the worker starts, or one that is there already at `url`. Adapters are
-    written to `folder`, which is emptied. It has room for `max_adapters` in one batch, of `max_rank` at most, and on a
-    CPU `kv_bytes` for keys and values. `options` are vLLM's own, `gpus` the numbers of those of each model's vLLM.
-    `lossy_adapters`: serve adapters though options make its numbers others than the trainer's."""
+    written to `folder`, which is emptied; to a temporary one without. It has room for `max_adapters` in one batch, of
+    `max_rank` at most, and on a CPU `kv_bytes` for keys and values. `options` are vLLM's own, `gpus` the numbers of
+    those of each model's vLLM. `lossy_adapters`: serve adapters though options make its numbers others than the
+    trainer's."""
 
     folder: str
     program: str = ""

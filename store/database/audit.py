@@ -110,7 +110,7 @@ def verify(session: Session, org_id: str, known_head: str | None = None) -> Verd
         if values["hash"] != chain_hash(values):
             problems.append(f"entry {values['id']} ({values['event']} {values['target']}) was changed")
         last = values["hash"]
-    if known_head and all(values["hash"] != known_head for values in rows):
+    if known_head is not None and all(values["hash"] != known_head for values in rows):
         problems.append(f"the entry with hash {known_head} is gone: the end of the log was cut off")
     return Verdict(org_id, len(rows), last, tuple(problems))
 

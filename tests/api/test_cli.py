@@ -208,12 +208,15 @@ def test_a_data_folder_has_one_server(tmp_path: Path) -> None:
         pass  # a killed server leaves no lock behind
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "weft.toml"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        message = refused("serve", "--data-dir", str(tmp_path), "--port", str(port))
+        file.write_text(f"data_dir = 'data'\n{name} = {port}\n" + ("port = 0\n" if name != "port" else ""))
+        message = refused("serve", "--config", str(file))
     assert message == f"weftd: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 
@@ -385,6 +388,12 @@ def test_key_list_and_revoke(tmp_path: Path) -> None:
 @pytest.mark.parametrize("org", ["", " a", "a\n", "x" * 129])
 def test_org_names(tmp_path: Path, org: str) -> None:
     assert "--org must be" in refused("key", "create", "--data-dir", str(tmp_path), "--org", org)
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "two\nlines"])
+def test_what_a_key_is_called_fits_a_line_and_every_database(tmp_path: Path, name: str) -> None:
+    message = refused("key", "create", "--data-dir", str(tmp_path), "--org", "acme", "--name", name)
+    assert message == "weftd: --name must be at most 128 printable characters\n"
 
 
 def test_a_database_that_cannot_be_opened_or_asked_is_one_line(tmp_path: Path) -> None:

@@ -90,6 +90,23 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_an_export_that_fails_leaves_nothing_that_looks_like_one(two: tuple[str, str], tmp_path: Path) -> None:
+    """Half of one would be taken for all, and the next try be refused for it."""
+    log = tmp_path / "telemetry" / "2026-11-22" / f"{two[0]}.jsonl"
+    said = log.read_text()
+    log.unlink()
+    log.mkdir()  # as unreadable as on a disk that fails
+    made = run(tmp_path, "export", "acme", tmp_path / "out" / "acme")
+    assert (made.exit_code, len(made.stderr.splitlines())) == (2, 1), made.exception
+    assert list((tmp_path / "out").iterdir()) == []
+    log.rmdir()
+    log.write_text(said)
+    assert run(tmp_path, "export", "acme", tmp_path / "out" / "acme").exit_code == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["acme"]
+    made = run(tmp_path, "export", "acme", log / "out")
+    assert (made.exit_code, len(made.stderr.splitlines())) == (2, 1), made.exception
+
+
 def test_an_export_holds_all_that_is_owned_and_no_secret(
     two: tuple[str, str], database: Database, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 from api.server.prometheus import Stored, metrics_server, render
+from api.server.serve import listening
 from billing.money.alerts import MoneyGauges
 from scheduler.journal.ending.meters import BOUNDS_S, Meters
 from scheduler.order.operations import Operation, Outcome
@@ -95,11 +96,13 @@ def test_the_server_answers_get_metrics_and_nothing_else() -> None:
         return "weft_up 1\n"
 
     async def story() -> None:
-        async with metrics_server("127.0.0.1", 0, up) as port:
-            good = await ask(port, "GET /metrics")
-            assert good.startswith("HTTP/1.1 200")
-            assert good.endswith("\r\n\r\nweft_up 1\n")
-            for line in ("POST /metrics", "GET /", "GET", "nonsense"):
-                assert (await ask(port, line)).startswith("HTTP/1.1 404")
+        with listening("127.0.0.1", 0) as sock:
+            async with metrics_server(sock, up):
+                port = sock.getsockname()[1]
+                good = await ask(port, "GET /metrics")
+                assert good.startswith("HTTP/1.1 200")
+                assert good.endswith("\r\n\r\nweft_up 1\n")
+                for line in ("POST /metrics", "GET /", "GET", "nonsense"):
+                    assert (await ask(port, line)).startswith("HTTP/1.1 404")
 
     asyncio.run(story())

@@ -63,8 +63,11 @@ EACH = (*LOST, LEAVES)
     ],
 )
 def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
-    own_weftd: Start, tmp_path: Any, shard: str, base_dir: str, losses: tuple[int, ...]
+    own_weftd: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shard: str, base_dir: str, losses: tuple[int, ...]
 ) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     config = tmp_path / "weft.toml"
     bounds = f"threads = 1\npass_limit_s = 8.0\nshard = '{shard}'\n"
     config.write_text(f"base_dir = '{base_dir}'\ndrain_s = 3.0\n[trainer]\n{bounds}")
@@ -95,3 +98,4 @@ def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
     assert done == events == 2 * len(TENANTS) * STEPS
     assert server.stop() == 0
     assert not any(psutil.pid_exists(pid) for pid in lost)
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

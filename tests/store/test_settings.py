@@ -43,6 +43,14 @@ def test_the_command_line_wins_and_paths_are_relative_to_the_file(tmp_path: Path
     assert settings.models == {"Qwen/Q": tmp_path / "m/q"}
 
 
+@pytest.mark.parametrize("option", [{"trainers": 2}, {"trainer_ranks": 2}, {"engine": ("vllm",)}])
+def test_a_section_that_is_none_is_one_line_beside_the_options_that_go_into_it(
+    tmp_path: Path, option: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingsError, match=r"(trainer|generator): Input should be"):
+        load_settings(write(tmp_path, "data_dir = 'x'\ntrainer = 3\ngenerator = 3"), **option)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -56,6 +64,9 @@ def test_the_command_line_wins_and_paths_are_relative_to_the_file(tmp_path: Path
         ("data_dir = 'x'\nmodels = 3", "models"),
         ("data_dir = 'x'\n[trainer]\nranks = 2\ndevice = 'cuda:1'", r"trainer: .*each of 2 ranks has a GPU of its own"),
         ("data_dir = 'x'\n[trainer]\nnodes = 2", r"trainer: .*2 nodes need a rendezvous"),
+        ("data_dir = 'x'\nredis_url = 'localhost:6379'", r"redis_url: .*a Redis is redis://HOST:PORT/NUMBER"),
+        ("data_dir = 'x'\nredis_url = 'redis://:secret@host:port'", "redis_url: .*Port could not be cast"),
+        ("data_dir = 'x'\n[generator]\nslots = 9223372036854775808", r"generator\.slots: .*less than or equal"),
         ("port = 1", "data_dir: is missing: .*--data-dir"),
         ("port =", "not TOML"),
     ],

@@ -34,8 +34,8 @@ from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
+from workers.scratch import scratch
 from workers.trainer.runs.held import Send, Tell
-from workers.trainer.runs.pages import temporary_pages
 from workers.trainer.runs.residency import Residency
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
@@ -141,7 +141,7 @@ def serve_all(
     from scheduler.links.train_link import TrainerLink  # with the client of Redis
 
     while not stop.is_set:
-        with temporary_pages() as pages:
+        with scratch("paged") as pages:
             trainer = begin(pages)
             with (
                 suppress(EOFError),

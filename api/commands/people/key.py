@@ -41,6 +41,8 @@ def create(
 ) -> None:
     """Print a new key. It cannot be shown again."""
     check_org_name(org)
+    if len(name) > 128 or not name.isprintable():
+        refuse("--name must be at most 128 printable characters")
 
     def write(session: Session) -> str:
         org_id = organisations.organisation_named(session, org).id

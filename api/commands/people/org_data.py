@@ -7,6 +7,7 @@ Deleting takes rows and files of work and of people, and leaves money's records 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from store.database import audit
 from store.database.owned import DELETED, rows_of
 from store.people.keys import revoke_row
 from store.people.organisations import PeopleError
+from store.settings import Settings
 from store.tables import Checkpoint, Operation, Organisation, Run, Sampler, SessionTurn
 
 _README = """What {name} owned on this service at {at}.
@@ -50,27 +52,43 @@ SHA256SUMS    of every file, for sha256sum --check
 @click.argument("name")
 @click.argument("target", type=click.Path(path_type=Path))
 def export(data_dir: Path | None, config: Path | None, name: str, target: Path) -> None:
-    """Write all that organisation NAME owns into the folder TARGET, which must not be there. The service may run."""
+    """Write all that organisation NAME owns into the folder TARGET, which must not be there. The service may run.
+
+    TARGET is there only once it is whole."""
     settings = settings_of(config, data_dir)
     if target.exists():
         refuse(f"{target} is there already: name a new folder")
-    with database_of(config, data_dir) as database, database.read() as session:
-        blobs = blobs_of(settings)
-        try:
-            org = organisation(session, name)
-        except PeopleError as error:
-            refuse(str(error))
-        rows = _export_rows(session, org.id, target / "tables")
-        missing = sum(not _copy_folder(blobs, ref, target / place) for ref, place in _folders(session, org.id))
-        missing += sum(not _copy_file(blobs, ref, target / place) for ref, place in _files(session, org.id))
-        for data, place in _small(session, org.id):
-            _write(target / place, data)
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        refuse(f"cannot write to {partial}: {error.strerror}")
+    try:
+        with database_of(config, data_dir) as database, database.read() as session:
+            rows, missing = _export_rows_and_files(session, settings, name, partial)
+        files = files_of(partial)
+        write_sums(partial, {file: digest_of(partial / file) for file in files})
+        partial.rename(target)
+    except (OSError, PeopleError) as error:
+        refuse(f"nothing was exported: {error}")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    click.echo(f"{target}\t{rows} rows\t{len(files)} files\t{missing} that are not kept any more")
+
+
+def _export_rows_and_files(session: Session, settings: Settings, name: str, target: Path) -> tuple[int, int]:
+    """How many rows, and how many files are not kept any more."""
+    blobs = blobs_of(settings)
+    org = organisation(session, name)
+    rows = _export_rows(session, org.id, target / "tables")
+    missing = sum(not _copy_folder(blobs, ref, target / place) for ref, place in _folders(session, org.id))
+    missing += sum(not _copy_file(blobs, ref, target / place) for ref, place in _files(session, org.id))
+    for data, place in _small(session, org.id):
+        _write(target / place, data)
     for file in settings.data_dir.glob(f"telemetry/*/{org.id}.jsonl"):
         _write(target / "telemetry" / f"{file.parent.name}.jsonl", file.read_bytes())
     (target / "README").write_text(_README.format(name=name, at=datetime.now(UTC).isoformat(timespec="seconds")))
-    files = files_of(target)
-    write_sums(target, {file: digest_of(target / file) for file in files})
-    click.echo(f"{target}\t{rows} rows\t{len(files)} files\t{missing} that are not kept any more")
+    return rows, missing
 
 
 def _export_rows(session: Session, org_id: str, folder: Path) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -56,8 +55,9 @@ def embedded_workers(settings: Settings, models: Mapping[str, Path]) -> list[Wor
     programs = [_program(role, _trainer(settings, models, trainers, f"pages/{role}")) for role in roles]
     here = count()
     for number, kind in enumerate(settings.generator.kinds, start=1):
-        role, folder = _numbered("generator", number), settings.data_dir / "vllm" / _numbered("generator", number)
+        role = _numbered("generator", number)
         url = urls.pop(0) if urls and kind == "vllm" else ""
+        folder = str(settings.data_dir / "vllm" / role)
         engine = _vllm(settings, models, url, folder, here) if kind == "vllm" else _torch(settings.generator)
         programs.append(_program(role, _generator(settings, models, engine)))
     return programs
@@ -68,11 +68,8 @@ def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> Wo
     if role == "trainer":
         return _program(role, _trainer(settings, models))
     kind, urls = settings.generator.kinds[0], _vllm_urls(settings, models)
-    # The data folder is for all, this one its own.
-    folder = Path(tempfile.mkdtemp(prefix="weft-vllm-")) if kind == "vllm" else Path()
-    engine = (
-        _vllm(settings, models, "".join(urls[:1]), folder, count()) if kind == "vllm" else _torch(settings.generator)
-    )
+    # The data folder is for all: this one writes its adapters to a temporary one.
+    engine = _vllm(settings, models, "".join(urls[:1]), "", count()) if kind == "vllm" else _torch(settings.generator)
     return _program(role, _generator(settings, models, engine))
 
 
@@ -142,11 +139,11 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
     )
 
 
-def _vllm(settings: Settings, models: Mapping[str, Path], url: str, folder: Path, here: Iterator[int]) -> VllmConfig:
+def _vllm(settings: Settings, models: Mapping[str, Path], url: str, folder: str, here: Iterator[int]) -> VllmConfig:
     """`here` numbers those that are started here."""
     vllm = settings.generator.vllm
     return VllmConfig(
-        folder=str(folder),
+        folder=folder,
         program="" if url else str(_vllm_program(settings)),
         url=url,
         max_adapters=vllm.max_adapters,

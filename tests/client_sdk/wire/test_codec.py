@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from weft.wire import TensorData
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.codec import (
@@ -33,6 +37,15 @@ def int64(*values: int) -> bytes:
 
 def float32(*values: float) -> bytes:
     return np.array(values, np.float32).tobytes()
+
+
+def test_the_oldest_protobuf_that_the_client_takes_loads_the_messages() -> None:
+    """Protobuf refuses messages that a newer protoc has written: `import weft` would fail."""
+    written = re.search(r"# Protobuf Python Version: ([\d.]+)", Path(pb.__file__).read_text())
+    project = tomllib.loads((Path(__file__).parents[3] / "client_sdk/pyproject.toml").read_text())["project"]
+    [needed] = [found for found in map(Requirement, project["dependencies"]) if found.name == "protobuf"]
+    assert written is not None
+    assert [(one.operator, one.version) for one in needed.specifier] == [(">=", written[1])]
 
 
 def request_with(tensor: pb.Tensor, name: str = "weights") -> bytes:

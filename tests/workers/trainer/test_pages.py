@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from workers.trainer.runs.pages import PageError, PageStore, temporary_pages
-
-ROOT = Path(__file__).parents[3]
+from workers.trainer.runs.pages import PageError, PageStore
 
 
 def page(value: float, *sizes: int) -> list[torch.Tensor]:
@@ -64,37 +59,3 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     store.drop("a")
     with pytest.raises(PageError):
         read(store, "a", 100)
-
-
-PAGES = """
-from workers.trainer.runs.pages import temporary_pages
-with temporary_pages() as folder:
-    (folder / "1.page").write_bytes(bytes(1 << 20))
-    print(folder, flush=True)
-    input()
-"""
-
-
-def test_what_a_killed_trainer_has_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that a tenant's loss had killed left its runs on the disk, until there was no room on it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    (tmp_path / "weft-paged-file").write_text("not ours")
-    command = [sys.executable, "-c", PAGES]
-    pipe = subprocess.PIPE
-    workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) for _ in range(2)]
-    try:
-        killed, other = (Path(worker.stdout.readline().strip()) for worker in workers if worker.stdout)
-        workers[0].kill()
-        workers[0].wait()
-        assert (killed / "1.page").is_file()
-        with temporary_pages() as own:
-            assert own.is_dir()
-            assert not killed.exists()
-            assert (other / "1.page").is_file()
-        workers[1].communicate("\n", timeout=60)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert [path.name for path in tmp_path.iterdir()] == ["weft-paged-file"]

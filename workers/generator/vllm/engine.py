@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
 from workers.generator.vllm.serving import Serving
 from workers.generator.vllm.tally import Tally
 from workers.model.config import DecoderConfig
+from workers.scratch import scratch
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class VllmEngine:
         slots: int,
         context: int,
         limits: LoraLimits,
-        folder: Path,
+        folder: Path | None = None,
         launch: Launch | None = None,
         url: str = "",
         decode_text: DecodeText | None = None,
@@ -60,11 +62,14 @@ class VllmEngine:
         rounds: str = "",
     ) -> None:
         """vLLM as a child (`launch`) or at `url`. Adapters are written to `folder`, which a vLLM at a URL must see
-        under the same path; it is emptied at the start and deleted at the end. `rounds`: what of the model it rounds
-        and the trainer does not. `lossy_adapters`: adapters also then, or where its options round weights or keys."""
+        under the same path; it is emptied at the start and deleted at the end. None: to a temporary one. `rounds`: what
+        of the model it rounds and the trainer does not. `lossy_adapters`: adapters also then, or where its options
+        round weights or keys."""
         self._config, self._eos, self._slots, self._context = config, eos_token_ids, slots, context
         self._decode_text, self._lossy_adapters = decode_text, lossy_adapters
-        self._folder = folder
+        self._ends = ExitStack()
+        place = self._ends.enter_context(scratch("vllm"))
+        self._folder = folder = folder or place / "adapters"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
         self._tally = Tally()
@@ -72,11 +77,11 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._call(self._begin(folder, launch, url, limits, rounds)).result()
+        self._call(self._begin(place, launch, url, limits, rounds)).result()
 
-    async def _begin(self, folder: Path, launch: Launch | None, url: str, limits: LoraLimits, rounds: str) -> None:
-        self._server = VllmServer(launch, url, rounds)
-        self._policies = Policies(self._server.client, self._config, limits, folder)
+    async def _begin(self, place: Path, launch: Launch | None, url: str, limits: LoraLimits, rounds: str) -> None:
+        self._server = VllmServer(place, launch, url, rounds)
+        self._policies = Policies(self._server.client, self._config, limits, self._folder)
         self._serving = Serving(self._server, self._policies, self._slots, self._eos, self._tally, self._lossy_adapters)
         self._keeping = asyncio.create_task(self._server.keep())
 
@@ -112,6 +117,7 @@ class VllmEngine:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._ends.close()
 
     # -- the contract
 

@@ -1,8 +1,11 @@
 """Runs a command that must not outlive its parent: `python guard.py COMMAND...`, with the parent's pipe as stdin.
 
-vLLM is several processes, which the kernel does not end with the one that started them. All are in this process's
-session; when the command ends or the pipe closes (the parent is gone, however it went), all are killed. Should this
-process itself be killed, the kernel ends the command with it.
+vLLM is several processes, which the kernel does not end with the one that started them. All are in one process group;
+when the command ends or the pipe closes (the parent is gone, however it went), all are killed. Should this process
+itself be killed, the kernel ends the command with it.
+
+Python's trackers of shared memory are left: they end by themselves when nobody is there whose memory they track, and
+remove what has not been removed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 #: prctl(2): the signal that a process gets when its parent has died.
 PR_SET_PDEATHSIG = 1
@@ -31,7 +37,22 @@ def main() -> None:
     command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=end_with_guard)
     ended = os.pidfd_open(command.pid)
     select.select([sys.stdin, ended], [], [])
-    os.killpg(0, signal.SIGKILL)
+    while others := [process for process in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_to_end(process)]:
+        for process in others:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def is_to_end(process: int) -> bool:
+    """One of this process's group that is alive and no tracker."""
+    try:
+        if process == os.getpid() or os.getpgid(process) != os.getpgid(0):
+            return False
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and b"multiprocessing.resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 if __name__ == "__main__":

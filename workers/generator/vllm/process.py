@@ -51,7 +51,7 @@ def vllm_engine(
         slots=slots,
         context=context,
         limits=limits,
-        folder=Path(config.folder, card.name.replace("/", "--")),
+        folder=Path(config.folder, card.name.replace("/", "--")) if config.folder else None,
         launch=None if config.url else launch,
         url=config.url,
         decode_text=text_decoder(card.path),

@@ -79,11 +79,14 @@ class Launch:
             words += ["--api-server-count", "1"]
         return words + (["--enforce-eager"] if self.cpu else [])
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, place: Path) -> dict[str, str]:
+        """Its temporary files are in `place`, but for what it has compiled, which the next one finds."""
         folder = self.program.parent
         found = {**os.environ, "PATH": f"{folder}:{os.environ.get('PATH', '')}", "HF_HUB_OFFLINE": "1"}
         found.pop("PYTHONPATH", None)  # it names this environment's packages, not vLLM's
         found |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        found["TMPDIR"] = str(place)
+        found.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         found |= {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
         if self.cpu:
@@ -98,14 +101,13 @@ class Launch:
 
 
 class VllmServer:
-    """With `launch`, a child that listens on a socket of its own; without, whatever answers at `url`. `rounds`: why its
-    numbers are not the trainer's with any options."""
+    """With `launch`, a child that listens on a socket of its own; without, whatever answers at `url`. `place` is a
+    temporary folder (the path of a UNIX socket may have about a hundred bytes, which a data folder's may exceed), with
+    all that vLLM leaves behind in such. `rounds`: why its numbers are not the trainer's with any options."""
 
-    def __init__(self, launch: Launch | None = None, url: str = "", rounds: str = "") -> None:
-        # The path of a UNIX socket may have about a hundred bytes, which a data folder's may exceed.
-        self._launch = launch
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")
-        self._socket = Path(self._folder.name) / "http.sock"
+    def __init__(self, place: Path, launch: Launch | None = None, url: str = "", rounds: str = "") -> None:
+        self._launch, self._place = launch, place
+        self._socket = place / "http.sock"
         self.url = url or f"unix:{self._socket}"
         self.client = VllmClient(self.url)
         self.ready = asyncio.Event()
@@ -120,7 +122,6 @@ class VllmServer:
 
     async def close(self) -> None:
         await self.client.close()
-        self._folder.cleanup()
 
     def lost(self) -> None:
         """Call when a request finds that the server does not answer."""
@@ -155,7 +156,7 @@ class VllmServer:
             *guard,
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),
-            env=self._launch.environment(),
+            env=self._launch.environment(self._place),
             start_new_session=True,
         )
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 #: Where nothing is known (not Linux).
 UNKNOWN_BYTES = 1 << 62
 
-#: Of the container that this process is in.
-CGROUP = Path("/sys/fs/cgroup")
+#: What limits the memory of groups of processes, containers and services of systemd, and which group this one is in.
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def free_bytes() -> int:
-    """Of the host's memory, what can be allocated now. In a container the cgroup's limit applies as well."""
-    free = _available_bytes()
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return max(0, free if limit is None or used is None else min(free, limit - used + _cached_bytes()))
+    """Of the host's memory, what can be allocated now. The limits of this process's cgroup, and of those that it is
+    within, apply as well."""
+    return max(0, min([_available_bytes(), *_left_in_cgroups()]))
 
 
 def cuda_bytes() -> list[int]:
@@ -48,18 +49,39 @@ def _available_bytes() -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), UNKNOWN_BYTES)
 
 
-def _cgroup_bytes(name: str) -> int | None:
+def _left_in_cgroups() -> Iterator[int]:
+    """Of each that has a limit."""
     try:
-        return int((CGROUP / name).read_text())
+        lines = OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":  # version 2
+            mount, limit, used, stat = CGROUPS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):  # version 1
+            mount, limit, used, stat = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        own = mount / path.lstrip("/")
+        # A container that is not shown where its own cgroup lies sees it as the topmost one.
+        for group in (own, *own.parents[: len(own.parts) - len(mount.parts)]):
+            if (most := _number(group / limit)) is not None and (now := _number(group / used)) is not None:
+                yield most - now + _cached_bytes(group, stat)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _cached_bytes() -> int:
-    """Of what a container uses, pages of files: the kernel gives them up for whoever allocates, and counts them as
+def _cached_bytes(group: Path, stat: str) -> int:
+    """Of what a cgroup uses, pages of files: the kernel gives them up for whoever allocates, and counts them as
     available on a host, too. Reading a checkpoint fills all of a limit with them."""
     try:
-        found = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return int(found["active_file"]) + int(found["inactive_file"])
+        found = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(found[f"{stat}active_file"]) + int(found[f"{stat}inactive_file"])
     except (OSError, ValueError, KeyError):
         return 0

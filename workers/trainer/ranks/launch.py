@@ -13,10 +13,8 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -25,6 +23,7 @@ from torch.distributed.run import parse_args, run
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
 from workers.leave import leave
+from workers.scratch import scratch
 
 log = logging.getLogger("trainer")
 
@@ -36,8 +35,8 @@ def launch(config: TrainerConfig, server: WorkerLink) -> int:
     """Start this node's ranks and return how they ended: 0 when they were told to stop."""
     leader: list[int] = []  # the process of rank 0
     signal.signal(signal.SIGTERM, lambda signum, frame: _stop(leader))
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-        door = Path(folder) / "door"
+    with scratch("ranks") as folder:
+        door = folder / "door"
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(door))
         listening.listen(config.ranks)
@@ -45,7 +44,7 @@ def launch(config: TrainerConfig, server: WorkerLink) -> int:
         handing.start()
         program = [sys.executable, "-P", "-m", "workers.trainer.ranks.process", str(door), str(os.getpid())]
         try:
-            run(parse_args([*_places(config), "--no-python", *program]))  # type: ignore[no-untyped-call]
+            run(parse_args([*_places(config), f"--log-dir={folder}", "--no-python", *program]))  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
             for rank, failure in sorted(error.failures.items()):
                 ended = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"

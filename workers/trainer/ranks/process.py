@@ -29,12 +29,12 @@ from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.owned.load import Owned, load_owned
 from workers.say import say_as
+from workers.scratch import scratch
 from workers.trainer.computing import Others
 from workers.trainer.process import StopFlag, serve_all
 from workers.trainer.ranks.group import FOR_EVER, Base, Group
 from workers.trainer.ranks.launch import handed
 from workers.trainer.ranks.leader import Leader, Member, Word, announce, follow
-from workers.trainer.runs.pages import temporary_pages
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
@@ -67,7 +67,7 @@ def main(door: str, parent: int) -> int:
 
         return Member(group, bases, where.device, make)
 
-    with temporary_pages() as temporary:
+    with scratch("paged") as temporary:
         pages = _pages(config, temporary)
         if link is None:
             follow(group, lambda: begin(pages))

@@ -3,19 +3,16 @@
 The host's memory is a tier only for a trainer on a device; a trainer on the CPU pages to disk directly. Page files are
 worth nothing after their process: a lost trainer is rebuilt from the journal. So they are never flushed to the disk,
 and files found in the folder at the start may be deleted. A trainer without a data folder of its own has a temporary
-one; what killed ones have left there the next one removes.
+one (`workers.scratch`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
-import shutil
-import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,6 @@ import torch
 from torch import Tensor
 
 _names = itertools.count()
-
-
-#: Names of temporary folders begin with it; those of versions that lock none begin with another.
-_PREFIX = "weft-paged-"
 
 
 class PageError(RuntimeError):
@@ -135,36 +128,3 @@ def _read_file(file: Path, pieces: Sequence[Tensor]) -> None:
 def _memory(flat: Tensor) -> memoryview[Any]:
     array: Any = flat.numpy()
     return memoryview(array).cast("B")
-
-
-@contextmanager
-def temporary_pages() -> Iterator[Path]:
-    """A folder for the pages of this process, which goes with it. One that is killed cannot remove its own, and what
-    kills it may do so again and again: those that no process has are removed now."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(left):
-            shutil.rmtree(left, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix="weft-new-paged-"))  # until it is locked nobody may take it for left
-    folder = new.with_name(new.name.replace("weft-new-paged-", _PREFIX, 1))
-    with ExitStack() as stack:
-        with suppress(OSError):  # a file system without locks, of which nobody takes it then
-            stack.enter_context(_locked(new))
-        new.rename(folder)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Within it the folder is this process's; the kernel frees it, however that ends. OSError where it is another
-    process's or user's."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(f"{folder} is another user's")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)

@@ -26,6 +26,7 @@ from scheduler.links.messages import Done
 from scheduler.order.operations import Gone, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
 from store import tables
+from store.blobs.contract import Blobs
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database, Transactions
 from tests.scheduler.journal.test_journal import Service, folder, go, sample  # noqa: F401
@@ -38,7 +39,7 @@ def ended(id: str, org: str, size: int) -> Operation:
 
 
 def answers(most: int = 50, most_bytes: int = 1000, of_one: int = 300) -> Answers:
-    return Answers(cast(Transactions, None), FolderBlobs(Path("nowhere")), most, most_bytes, of_one)
+    return Answers(cast(Transactions, None), cast(Blobs, None), most, most_bytes, of_one)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400)), max_size=120))

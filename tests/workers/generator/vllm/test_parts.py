@@ -214,6 +214,47 @@ def test_the_guard_ends_all_when_its_parent_is_gone() -> None:
     assert not alive
 
 
+SHARES = """
+import multiprocessing, os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+
+def share():
+    print(SharedMemory(create=True, size=1 << 20).name, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=share).start()
+    print(SharedMemory(create=True, size=1 << 20).name, flush=True)
+    while os.path.exists(sys.argv[1]):
+        time.sleep(0.02)
+    os._exit(1)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="where shared memory is no files")
+@pytest.mark.parametrize("first", ["the parent", "the command"])
+def test_what_a_guard_ends_leaves_no_shared_memory(tmp_path: Path, first: str) -> None:
+    """vLLM's processes have queues of up to 250 MB there, which the kernel does not take back."""
+    program, flag = tmp_path / "shares.py", tmp_path / "flag"
+    program.write_text(SHARES)
+    flag.touch()
+    command = [sys.executable, guard.__file__, sys.executable, str(program), str(flag)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        shared = [Path("/dev/shm", process.stdout.readline().strip()) for _ in range(2)]
+        assert all(file.is_file() for file in shared)
+        if first == "the parent":
+            process.communicate(timeout=60)  # closes its end of the guard's pipe
+        else:
+            flag.unlink()
+            process.wait(60)
+    deadline = time.monotonic() + 60
+    while any(file.exists() for file in shared):
+        assert time.monotonic() < deadline, shared
+        time.sleep(0.02)
+
+
 def test_what_a_guard_began_ends_with_it() -> None:
     command = [sys.executable, guard.__file__, sys.executable, "-c", "import time; time.sleep(600)"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -255,11 +296,11 @@ class Stranger:
 @pytest.mark.parametrize(
     "connector", ["ExampleConnector", "LMCacheConnectorV1", "MultiConnector", "NixlConnector", None]
 )
-def test_a_server_whose_connector_mixes_organisations_is_not_used(connector: str | None) -> None:
+def test_a_server_whose_connector_mixes_organisations_is_not_used(tmp_path: Path, connector: str | None) -> None:
     """One half of a pair that prefills and decodes apart is used as a whole one."""
 
     async def came_up() -> VllmServer:
-        server = VllmServer(url="http://10.0.0.7:8000")
+        server = VllmServer(tmp_path, url="http://10.0.0.7:8000")
         await server.client.close()
         server.client = Stranger(connector)  # type: ignore[assignment]
         waits: list[asyncio.Task[object]] = [

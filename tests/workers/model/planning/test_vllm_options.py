@@ -132,9 +132,9 @@ def test_options_reach_the_command_and_each_vllm_has_gpus_of_its_own(
     said = " ".join(command)
     assert "--tensor-parallel-size 2 --enable-expert-parallel --kv-cache-dtype fp8" in said
     assert json.loads(command[command.index("--speculative-config") + 1]) == first.options["speculative_config"]
-    assert launch.environment()["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert launch.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "1,2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
-    assert launch.environment()["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
+    assert launch.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
 
 
 def _without_urls(settings: Settings) -> Any:
