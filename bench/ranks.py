@@ -108,7 +108,7 @@ def body(tenant: int, tokens: int) -> bytes:
 
 
 def compare(ranks: int, tokens: int, rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as place:
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
         model = save_toy(Path(place) / "toy")
         kinds = {"one rank": (1, SHARED), "one mapping": (ranks, SHARED), "parts over gloo": (ranks, "")}
         trainers = {
@@ -132,7 +132,7 @@ def layouts(ranks: int, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Tokens per second of each layout, and of one rank, at each size of a pass."""
     found: dict[str, Any] = {"ranks": ranks, "passes": [], "claims": []}
     for tokens in sizes:
-        with tempfile.TemporaryDirectory(prefix="weft-ranks-") as place:
+        with tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
             model = save_toy(Path(place) / "toy", SPARSE)
             kinds = {"one rank": (1, "all"), "all": (ranks, "all"), "experts": (ranks, "experts")}
             trainers = {

@@ -6,7 +6,6 @@ Unknown keys are refused: a misspelt limit that silently keeps its default is wo
 from __future__ import annotations
 
 import ipaddress
-import os
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from store.cgroups import cores
 from store.environment import FROM_ENVIRONMENT as FROM_ENVIRONMENT
 from store.environment import SettingsError as SettingsError
 from store.environment import from_environment, over
@@ -35,7 +35,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 def _half_the_cores() -> int:
     """Trainer and generator work at the same time, so each takes half of the cores this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 2) // 2)
+    return max(1, cores() // 2)
 
 
 def _network(value: str) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from store.cgroups import number_in, own_groups
+
 #: Where nothing is known (not Linux).
 UNKNOWN_BYTES = 1 << 62
-
-#: What limits the memory of groups of processes, containers and services of systemd, and which group this one is in.
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
+#: By the version of cgroups: the files of limit and use, and what stands before the names in memory.stat.
+_FILES = {2: ("memory.max", "memory.current", ""), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}
 
 
 def free_bytes() -> int:
@@ -51,30 +51,10 @@ def _available_bytes() -> int:
 
 def _left_in_cgroups() -> Iterator[int]:
     """Of each that has a limit."""
-    try:
-        lines = OWN_CGROUP.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":  # version 2
-            mount, limit, used, stat = CGROUPS, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):  # version 1
-            mount, limit, used, stat = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
-            continue
-        own = mount / path.lstrip("/")
-        # A container that is not shown where its own cgroup lies sees it as the topmost one.
-        for group in (own, *own.parents[: len(own.parts) - len(mount.parts)]):
-            if (most := _number(group / limit)) is not None and (now := _number(group / used)) is not None:
-                yield most - now + _cached_bytes(group, stat)
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+    for group, of in own_groups("memory"):
+        limit, used, stat = _FILES[of]
+        if (most := number_in(group / limit)) is not None and (now := number_in(group / used)) is not None:
+            yield most - now + _cached_bytes(group, stat)
 
 
 def _cached_bytes(group: Path, stat: str) -> int:

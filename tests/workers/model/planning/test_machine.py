@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from store import cgroups
 from workers.model.planning import machine
 from workers.model.planning.machine import free_bytes
 
@@ -15,7 +16,7 @@ GIB = 1 << 30
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The topmost cgroup that a container sees."""
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "_available_bytes", lambda: 100 * GIB)
     be_in(tmp_path, monkeypatch, "0::/")
     return tmp_path
@@ -24,7 +25,7 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def be_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *groups: str) -> None:
     """Have the kernel say that this process is in these."""
     (folder / "own").write_text("".join(f"{group}\n" for group in groups))
-    monkeypatch.setattr(machine, "OWN_CGROUP", folder / "own")
+    monkeypatch.setattr(cgroups, "OWN_CGROUP", folder / "own")
 
 
 def say(group: Path, limit: object, used: int, **stat: int) -> None:
