@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import weft
 from weft import rl
+from weft.rl.loops.dpo import Pair
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.test_rl import ONE_TURN, fresh, right, rows, sums
@@ -192,3 +193,28 @@ def test_pairs_may_be_held_against_another_reference(service: weft.ServiceClient
     now = run.save_weights_and_get_sampling_client().result(60)
     again = rl.dpo(run, pairs, reference=now, batch=4, learning_rate=1e-6, sinks=[])
     assert again.steps[0]["margin"] == pytest.approx(0, abs=1e-4)  # nothing has moved since this reference
+
+
+class MadeWhenAskedFor(Sequence[Pair]):
+    """Pairs of which each is new, and where it can be in the place of one that is gone."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs, self._places = pairs, set[int]()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        tried = [Pair(*self._pairs[index].data)]
+        while id(tried[-1]) not in self._places and len(tried) < 1000:
+            tried.append(Pair(*self._pairs[index].data))
+        self._places.add(id(tried[-1]))
+        return tried[-1]
+
+
+def test_a_pair_is_held_against_its_own_reference_however_long_it_lasts(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    pairs = MadeWhenAskedFor(rl.pairs(rows(6), run.get_tokenizer()))
+    base = service.create_sampling_client(base_model="weft/tiny-moe")
+    report = rl.dpo(run, pairs, reference=base, batch=1, epochs=2, learning_rate=0.0, sinks=[])
+    assert report.curve("margin") == pytest.approx([0.0] * 12, abs=1e-4)

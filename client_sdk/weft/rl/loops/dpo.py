@@ -9,6 +9,7 @@ gradients.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,8 @@ def dpo(
         purse.pay(asked.price(prefill=scored, sample=len(new)) + 4 * len(new), elsewhere=True)
         purse.pay(purse.price(prefill=tokens, train=tokens) + 4 * len(flat))
         known.update(zip(map(id, unknown), context.scores(new), strict=True))
+        for pair in unknown:  # data that are made when they are asked for do not last, and others get their ids
+            weakref.finalize(pair, known.pop, id(pair), None)
         lps = _sums(flat, run.forward(flat, "cross_entropy").result().loss_fn_outputs)
         margins = np.asarray([_margin(known[id(pair)], *lps[2 * i : 2 * i + 2]) for i, pair in enumerate(batch)])
         h = beta * margins
