@@ -11,8 +11,8 @@ import hmac
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated
+from urllib.parse import SplitResult, urlsplit
 from urllib.parse import quote as url_quote
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from fastapi.responses import RedirectResponse, Response
@@ -129,7 +129,7 @@ def check_same_site(request: Request) -> None:
     site = request.headers.get("sec-fetch-site")
     if site is None:
         origin = request.headers.get("origin")
-        if origin is None or urlsplit(origin).netloc == request.headers.get("host"):
+        if origin is None or (_split(origin).netloc or None) == request.headers.get("host"):
             return
         site = "cross-site"
     if site not in ("same-origin", "none"):
@@ -163,16 +163,24 @@ def take_cookie(request: Request, response: Response) -> None:
     response.delete_cookie(cookie_name(request), path="/", secure=secure, httponly=True, samesite="lax")
 
 
+def _split(url: str) -> SplitResult:
+    """What is no URL has no parts."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
+
+
 def local_path(value: str) -> str:
     """Where to go after signing in: a page of the console, never another site."""
-    path = urlsplit(value)
+    path = _split(value)
     good = value.startswith(PREFIX + "/") and not path.netloc and not path.scheme and "\\" not in value
     return value if good and value.isprintable() else PREFIX + "/"
 
 
 def _here(request: Request) -> str:
     if request.method not in SAFE_METHODS or "hx-request" in request.headers:
-        return urlsplit(request.headers.get("hx-current-url", PREFIX + "/")).path
+        return _split(request.headers.get("hx-current-url", PREFIX + "/")).path
     path: str = request.scope["path"]
     return path + (f"?{request.url.query}" if request.url.query else "")
 

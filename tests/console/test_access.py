@@ -132,6 +132,14 @@ def test_other_sites_sign_nobody_in(console: Console) -> None:
         assert console.http.post("/console/login", data=body, headers=headers).status_code == 403
 
 
+def test_what_is_no_url_is_no_site_and_no_page(console: Console) -> None:
+    body = {"key": console.made.keys["owner"]}
+    assert console.http.post("/console/login", data=body, headers={"origin": "http://["}).status_code == 403
+    reply = console.http.get("/console/", headers={"hx-request": "true", "hx-current-url": "http://["})
+    assert (reply.status_code, "next=" in reply.headers["hx-redirect"]) == (401, True)
+    assert console.http.get("/console/login", params={"next": "//["}).status_code == 200
+
+
 def test_a_token_is_of_one_session(console: Console) -> None:
     console.sign_in("member")
     token = console.csrf()
