@@ -17,7 +17,7 @@ from pathlib import Path
 def scratch(kind: str) -> Iterator[Path]:
     """A new folder in the system's temporary one, of a process that is there: named after the `kind` of what is in it,
     and locked. Those of that kind whose process is gone are removed now."""
-    prefix, fresh = f"weft-scratch-{kind}-", f"weft-new-{kind}-"  # until it is locked nobody may take it for left
+    prefix, fresh = f"weft.{kind}-", f"weft-new-{kind}-"  # until it is locked nobody may take it for left
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)

@@ -25,7 +25,7 @@ def test_what_workers_import_of_ours_and_of_the_servers_libraries() -> None:
     out = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     names: list[str] = json.loads(out)
     rooms = {name for name in names if name.partition(".")[0] in ("api", "billing", "scheduler", "store", "weft")}
-    of_store = ("store.blobs", "store.logs", "store.tracing")
+    of_store = ("store.blobs", "store.cgroups", "store.logs", "store.tracing")
     allowed = ("scheduler.links", *of_store, "weft.wire")
     assert {n for n in rooms if not n.startswith(allowed)} == {"scheduler", "store", "weft"}
     assert not rooms & {"store.blobs.bucket", "store.blobs.objects", "store.blobs.owner"}  # where blobs lie in a folder

@@ -26,7 +26,7 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(tmp_path: Path, monkey
     """Each that a tenant's loss had killed left its runs on the disk, until there was no room on it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    (tmp_path / "weft-scratch-paged-file").write_text("not ours")
+    (tmp_path / "weft.paged-file").write_text("not ours")
     command = [sys.executable, "-c", SCRATCH]
     pipe = subprocess.PIPE
     workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) for _ in range(2)]
@@ -44,4 +44,4 @@ def test_what_a_killed_worker_has_left_goes_with_the_next(tmp_path: Path, monkey
         for worker in workers:
             worker.kill()
             worker.communicate()
-    assert [path.name for path in tmp_path.iterdir()] == ["weft-scratch-paged-file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["weft.paged-file"]
