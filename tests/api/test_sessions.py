@@ -221,6 +221,7 @@ class TestReaping:
         assert "closed" in world.train(batch(run, 1), status=400)["detail"]
         world.finish(creation)
         assert world.outcome(creation).status_code == 200
+        world.http.portal.call(world.journal.flush)  # type: ignore[union-attr,call-arg]
         with world.database.read() as reading:
             assert reading.get_one(tables.Run, run).state == "closed"
         assert run not in world.journal.training.runs
