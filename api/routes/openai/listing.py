@@ -18,6 +18,7 @@ from api.routes.openai.errors import OpenAIRoute
 from api.routes.openai.models import target_of
 from api.routes.openai.turns import page_of, told, turns_of
 from api.state.service import ServiceDep
+from api.who.lookup import plain_id
 from store import tables
 from workers.model.card import ModelCard
 
@@ -58,7 +59,7 @@ async def get_turns(
         found = select(row).where(*turns_of(who, session), row.id > after).order_by(row.id)
         return list(reading.scalars(found.limit(limit)))
 
-    rows = await service.read(read) if session.isprintable() else []
+    rows = await service.read(read) if plain_id(session) else []
     if not rows and not after:
         raise NotFound(f"no turns of a session {quote(session)}; they are kept for a day")
 
