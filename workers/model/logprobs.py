@@ -1,14 +1,16 @@
-"""Log-probabilities of chosen tokens without ever holding the logits of a whole batch.
+"""Log-probabilities of chosen tokens without ever holding the logits of a whole batch, unless there is room for them.
 
 Logits of 4k tokens over a 150k vocabulary are 2.4 GB; this holds those of one chunk, in the forward and again,
-recomputed, in the backward. A row with several targets is computed once (rows U, targets P >= U). Chunks of a group
-are cut from the group's own start (LoraRows.slices), so a group's sums do not depend on its neighbours.
+recomputed, in the backward. A device keeps what its free memory has room for instead: no layer's activations save so
+much work for their bytes, and they are gone before the layers' own backward begins. A row with several targets is
+computed once (rows U, targets P >= U). Chunks of a group are cut from the group's own start (LoraRows.slices), so a
+group's sums do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +20,14 @@ from workers.model import lora_products
 from workers.model.decoder import Decoder
 from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
 from workers.model.lora_products import LoraProducts, products_of
+from workers.model.memory import SHARE, free_bytes
 
 if TYPE_CHECKING:
     from workers.model.gpu.softmax import Logits
+
+
+#: Rows of a chunk. A device has fewer copies of their logits, and multiplies more rows a little faster.
+ROWS, DEVICE_ROWS = 1024, 2048
 
 
 def target_logprobs(
@@ -29,7 +36,7 @@ def target_logprobs(
     rows_P: Tensor,
     targets_P: Tensor,
     lora: LoraRows | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
     temperature_T: Tensor | None = None,
 ) -> Tensor:
     """lp_P = log_softmax(logits(hidden[rows]) / temperature[rows])[targets], float32. `rows_P` ascends, with a row
@@ -45,6 +52,8 @@ def target_logprobs(
     selected = lora.select(rows_U)
     trigger = selected.trigger(selected.groups(decoder.unembed.a))
     divisor_U = None if temperature_T is None else temperature_T.index_select(0, rows_U)
+    if chunk is None:
+        chunk = DEVICE_ROWS if lora_products.on_device(decoder.head) else ROWS
     head = _Head(decoder, selected, chunk, row_of_P, divisor_U)
     hidden_UD = hidden_TD.index_select(0, rows_U)
     return cast(Tensor, _TargetLogprobs.apply(hidden_UD, trigger, targets_P.contiguous(), head))  # type: ignore[no-untyped-call]
@@ -62,6 +71,13 @@ class _Cut:
     rows: LoraRows
 
 
+class _Kept(NamedTuple):
+    """Of a cut on a device: the log of each row's sum, which the backward needs, and its logits where they fit."""
+
+    sums_R: Tensor
+    logits: Logits | None
+
+
 class _Head:
     """The unembedding of one call: how its rows are cut, and what each cut gives; `divisor_U` divides the logits."""
 
@@ -76,20 +92,22 @@ class _Head:
             _Cut(a, b, at[i], at[i + 1], row_of_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
         ]
 
-    def logprobs(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the targets of a cut; and, on a device, the log of each row's sum, which the backward needs."""
+    def logprobs(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor, keep: bool) -> tuple[Tensor, _Kept | None]:
+        """Of the targets of a cut; and, on a device, what `backward` makes use of."""
         if lora_products.on_device(self.weight):
-            return self._on_device(hidden_RD, cut, targets).logprobs()
+            logits = self._on_device(hidden_RD, cut, targets)
+            found_P, sums_R = logits.logprobs()
+            return found_P, _Kept(sums_R, logits if keep else None)
         return torch.log_softmax(self._logits(hidden_RD, cut)[0], dim=-1)[cut.row_of, targets], None
 
     def backward(
-        self, hidden_RD: Tensor, cut: _Cut, targets: Tensor, logprobs: Tensor, sums_R: Tensor | None, dlogprobs: Tensor
+        self, hidden_RD: Tensor, cut: _Cut, targets: Tensor, logprobs: Tensor, kept: _Kept | None, dlogprobs: Tensor
     ) -> Tensor:
         """The gradient of hidden; that of the adapters goes to their arenas."""
-        if sums_R is not None:
-            logits = self._on_device(hidden_RD, cut, targets)
+        if kept is not None:
+            logits = kept.logits if kept.logits is not None else self._on_device(hidden_RD, cut, targets)
             u = logits.added.u_R if logits.added is not None else None
-            dlogits_RV = logits.backward(logprobs, sums_R, dlogprobs, self.weight.dtype)
+            dlogits_RV = logits.backward(logprobs, kept.sums_R, dlogprobs, self.weight.dtype)
         else:
             logits_RV, u = self._logits(hidden_RD, cut)
             # d lp / d (divided logits) = onehot(target) - softmax, added up over the targets of a row
@@ -102,6 +120,12 @@ class _Head:
         if products is not None and u is not None:
             adapters_backward(dlogits_RV, hidden_RD, dhidden_RD, u, self.site, products)
         return dhidden_RD
+
+    def room(self) -> int:
+        """Of how many rows a device may keep the logits, from its free memory."""
+        if not lora_products.on_device(self.weight):
+            return 0
+        return int(SHARE * free_bytes(self.weight.device)) // (4 * len(self.weight))
 
     def _logits(self, hidden_RD: Tensor, cut: _Cut) -> tuple[Tensor, Tensor | None]:
         """The logits of one cut, and x A^T of its adapters."""
@@ -128,11 +152,12 @@ class _Head:
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_UD: Tensor, trigger: Tensor | None, targets_P: Tensor, head: _Head) -> Tensor:
-        logprobs_P, ctx.sums = hidden_UD.new_empty(len(targets_P)), []
+        logprobs_P, ctx.kept = hidden_UD.new_empty(len(targets_P)), []
+        room = head.room() if any(ctx.needs_input_grad) else 0
         for cut in head.cuts:
             hidden_RD, targets = hidden_UD[cut.a : cut.b], targets_P[cut.p : cut.q]
-            logprobs_P[cut.p : cut.q], sums_R = head.logprobs(hidden_RD, cut, targets)
-            ctx.sums.append(sums_R)
+            logprobs_P[cut.p : cut.q], kept = head.logprobs(hidden_RD, cut, targets, cut.b <= room)
+            ctx.kept.append(kept)
         ctx.save_for_backward(hidden_UD, targets_P, logprobs_P)
         ctx.head = head
         return logprobs_P
@@ -142,8 +167,9 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, dlogprobs_P: Tensor) -> tuple[Tensor | None, ...]:
         hidden_UD, targets_P, logprobs_P = ctx.saved_tensors
         dhidden_UD = torch.empty_like(hidden_UD)
-        for cut, sums_R in zip(ctx.head.cuts, ctx.sums, strict=True):
+        for number, cut in enumerate(ctx.head.cuts):
             targets, logprobs, dlogprobs = (each[cut.p : cut.q] for each in (targets_P, logprobs_P, dlogprobs_P))
-            own = hidden_UD[cut.a : cut.b]
-            dhidden_UD[cut.a : cut.b] = ctx.head.backward(own, cut, targets, logprobs, sums_R, dlogprobs)
+            own, kept = hidden_UD[cut.a : cut.b], ctx.kept[number]
+            dhidden_UD[cut.a : cut.b] = ctx.head.backward(own, cut, targets, logprobs, kept, dlogprobs)
+            ctx.kept[number] = kept = None
         return dhidden_UD, None, None, None

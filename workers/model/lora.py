@@ -11,10 +11,10 @@ finds that base_mm does not keep rows apart, rows are `apart` and each group is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,17 @@ from workers.model.lora_rows import Group, LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
 
-__all__ = ["Group", "LoraRows", "Site", "adapters_backward", "add_adapters", "base_mm", "lora_linear"]
+__all__ = [
+    "Group",
+    "LoraRows",
+    "Site",
+    "Then",
+    "adapters_backward",
+    "add_adapters",
+    "base_mm",
+    "lora_linear",
+    "lora_linear_then",
+]
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,9 @@ def lora_linear(
     if rows is not None and rows.apart:
         own = zip(own_rows(x_TI, rows), rows.singles, strict=True)
         return torch.cat([lora_linear(x, weight_OI, site, single, other) for x, single in own])
-    sites = [each for each in (site, other) if each is not None]
-    found = [(each, of) for each in sites if (of := products_of(rows, each.a, weight_OI)) is not None]
-    groups = [group for each, _ in found for group in rows.groups(each.a)] if rows is not None else []
-    trigger = rows.trigger(groups) if rows is not None else None
+    found, trigger = _found([each for each in (site, other) if each is not None], weight_OI, rows)
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
-        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, found))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _LoraLinear.apply(x_TI, trigger, weight_OI, found, None))  # type: ignore[no-untyped-call]
     only, products = found[0] if found else (site, None)
     if (panels := packed(weight_OI)) is not None and len(found) < 2 and joined.takes_parts(products, only.parts):
         return joined.linear(x_TI.contiguous(), panels, products, only.a, only.parts)
@@ -71,6 +78,39 @@ def lora_linear(
     for each, products in found:
         add_adapters(y_TO, x_TI.contiguous(), each, products)
     return y_TO
+
+
+class Then(Protocol):
+    """What is computed of a linear's y, float32, and of nothing else."""
+
+    def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
+        """May write to y."""
+
+    def backward(self, y_TO: Tensor, *grads: Tensor) -> Tensor:
+        """The gradient of y, in the dtype of the weights or in float32."""
+
+
+def lora_linear_then(
+    x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | None, then: Then
+) -> tuple[Tensor, ...]:
+    """`then` of `lora_linear`, on a device: between the two nothing is written that only the next product reads."""
+    found, trigger = _found([site], weight_OI, rows)
+    if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
+        out = _LoraLinear.apply(x_TI, trigger, weight_OI, found, then)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, ...], out)
+    y_TO = base_mm(x_TI, weight_OI)
+    for each, products in found:
+        add_adapters(y_TO, x_TI.contiguous(), each, products)
+    return then.forward(y_TO)
+
+
+def _found(
+    sites: Sequence[Site], weight_OI: Tensor, rows: LoraRows | None
+) -> tuple[list[tuple[Site, LoraProducts]], Tensor | None]:
+    """The sites that adapters have, with their products, and the trigger of those that are trained."""
+    found = [(each, of) for each in sites if (of := products_of(rows, each.a, weight_OI)) is not None]
+    groups = [group for each, _ in found for group in rows.groups(each.a)] if rows is not None else []
+    return found, rows.trigger(groups) if rows is not None else None
 
 
 def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
@@ -102,20 +142,26 @@ def adapters_backward(
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, trigger: Tensor | None, weight_OI: Tensor, found: list[tuple[Site, LoraProducts]]
-    ) -> Tensor:
+        ctx: Any,
+        x_TI: Tensor,
+        trigger: Tensor | None,
+        weight_OI: Tensor,
+        found: list[tuple[Site, LoraProducts]],
+        then: Then | None,
+    ) -> Tensor | tuple[Tensor, ...]:
         y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
         shrunk = [add_adapters(y_TO, x_TI, site, products) for site, products in found]
-        ctx.save_for_backward(x_TI if found else None, weight_OI, *shrunk)
-        ctx.found, ctx.dtype = found, x_TI.dtype
-        return y_TO
+        out = then.forward(y_TO) if then is not None else y_TO
+        ctx.save_for_backward(x_TI if found else None, y_TO if then is not None else None, weight_OI, *shrunk)
+        ctx.found, ctx.then, ctx.dtype = found, then, x_TI.dtype
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, *shrunk = ctx.saved_tensors
-        dy_TO = dy_TO.contiguous()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, y_TO, weight_OI, *shrunk = ctx.saved_tensors
+        dy_TO = grads[0].contiguous() if ctx.then is None else ctx.then.backward(y_TO, *grads)
         dx_TI = base_mm(dy_TO, weight_OI, transposed=True) if ctx.needs_input_grad[0] else None
         for (site, products), u in zip(ctx.found, shrunk, strict=True):
             adapters_backward(dy_TO, x_TI, dx_TI, u, site, products)
-        return dx_TI.to(ctx.dtype) if dx_TI is not None else None, None, None, None
+        return dx_TI.to(ctx.dtype) if dx_TI is not None else None, None, None, None, None

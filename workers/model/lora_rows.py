@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,9 +94,9 @@ class LoraRows:
     def group_of_row(self, device: torch.device) -> Tensor:
         """int64 [rows]: the group of each row."""
         if self._group_of_row is None or self._group_of_row.device != device:
-            sizes = torch.tensor([b - a for a, b in pairwise(self.offsets)])
-            groups = torch.arange(len(self.adapters))
-            self._group_of_row = sent(torch.repeat_interleave(groups, sizes, output_size=len(self)), device)
+            # torch's own takes milliseconds for a few rows: it wakes every thread there is.
+            groups = np.repeat(np.arange(len(self.adapters)), np.diff(self.offsets))
+            self._group_of_row = sent(torch.from_numpy(groups), device)
         return self._group_of_row
 
     def scale_of_row(self, device: torch.device) -> Tensor:

@@ -168,7 +168,7 @@ class Sorted(NamedTuple):
 
     def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         experts, names = self.experts, self.names
-        gate_up_PG = self._base(x_TD.index_select(0, self.routing.token), experts.gate_up_EGD)
+        gate_up_PG = self._base(_spread(x_TD, self.routing), experts.gate_up_EGD)
         if (fused := self._fused(gate_up_PG, u_P)) is not None:
             return *self._down(fused.activate()), (gate_up_PG, u_P)
         gate_up_PG = gate_up_PG.to(torch.float32)
@@ -202,13 +202,11 @@ class Sorted(NamedTuple):
         gate_up_PG, u_P = kept
         assert gate_up_PG is not None
         experts, names, paired = self.experts, self.names, self.paired
-        dout_PD = dout_TD.index_select(0, self.routing.token)
+        dout_PD = _spread(dout_TD, self.routing)
         dh_PF = self._base(dout_PD, experts.down_EDF, transposed=True)  # before the router weight
         if (fused := self._fused(gate_up_PG, u_P)) is not None:
-            h_PF, dgate_up_PG, dweights_P = fused.backward(dh_PF, dv_P, weights_P1.squeeze(1))
-            if paired is not None and dv_P is not None:
-                paired.outer(dv_P * weights_P1, h_PF, names.down_a, scaled=False)
-            return *self._gate_up_backward(dgate_up_PG, u_P, with_x), dweights_P
+            dgate_up_PG, du_P, dweights_P = fused.backward(dh_PF, dv_P, weights_P1.squeeze(1))
+            return self._gate_up_backward(dgate_up_PG) if with_x else None, du_P, dweights_P
         gated, dh_PF = again(experts.gate, gate_up_PG), dh_PF.to(torch.float32)
         if paired is not None and dv_P is not None:
             paired.expand(dh_PF, dv_P, names.down_a, scaled=False)
@@ -217,23 +215,19 @@ class Sorted(NamedTuple):
         dh_PF *= weights_P1
         dgate_up_PG = torch.empty_like(gate_up_PG)
         gated.backward(dh_PF, dgate_up_PG)
-        return *self._gate_up_backward(dgate_up_PG, u_P, with_x), dweights_P
-
-    def _gate_up_backward(
-        self, dgate_up_PG: Tensor, u_P: Tensor | None, with_x: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """dx_PD and du_P."""
-        names, paired = self.names, self.paired
-        dx_PD = self._base(dgate_up_PG, self.experts.gate_up_EGD, transposed=True) if with_x else None
+        dx_PD = self._gate_up_backward(dgate_up_PG) if with_x else None
         if paired is None or u_P is None:
-            return dx_PD, None
+            return dx_PD, None, dweights_P
         du_P = torch.zeros_like(u_P)
         for part, (name, dy_PF) in enumerate(
             zip(names.inner_b, dgate_up_PG.chunk(len(names.inner_b), dim=1), strict=True)
         ):
             paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
             paired.outer(u_P, dy_PF, name, part=part, scaled=False)
-        return dx_PD, du_P
+        return dx_PD, du_P, dweights_P
+
+    def _gate_up_backward(self, dgate_up_PG: Tensor) -> Tensor:
+        return self._base(dgate_up_PG, self.experts.gate_up_EGD, transposed=True)
 
     def _base(self, x_PI: Tensor, weight_EOI: Tensor, *, transposed: bool = False) -> Tensor:
         """Each pair times the frozen weight of its expert, in the weight's dtype."""
@@ -267,10 +261,19 @@ def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
     u_T = adapters.paired.room(x_TD, stack)
     if adapters.shared is not None:
         adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=stack, scaled=True)
-    u_P = u_T.index_select(0, plan.routing.token)
+    u_P = _spread(u_T, plan.routing)
     if adapters.each is not None:
         adapters.each.shrink(x_TD[plan.routing.token], u_P, plan.names.each_gate_up_a, stack=stack, scaled=True)
     return u_P
+
+
+def _spread(x_TI: Tensor, routing: Routing) -> Tensor:
+    """[T, I] -> [P, I] sorted by expert."""
+    if lora_products.on_device(x_TI):
+        from workers.model.gpu.combine import spread  # Triton: only a GPU needs it
+
+        return spread(x_TI, routing.token)
+    return x_TI.index_select(0, routing.token)
 
 
 def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
@@ -353,7 +356,7 @@ def _down_backward(
     if adapters.shared is not None and combined_T is not None:
         adapters.shared.shrink(dout_TD, dv_T, names.down_b, scaled=True)
         adapters.shared.outer(combined_T, dout_TD, names.down_b, scaled=False)
-    dv_P = dv_T.index_select(0, token)
+    dv_P = _spread(dv_T, plan.routing)
     if adapters.each is not None:
         dout_PD = dout_TD[token]
         adapters.each.shrink(dout_PD, dv_P, names.each_down_b, scaled=True)

@@ -23,10 +23,10 @@ from tests.workers.model.gpu_kit import (
 )
 from tests.workers.model.models import ours, reference
 from tests.workers.model.test_memory import forward
-from workers.model import lora_products
+from workers.model import logprobs, lora_products
 from workers.model.config import RopeConfig
 from workers.model.gpu import softmax
-from workers.model.gpu.combine import combined
+from workers.model.gpu.combine import combined, spread
 from workers.model.gpu.heads import Heads
 from workers.model.logprobs import target_logprobs
 from workers.model.lora_rows import LoraRows
@@ -56,17 +56,21 @@ def test_heads_are_normed_and_turned(dtype: torch.dtype, partial: float, normed:
     plain = qkv.clone().requires_grad_()
     wanted = expected(plain)
     torch.autograd.backward(wanted, grads)
-    ours = qkv.to(DEVICE).requires_grad_()
+    ours = qkv.to(DEVICE)
     moved = [None if n is None else n.to(DEVICE) for n in norms]
     cos, sin = (each.to(DEVICE) for each in angles)
-    found = Heads((h, k), dim, (moved[0], moved[1]), 1e-6, (cos, sin), dtype).apart(ours)
-    torch.autograd.backward(found, [grad.to(DEVICE, dtype) for grad in grads])
+    bias = torch.randn(qkv.shape[1], generator=generator).to(DEVICE)
+    heads = Heads((h, k), dim, (moved[0], moved[1]), 1e-6, (cos, sin), dtype, bias)
+    found = heads.forward(ours.sub_(bias))
+    gradient_of_ours = heads.backward(ours, *(grad.to(DEVICE, dtype) for grad in grads))
     for mine, other in zip(found, wanted, strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.cpu().float(), other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert ours.grad is not None
+    assert gradient_of_ours.dtype == dtype
     assert plain.grad is not None
-    torch.testing.assert_close(ours.grad.cpu(), plain.grad, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+    torch.testing.assert_close(
+        gradient_of_ours.cpu().float(), plain.grad, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,6 +85,9 @@ def test_what_experts_give_is_put_together(dtype: torch.dtype, wide: int) -> Non
     found = combined(*placed, 3, weights.to(DEVICE))
     torch.testing.assert_close(found.cpu(), (of_tokens * weights[:, :, None]).sum(1))
     assert combined(placed[0][:0], placed[1][:0], 3).shape == (0, wide)
+    token = torch.randint(0, 21, (133,), generator=generator)
+    assert torch.equal(spread(placed[0], token.to(DEVICE)).cpu(), y[token])
+    assert spread(placed[0], placed[1][:0]).shape == (0, wide)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,14 @@ def test_logprobs_over_more_than_a_block_has(
     wanted = run(HOST, on_host)
     monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
     monkeypatch.setattr(softmax, "SPLIT", 256)
-    found = run(DEVICE, on_device)
+    bits, recomputed = [], twice(on_device)[0]
+    for room, of in ((64, recomputed), (1 << 40, on_device)):  # of the first cut, and of all
+        monkeypatch.setattr(logprobs._Head, "room", lambda head, room=room: room)
+        found = run(DEVICE, of)
+        bits.append([*found, *(grad.flat.cpu() for grad in of.grads if grad is not None)])
+    assert all(torch.equal(some, every) for some, every in zip(*bits, strict=True)), (
+        "kept logits are those computed again"
+    )
     close = 1e-4 if dtype == torch.float32 else 3e-2
     for mine, other in zip(found, wanted, strict=True):
         assert (mine - other).abs().max() < close * other.abs().max()

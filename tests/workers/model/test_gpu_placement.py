@@ -21,7 +21,7 @@ from workers.model import lora, moe
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, PackedAttend
-from workers.model.gpu import fused_kernels, heads, kernels, segments
+from workers.model.gpu import fused_kernels, kernels, segments
 from workers.model.isolation import probe
 from workers.model.lora_rows import LoraRows
 
@@ -30,7 +30,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CUDA = torch.device("cuda", 0)
 KERNELS = {
     kernels: ("shrink", "expand", "outer", "experts", "expert_blocks", "sort_pairs"),
-    fused_kernels: ("swiglu", "swiglu_backward", "gather_sum", "turn", "turn_backward"),
+    fused_kernels: (
+        *("swiglu", "swiglu_backward", "swiglu_owners_backward", "gather", "gather_sum", "turn", "turn_backward"),
+    ),
 }
 
 
@@ -97,11 +99,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
         for name in names:
             monkeypatch.setattr(module, name, found[name])
 
-    def addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], Any, Any]:
+    def addresses(adapters: Sequence[Adapter | None]) -> tuple[dict[str, int], Any, Any]:
         """A fake tensor lies nowhere."""
-        names = list(dict.fromkeys(name for adapter in adapters if adapter for name in adapter.views))
+        names = dict.fromkeys(name for adapter in adapters if adapter for name in adapter.views)
         has = [[int(adapter is not None and name in adapter.views) for adapter in adapters] for name in names]
-        return names, np.array(has, dtype=np.int64), np.array(has, dtype=np.bool_)
+        return {name: n for n, name in enumerate(names)}, np.array(has, dtype=np.int64), np.array(has, dtype=np.bool_)
 
     monkeypatch.setattr(segments, "_addresses", addresses)
     monkeypatch.setattr(torch, "from_numpy", lambda array: torch.tensor(array.tolist()))
@@ -122,7 +124,7 @@ class Context:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """The backwards of the products, to be called."""
     found: list[Callable[[], Any]] = []
-    for function in (lora._LoraLinear, moe._ExpertBlock, heads._Apart):
+    for function in (lora._LoraLinear, moe._ExpertBlock):
 
         def apply(*args: Any, function: Any = function) -> Any:
             context = Context()
@@ -154,10 +156,16 @@ def test_a_pass_stays_on_the_device_and_never_waits(
         gradients = [gradient for backward in reversed(recorded) for gradient in backward() if gradient is not None]
         assert all(tensor.device == CUDA for tensor in (hidden, logits, *gradients))
     # Two rank classes (4 and 8, 40), in a layer four linears with six outputs, and the unembedding. Of experts what is
-    # between their products is one pass, and one more for the group without an adapter.
+    # between their products is one pass, and one more for the group without an adapter; the backward of the lower ranks
+    # is that of their factors, too.
     moe = bool(config.num_experts)
-    counts = {"shrink": 2 * (5 + 8), "expand": 2 * ((6 + 4) if moe else (8 + 5)), "outer": 2 * (5 + 8)}
-    counts |= {"swiglu": 3 * moe, "swiglu_backward": 3 * moe, "gather_sum": 4 * moe, "turn": 2, "turn_backward": 2}
+    counts = {
+        "shrink": 2 * (5 + 8) - 2 * moe,
+        "expand": 2 * ((6 + 4) if moe else (8 + 5)),
+        "outer": 2 * (5 + 8) - 3 * moe,
+    }
+    counts |= {"swiglu": 3 * moe, "swiglu_backward": 2 * moe, "swiglu_owners_backward": moe}
+    counts |= {"gather": 4 * moe, "gather_sum": 4 * moe, "turn": 2, "turn_backward": 2}
     assert {name: kernel.count for name, kernel in launches.items() if name in counts} == counts
 
 

@@ -70,6 +70,12 @@ def swiglu(
         tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
 
 
+@triton.jit
+def _swiglu_gradient(g, up, sigmoid, d):
+    """Of gate and up, where d is that of silu(g) * up."""
+    return d * up * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid
+
+
 @triton.jit(do_not_specialize=[*VARYING, "rows"])
 def swiglu_backward(
     gate_up,
@@ -94,13 +100,14 @@ def swiglu_backward(
     dweights,
     wide,
     ADAPTED: tl.constexpr,
+    KEPT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of dh + dv A_down, the gradient of h before the router's weight: h again, d(gate, up) behind that weight, and the
-    weight's own gradient, the sum of dh * h over the row."""
+    """Of dh + dv A_down, the gradient of h before the router's weight: d(gate, up) behind that weight, the weight's own
+    gradient, the sum of dh * h over the row, and, KEPT, h again."""
     index = tl.program_id(0)
     segment = num_segments * 0
     if ADAPTED:
@@ -127,15 +134,132 @@ def swiglu_backward(
                 up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
                 d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
             sigmoid = tl.sigmoid(g)
-            silu = g * sigmoid
-            active = silu * up
+            active = g * sigmoid * up
             total += tl.sum(d * active, 1)
-            d *= weight
-            tl.store(h + row[:, None] * wide + n[None], active.to(h.dtype.element_ty), mask)
-            dgate = d * up * sigmoid * (1 + g * (1 - sigmoid))
+            if KEPT:
+                tl.store(h + row[:, None] * wide + n[None], active.to(h.dtype.element_ty), mask)
+            dgate, dup = _swiglu_gradient(g, up, sigmoid, d * weight)
             tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask)
-            tl.store(dgate_up + at + wide, (d * silu).to(dgate_up.dtype.element_ty), mask)
+            tl.store(dgate_up + at + wide, dup.to(dgate_up.dtype.element_ty), mask)
         tl.store(dweights + row, total, own)
+
+
+@triton.jit
+def _loaded(addresses, group, expert, rank, wide, i, n):
+    """A tile of a factor: numbers i of the rank, columns n."""
+    at = _factor(addresses, group, expert, rank, wide) + i[:, None].to(tl.int64) * wide + n[None]
+    return tl.load(at, (i < rank)[:, None] & (n < wide)[None], 0.0)
+
+
+@triton.jit
+def _add_to(addresses, group, expert, rank, wide, i, n, total):
+    """total to a tile of a gradient; nothing where there is none."""
+    at = _factor(addresses, group, expert, rank, wide) + i[:, None].to(tl.int64) * wide + n[None]
+    count = tl.where(tl.load(addresses + group) == 0, 0, rank)
+    mask = (i < count)[:, None] & (n < wide)[None]
+    tl.store(at, tl.load(at, mask, 0.0) + total, mask)
+
+
+@triton.jit(do_not_specialize=["num_owners", "num_groups", "stride_du", "stride_dweights"])
+def swiglu_owners_backward(
+    gate_up,
+    u,
+    stride_u,
+    gate_b,
+    up_b,
+    down_a,
+    dgate_b,
+    dup_b,
+    ddown_a,
+    ranks,
+    owner_start,
+    owner_groups,
+    segment_start,
+    num_owners,
+    num_groups,
+    dh,
+    dv,
+    stride_dv,
+    weights,
+    dgate_up,
+    du,
+    stride_du,
+    dweights,
+    stride_dweights,
+    wide,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`swiglu_backward` of all rows that an owner has of an expert, for some columns, and what its factors take of them
+    while they are at hand: their gradients, and du[s] and dweights[s], the sums over the columns of tile s. An owner is
+    one of `outer`. BLOCK_R has the whole rank."""
+    owner, expert = tl.program_id(0) % num_owners, tl.program_id(0) // num_owners
+    tile = tl.program_id(1).to(tl.int64)
+    n, i = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    du += tile * stride_du
+    dweights += tile * stride_dweights
+    for at_owner in range(tl.load(owner_start + owner), tl.load(owner_start + owner + 1)):
+        group = tl.load(owner_groups + at_owner)
+        segment = expert * num_groups + group
+        start, stop = tl.load(segment_start + segment), tl.load(segment_start + segment + 1)
+        if start < stop:
+            rank = tl.load(ranks + group)
+            of_gate = _loaded(gate_b, group, expert, rank, wide, i, n)
+            of_up = _loaded(up_b, group, expert, rank, wide, i, n)
+            of_down = _loaded(down_a, group, expert, rank, wide, i, n)
+            total_gate = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
+            total_up = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
+            total_down = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
+            for begin in range(start, stop, BLOCK_M):
+                row = begin + tl.arange(0, BLOCK_M).to(tl.int64)
+                own = row < stop
+                mask, real = own[:, None] & (n < wide)[None], own[:, None] & (i < rank)[None]
+                at, at_u = row[:, None] * (2 * wide) + n[None], row[:, None] * stride_u + i[None]
+                u_gate, u_up = tl.load(u + at_u, real, 0.0), tl.load(u + at_u + rank, real, 0.0)
+                dv_mi = tl.load(dv + row[:, None] * stride_dv + i[None], real, 0.0)
+                weight = tl.load(weights + row, own, 0.0)[:, None]
+                g = tl.load(gate_up + at, mask, 0.0).to(tl.float32)
+                up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
+                d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
+                g = tl.dot(u_gate, of_gate, g, input_precision=PRECISION)
+                up = tl.dot(u_up, of_up, up, input_precision=PRECISION)
+                d = tl.dot(dv_mi, of_down, d, input_precision=PRECISION)
+                sigmoid = tl.sigmoid(g)
+                active = g * sigmoid * up
+                tl.store(dweights + row, tl.sum(d * active, 1), own)
+                total_down = tl.dot(tl.trans(dv_mi * weight), active, total_down, input_precision=PRECISION)
+                dgate, dup = _swiglu_gradient(g, up, sigmoid, d * weight)
+                tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask)
+                tl.store(dgate_up + at + wide, dup.to(dgate_up.dtype.element_ty), mask)
+                total_gate = tl.dot(tl.trans(u_gate), dgate, total_gate, input_precision=PRECISION)
+                total_up = tl.dot(tl.trans(u_up), dup, total_up, input_precision=PRECISION)
+                du_gate = tl.dot(dgate, tl.trans(of_gate), input_precision=PRECISION)
+                du_up = tl.dot(dup, tl.trans(of_up), input_precision=PRECISION)
+                tl.store(du + at_u, du_gate, real)
+                tl.store(du + at_u + rank, du_up, real)
+            _add_to(dgate_b, group, expert, rank, wide, i, n, total_gate)
+            _add_to(dup_b, group, expert, rank, wide, i, n, total_up)
+            _add_to(ddown_a, group, expert, rank, wide, i, n, total_down)
+
+
+@triton.jit
+def gather(
+    x,
+    stride_x,
+    token,
+    out,
+    pairs,
+    wide,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[p] = x[token[p]]."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, mask = tl.load(token + p, p < pairs, 0), (p < pairs)[:, None] & (n < wide)[None]
+    tl.store(out + p[:, None] * wide + n[None], tl.load(x + row[:, None] * stride_x + n[None], mask), mask)
 
 
 @triton.jit
@@ -221,7 +345,7 @@ def turn_backward(
         root = _root(own, dim, eps)[:, None]
         dy *= tl.load(norm + j, j < dim, 0.0)[None]
         dy = root * (dy - own * root * root * (tl.sum(dy * own, 1) / dim)[:, None])
-    tl.store(dx + token * stride_dx + head[:, None] * dim + j[None], dy, mask)
+    tl.store(dx + token * stride_dx + head[:, None] * dim + j[None], dy.to(dx.dtype.element_ty), mask)
 
 
 @triton.jit

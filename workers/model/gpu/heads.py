@@ -6,12 +6,11 @@ Shapes: T tokens, H heads, K key-value heads, D numbers of a head, O = (H + 2K) 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from workers.model.gpu import fused_kernels
 
@@ -20,8 +19,8 @@ HEADS = 8
 
 
 class Heads(NamedTuple):
-    """Of an attention: H, K and D, the norms of queries and keys, the angles (`parts/rotary.py`) and the dtype of what
-    comes out."""
+    """Of an attention: H, K and D, the norms of queries and keys, the angles (`parts/rotary.py`), the dtype of what
+    comes out, and the bias of the product."""
 
     counts: tuple[int, int]
     dim: int
@@ -29,17 +28,37 @@ class Heads(NamedTuple):
     eps: float
     angles: tuple[Tensor, Tensor]
     dtype: torch.dtype
+    bias_O: Tensor | None = None
 
-    def apart(self, qkv_TO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, D], k and v [T, K, D]: queries and keys normed and turned. Differentiable in qkv, float32."""
-        return cast(tuple[Tensor, Tensor, Tensor], _Apart.apply(qkv_TO, self))  # type: ignore[no-untyped-call]
+    def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
+        """Of qkv, float32: q [T, H, D], k and v [T, K, D], queries and keys normed and turned. The bias is added in
+        place."""
+        if self.bias_O is not None:
+            y_TO += self.bias_O
+        found = []
+        for start, count, norm_D in self._turned():
+            out = y_TO.new_empty(len(y_TO), count, self.dim, dtype=self.dtype)
+            self._launch(fused_kernels.turn, y_TO[:, start:], count, norm_D, out)
+            found.append(out)
+        values = y_TO[:, sum(self.counts) * self.dim :].to(self.dtype)
+        return *found, values.view(len(values), -1, self.dim)
 
-    def turned(self) -> list[tuple[int, int, Tensor | None]]:
+    def backward(self, y_TO: Tensor, *grads: Tensor) -> Tensor:
+        """The gradient of qkv, rounded once to `dtype`, which the next products take."""
+        dy_TO = torch.empty_like(y_TO, dtype=self.dtype)
+        for (start, count, norm_D), dout in zip(self._turned(), grads, strict=False):
+            own, dout = dy_TO[:, start:], dout.contiguous()
+            self._launch(fused_kernels.turn_backward, y_TO[:, start:], count, norm_D, dout, own, own.stride(0))
+        dv = grads[-1]
+        dy_TO[:, sum(self.counts) * self.dim :] = dv.reshape(len(dv), -1)
+        return dy_TO
+
+    def _turned(self) -> list[tuple[int, int, Tensor | None]]:
         """Of queries and of keys: their first column, how many there are, their norm."""
         (h, k), dim = self.counts, self.dim
         return [(0, h, self.norms[0]), (h * dim, k, self.norms[1])]
 
-    def launch(self, kernel: Any, x_TI: Tensor, heads: int, norm_D: Tensor | None, *rest: Any) -> None:
+    def _launch(self, kernel: Any, x_TI: Tensor, heads: int, norm_D: Tensor | None, *rest: Any) -> None:
         cos, sin = (each.contiguous() for each in self.angles)
         norm = norm_D if norm_D is not None else cos
         if len(x_TI):
@@ -47,30 +66,3 @@ class Heads(NamedTuple):
                 x_TI, x_TI.stride(0), norm, cos, sin, *rest, heads, self.dim, cos.shape[-1], self.eps,
                 NORMED=norm_D is not None, HEADS=HEADS, BLOCK_D=triton.next_power_of_2(self.dim),
             )  # fmt: skip
-
-
-class _Apart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv_TO: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(qkv_TO)
-        ctx.heads = heads
-        found = []
-        for start, count, norm_D in heads.turned():
-            out = qkv_TO.new_empty(len(qkv_TO), count, heads.dim, dtype=heads.dtype)
-            heads.launch(fused_kernels.turn, qkv_TO[:, start:], count, norm_D, out)
-            found.append(out)
-        values = qkv_TO[:, sum(heads.counts) * heads.dim :].to(heads.dtype)
-        return found[0], found[1], values.view(len(values), -1, heads.dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None]:
-        (qkv_TO,) = ctx.saved_tensors
-        heads, dqkv_TO = ctx.heads, torch.empty_like(qkv_TO)
-        for (start, count, norm_D), dout in zip(heads.turned(), (dq, dk), strict=True):
-            own = dqkv_TO[:, start:]
-            heads.launch(
-                fused_kernels.turn_backward, qkv_TO[:, start:], count, norm_D, dout.contiguous(), own, own.stride(0)
-            )
-        dqkv_TO[:, sum(heads.counts) * heads.dim :] = dv.reshape(len(dv), -1)
-        return dqkv_TO, None

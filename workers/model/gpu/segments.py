@@ -7,9 +7,10 @@ Shapes: G groups of the batch, E experts, R = E * G segments, P rows, N names of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -65,9 +66,11 @@ class Segments:
 
 @dataclass(frozen=True)
 class Owners:
-    """The gradient arenas of a batch: groups `groups[start[o]:start[o + 1]]` add to arena o, in order."""
+    """The gradient arenas of a batch: groups `groups[start[o]:start[o + 1]]` add to arena o, in order. After these
+    `count`, up to `every`, each group that is not trained, alone."""
 
     count: int
+    every: int
     start: Tensor
     groups: Tensor
 
@@ -103,19 +106,18 @@ class Table:
         self.scales_G = sent(torch.tensor(scales), device)
         starts = sent(torch.tensor(rows.offsets), device)
         self.segments = Segments(starts, len(ranks), 1, len(rows), DENSE_ROWS)
-        self._names, self._weights_NG, self._has_NG = _addresses(rows.adapters)
-        grad_names, self._grads_NG, _ = _addresses(rows.grads)
-        self._grad_index = {name: n for n, name in enumerate(grad_names)}
-        self._index = {name: n for n, name in enumerate(self._names)}
+        self._index, self._weights_NG, self._has_NG = _addresses(rows.adapters)
+        self._grad_index, grads_NG, _ = _addresses(rows.grads)
         self._device_weights_NG = sent(torch.from_numpy(self._weights_NG), device)
-        self._device_grads_NG = sent(torch.from_numpy(self._grads_NG), device)
+        self._device_grads_NG = sent(torch.from_numpy(grads_NG), device)
+        self._classes: dict[bytes, list[tuple[RankClass, Blocks]]] = {}
 
     def rewrite(self, rows: LoraRows) -> None:
         """Of a single table: become that of other rows in the tensors that are here, so that launches which were
         captured with them serve those rows. These must have the same offsets, and adapters of the same `forms`; none
         may be trained."""
         other = Table(rows, self._device)
-        names_N = [other._index[name] for name in self._names]
+        names_N = [other._index[name] for name in self._index]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
         pairs += [(self._device_weights_NG, sent(torch.from_numpy(other._weights_NG[names_N]), self._device))]
         for tensor, new_tensor in pairs:
@@ -136,36 +138,25 @@ class Table:
 
     def grads(self, name: str) -> Tensor:
         """int64 [G]: the address of each group's gradient; 0 where there is none."""
-        return self._device_grads_NG[self._grad_index[name]]
+        if (n := self._grad_index.get(name)) is None:
+            return torch.zeros_like(self.ranks_G)
+        return self._device_grads_NG[n]
 
     def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:
-        """Classes of the groups that have this tensor, with their blocks of the batch's own rows."""
-        return self._dense_blocks[self._signature(name)]
+        """Classes of the groups that have this tensor, with their blocks of the batch's own rows. There are few sets of
+        such groups: those of attention, MLP, unembedding."""
+        has_G = self._has_NG[self._index[name]]
+        found = self._classes.get(key := has_G.tobytes())
+        if found is None:
+            classes = self._classes_of(has_G.tolist())
+            found = self._classes[key] = [(each, self.segments.blocks(each.active_G)) for each in classes]
+        return found
 
     def all_have(self, name: str) -> bool:
         """Whether no group is without this tensor."""
-        return all(self._signature(name))
+        return bool(self._has_NG[self._index[name]].all())
 
-    def _signature(self, name: str) -> tuple[bool, ...]:
-        """Which groups have this tensor. There are few such sets: attention, MLP, unembedding."""
-        return self._signatures[name]
-
-    @cached_property
-    def _signatures(self) -> dict[str, tuple[bool, ...]]:
-        return {name: tuple(self._has_NG[n].tolist()) for n, name in enumerate(self._names)}
-
-    @cached_property
-    def _classes(self) -> dict[tuple[bool, ...], list[RankClass]]:
-        return {has: self._classes_of(has) for has in dict.fromkeys(self._signatures.values())}
-
-    @cached_property
-    def _dense_blocks(self) -> dict[tuple[bool, ...], list[tuple[RankClass, Blocks]]]:
-        return {
-            has: [(each, self.segments.blocks(each.active_G)) for each in classes]
-            for has, classes in self._classes.items()
-        }
-
-    def _classes_of(self, has: tuple[bool, ...]) -> list[RankClass]:
+    def _classes_of(self, has: Sequence[bool]) -> list[RankClass]:
         blocks: dict[int, list[int]] = {}
         for group, adapter in enumerate(self._adapters):
             if has[group] and adapter is not None:
@@ -173,15 +164,17 @@ class Table:
         return [self._class(block, groups) for block, groups in sorted(blocks.items())]
 
     def _class(self, block: int, groups: list[int]) -> RankClass:
-        active = torch.tensor([group in groups for group in range(len(self._adapters))])
+        among, alone = set(groups), [[group] for group in groups if self._grads[group] is None]
+        active = torch.tensor([group in among for group in range(len(self._adapters))])
         arenas: dict[int, list[int]] = {}
         for group in groups:
             grad = self._grads[group]
             if grad is not None:
                 arenas.setdefault(grad.flat.data_ptr(), []).append(group)
-        start = torch.tensor([0, *(len(members) for members in arenas.values())]).cumsum(0)
-        flat = torch.tensor([group for members in arenas.values() for group in members], dtype=torch.int64)
-        owners = Owners(len(arenas), sent(start, self._device), sent(flat, self._device))
+        members = [*arenas.values(), *alone]
+        start = torch.tensor([0, *accumulate(map(len, members))])
+        flat = torch.tensor([group for own in members for group in own], dtype=torch.int64)
+        owners = Owners(len(arenas), len(members), sent(start, self._device), sent(flat, self._device))
         most = max(adapter.rank for adapter in (self._adapters[group] for group in groups) if adapter is not None)
         return RankClass(block, most, sent(active, self._device), owners)
 
@@ -223,19 +216,22 @@ def rank_block(rank: int) -> int:
     return min(MAX_RANK_BLOCK, max(MIN_RANK_BLOCK, 1 << (rank - 1).bit_length()))
 
 
-def _addresses(adapters: Sequence[Adapter | None]) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_]]:
-    """Tensor names, the address of each in each arena [N, G], 0 where it has none, and whether it has."""
-    found = [adapter for adapter in adapters if adapter is not None]
-    names = list(dict.fromkeys(name for shape in {a.shape: None for a in found} for name in shape.slots))
+def _addresses(adapters: Sequence[Adapter | None]) -> tuple[Mapping[str, int], NDArray[np.int64], NDArray[np.bool_]]:
+    """The number of each tensor by its name, its address in each arena [N, G], 0 where it has none, and whether it
+    has."""
+    index, offsets = _layout(tuple(dict.fromkeys(adapter.shape for adapter in adapters if adapter is not None)))
+    missing = np.full(len(index), -1)
+    at_NG = np.stack([missing if adapter is None else offsets[adapter.shape] for adapter in adapters], axis=1)
+    first_G = np.array([0 if adapter is None else adapter.flat.data_ptr() for adapter in adapters])
+    return index, np.where(at_NG >= 0, at_NG + first_G, 0), at_NG >= 0
+
+
+@lru_cache(maxsize=64)
+def _layout(shapes: tuple[AdapterShape, ...]) -> tuple[Mapping[str, int], dict[AdapterShape, NDArray[np.int64]]]:
+    """Of arenas of these shapes: the number of each tensor, and how many bytes into each it begins; -1: it has none."""
+    names = dict.fromkeys(name for shape in shapes for name in shape.slots)
     offsets = {
         shape: np.array([4 * shape.slots[name].offset if name in shape.slots else -1 for name in names])
-        for shape in {a.shape for a in found}
+        for shape in shapes
     }
-    table = np.zeros((len(names), len(adapters)), dtype=np.int64)
-    has = np.zeros(table.shape, dtype=np.bool_)
-    for group, adapter in enumerate(adapters):
-        if adapter is not None:
-            at = offsets[adapter.shape]
-            has[:, group] = at >= 0
-            table[:, group] = np.where(at >= 0, adapter.flat.data_ptr() + at, 0)
-    return names, table, has
+    return {name: n for n, name in enumerate(names)}, offsets

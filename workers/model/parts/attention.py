@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workers.model import lora_products
 from workers.model.attend import Attend, Reach
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.lora import LoraRows, Site, lora_linear, lora_linear_then
 from workers.model.native import joined
 from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen
@@ -41,18 +41,18 @@ class GroupedAttention(nn.Module):
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
-        c = self.config
-        qkv = lora_linear(x_TD, self.qkv, self.qkv_site, lora)
-        if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias
-        reach = Reach(c.window_of(self.layer), self.sinks)
-        if lora_products.on_device(qkv) and not c.output_gate and c.qk_norm != "whole":
+        c, reach = self.config, Reach(self.config.window_of(self.layer), self.sinks)
+        if lora_products.on_device(self.qkv) and not c.output_gate and c.qk_norm != "whole":
             from workers.model.gpu.heads import Heads  # Triton: only a GPU needs it
 
             counts, norms = (c.num_heads, c.num_kv_heads), (self.q_norm, self.k_norm)
-            heads = Heads(counts, c.head_dim, norms, c.norm_eps, angles, self.qkv.dtype)
-            out_TQ = attend.attend(self.layer, *heads.apart(qkv), reach).reshape(-1, c.q_size)
+            heads = Heads(counts, c.head_dim, norms, c.norm_eps, angles, self.qkv.dtype, self.qkv_bias)
+            q_THD, k_TKD, v_TKD = lora_linear_then(x_TD, self.qkv, self.qkv_site, lora, heads)
+            out_TQ = attend.attend(self.layer, q_THD, k_TKD, v_TKD, reach).reshape(-1, c.q_size)
             return self._out(out_TQ, lora)
+        qkv = lora_linear(x_TD, self.qkv, self.qkv_site, lora)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias
         q, k, v = torch.split(qkv, list(self.sizes), dim=-1)
         gate = None
         if c.output_gate:  # beside the queries of each head
