@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from workers.model import lora_products
 from workers.model.attend import Attend, PackedAttend
 from workers.model.config import DecoderConfig
 from workers.model.lora import LoraRows, Site, lora_linear
@@ -155,15 +156,25 @@ class _Layer(nn.Module):
         on_route: OnRoute | None,
         forced_TK: Tensor | None,
     ) -> Tensor:
+        delta_TD: Tensor | None = None
         if self.attn is not None:
-            normed = rms_norm(x_TD, self.attn_norm, self.norm_eps, packed=self.packed)
-            x_TD = x_TD + self.attn(normed, angles, attend, lora)
+            x_TD, normed = self._normed(x_TD, None, self.attn_norm)
+            delta_TD = self.attn(normed, angles, attend, lora)
         if self.mlp is None:
-            return x_TD
-        normed = rms_norm(x_TD, self.mlp_norm, self.norm_eps, packed=self.packed)
+            return x_TD if delta_TD is None else x_TD + delta_TD
+        x_TD, normed = self._normed(x_TD, delta_TD, self.mlp_norm)
         mixture = isinstance(self.mlp, Mixture)
         out: Tensor = x_TD + (self.mlp(normed, lora, on_route, forced_TK) if mixture else self.mlp(normed, lora))
         return out
+
+    def _normed(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden state with what is added to it, and its norm."""
+        if lora_products.on_device(x_TD):
+            from workers.model.gpu.norms import add_norm  # Triton: only a GPU needs it
+
+            return add_norm(x_TD, delta_TD, weight_D, self.norm_eps)
+        x_TD = x_TD if delta_TD is None else x_TD + delta_TD
+        return x_TD, rms_norm(x_TD, weight_D, self.norm_eps, packed=self.packed)
 
 
 def _attention(config: DecoderConfig, layer: int) -> type[Attention]:

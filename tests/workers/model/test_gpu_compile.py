@@ -91,6 +91,8 @@ def fused(name, capability, rank_block, precision, dtype):
     if name == "swiglu_owners_backward":
         tile = gate.OWNED
     fixed |= {"DIVIDED": True, "KEPT": True}
+    if name.startswith("add_norm"):
+        fixed |= {"ADDED": True, "BLOCK_D": 4096}
     fixed |= {"BLOCK_N": combine.WIDTH if name.startswith("gather") else tile.columns}
     if name == "gather":
         fixed |= {"BLOCK_P": combine.COPIED // combine.WIDTH}
@@ -98,10 +100,12 @@ def fused(name, capability, rank_block, precision, dtype):
     types |= dict.fromkeys(("gate_b", "up_b", "down_a", "dgate_b", "dup_b", "ddown_a"), "*i64") | {"du": "*fp32"}
     types |= dict.fromkeys(("targets", "row_of", "first", "group_of_row", "token"), "*i64") | {"dx": "*" + dtype}
     types |= dict.fromkeys(("weights", "dweights", "dv", "norm", "cos", "sin", "logits", "divisors"), "*fp32")
-    types |= dict.fromkeys(("found", "sums", "dsums", "logprobs", "dlogprobs"), "*fp32")
+    types |= dict.fromkeys(("found", "sums", "dsums", "logprobs", "dlogprobs", "delta", "total", "dtotal"), "*fp32")
     types |= dict.fromkeys(("gate_up", "h", "dh", "dgate_up", "y", "dout", "dlogits"), "*" + dtype)
     types |= {"eps": "fp32", "x": "*" + (dtype if name == "gather" else "fp32")}
     types |= {"out": "*" + ("fp32" if name == "gather_sum" else dtype)}
+    if name.startswith("add_norm"):
+        types |= dict.fromkeys(("out", "dout", "dx"), "*fp32")
     fixed = {argument: value for argument, value in fixed.items() if argument in names}
     return built(kernel, fixed, types | dict.fromkeys(fixed, "constexpr"), capability)
 
@@ -119,6 +123,7 @@ print(json.dumps(found))
 """
 
 GPUS = ((90, "bf16"), (80, "fp32"))
+_EITHER = ("turn", "turn_backward", "gather", "gather_sum", "add_norm", "add_norm_backward")
 FORMS: list[tuple[Any, ...]] = [
     *((name, 90, block, "tf32", "fp32") for name in ("shrink", "expand", "outer") for block in (16, 128)),
     *((name, 90, 32, "ieee", "fp32") for name in ("shrink", "expand", "outer")),
@@ -134,7 +139,7 @@ FORMS: list[tuple[Any, ...]] = [
     *((name, 90, block, "tf32", "bf16") for name in ("swiglu", "swiglu_backward") for block in (0, 16, 128)),
     *((name, 80, 32, "ieee", "fp32") for name in ("swiglu", "swiglu_backward", "swiglu_owners_backward")),
     *(("swiglu_owners_backward", 90, block, "tf32", "bf16") for block in (16, 32)),
-    *((name, gpu, 16, "", dtype) for name in ("turn", "turn_backward", "gather", "gather_sum") for gpu, dtype in GPUS),
+    *((name, gpu, 16, "", dtype) for name in _EITHER for gpu, dtype in GPUS),
     *((name, 90, block, "tf32", "bf16") for name in ("log_sum", "log_sum_backward") for block in (0, 16, 128)),
     *((name, 80, 32, "ieee", "fp32") for name in ("log_sum", "log_sum_backward", "at_targets", "at_targets_backward")),
     *((name, 90, 0, "", "bf16") for name in ("at_targets", "at_targets_backward")),

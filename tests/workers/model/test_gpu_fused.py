@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from workers.model.config import RopeConfig
 from workers.model.gpu import softmax
 from workers.model.gpu.combine import combined, spread
 from workers.model.gpu.heads import Heads
+from workers.model.gpu.norms import add_norm
 from workers.model.logprobs import target_logprobs
 from workers.model.lora_rows import LoraRows
 from workers.model.parts.rotary import Rotary, turn
@@ -71,6 +73,28 @@ def test_heads_are_normed_and_turned(dtype: torch.dtype, partial: float, normed:
     torch.testing.assert_close(
         gradient_of_ours.cpu().float(), plain.grad, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize("wide", [3, 1500])
+@pytest.mark.parametrize("added", [True, False])
+def test_the_hidden_state_is_added_to_and_normed(added: bool, wide: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(7, wide, generator=generator) for _ in range(1 + added)]
+    weight = torch.rand(wide, generator=generator) + 0.5
+    grads = [torch.randn(7, wide, generator=generator) for _ in range(2)]
+
+    def run(norm: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> list[Tensor]:
+        own = [each.to(device).requires_grad_() for each in given]
+        found = norm(own[0], own[1] if added else None, weight.to(device), 1e-6)
+        torch.autograd.backward(found, [grad.to(device) for grad in grads])
+        return [each.detach().cpu() for each in (*found, *(each.grad for each in own)) if each is not None]
+
+    def plain(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = 1 * x if delta is None else x + delta
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+
+    for mine, other in zip(run(add_norm, DEVICE), run(plain, HOST), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -32,6 +32,7 @@ KERNELS = {
     kernels: ("shrink", "expand", "outer", "experts", "expert_blocks", "sort_pairs"),
     fused_kernels: (
         *("swiglu", "swiglu_backward", "swiglu_owners_backward", "gather", "gather_sum", "turn", "turn_backward"),
+        "add_norm",
     ),
 }
 
@@ -165,7 +166,7 @@ def test_a_pass_stays_on_the_device_and_never_waits(
         "outer": 2 * (5 + 8) - 3 * moe,
     }
     counts |= {"swiglu": 3 * moe, "swiglu_backward": 2 * moe, "swiglu_owners_backward": moe}
-    counts |= {"gather": 4 * moe, "gather_sum": 4 * moe, "turn": 2, "turn_backward": 2}
+    counts |= {"gather": 4 * moe, "gather_sum": 4 * moe, "turn": 2, "turn_backward": 2, "add_norm": 2}
     assert {name: kernel.count for name, kernel in launches.items() if name in counts} == counts
 
 

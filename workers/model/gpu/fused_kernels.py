@@ -1,7 +1,7 @@
 """Triton kernels of what lies between products: one pass each, in float32 inside, rounded once to what is taken next.
 
-Of experts (gate.py, combine.py), of queries and keys (heads.py) and of logits (softmax.py), which say the shapes. What
-a row gets depends on its own numbers alone. Checked in Triton's interpreter.
+Of the hidden state (norms.py), experts (gate.py, combine.py), queries and keys (heads.py) and logits (softmax.py),
+which say the shapes. What a row gets depends on its own numbers alone. Checked in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -285,6 +285,33 @@ def gather_sum(
             found *= tl.load(weights + token * CHOICES + k)
         total += found
     tl.store(out + token * wide + n, total, n < wide)
+
+
+@triton.jit
+def add_norm(
+    x, delta, norm, total, out, wide, eps,
+    ADDED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """total = x + delta, ADDED, and out = total over its root mean square, times `norm`."""
+    n = tl.arange(0, BLOCK_D)
+    at, mask = tl.program_id(0).to(tl.int64) * wide + n, n < wide
+    y = tl.load(x + at, mask, 0.0)
+    if ADDED:
+        y += tl.load(delta + at, mask, 0.0)
+        tl.store(total + at, y, mask)
+    root = 1 / tl.sqrt(tl.sum(y * y, 0) / wide + eps)
+    tl.store(out + at, y * root * tl.load(norm + n, mask, 0.0), mask)
+
+
+@triton.jit
+def add_norm_backward(total, norm, dtotal, dout, dx, wide, eps, BLOCK_D: tl.constexpr):
+    """dx of `add_norm`, which is that of delta, too."""
+    n = tl.arange(0, BLOCK_D)
+    at, mask = tl.program_id(0).to(tl.int64) * wide + n, n < wide
+    y, dy = tl.load(total + at, mask, 0.0), tl.load(dout + at, mask, 0.0) * tl.load(norm + n, mask, 0.0)
+    root = 1 / tl.sqrt(tl.sum(y * y, 0) / wide + eps)
+    found = root * (dy - y * root * root * (tl.sum(dy * y, 0) / wide))
+    tl.store(dx + at, tl.load(dtotal + at, mask, 0.0) + found, mask)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from workers.model.lora_products import LoraProducts
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
 FORWARD, BACKWARD = Tile(256, 4), Tile(128, 4)
 #: Of the backward of ranks up to OWNED_RANK, whose gradients stay in registers beside it.
-OWNED, OWNED_RANK = Tile(128, 4), 32
+OWNED, OWNED_ROWS, OWNED_RANK = Tile(128, 4), EXPERT_ROWS, 32
 
 
 class Inside(NamedTuple):
@@ -130,7 +130,7 @@ class Inside(NamedTuple):
                 self.gate_up_PG, self.u_P, self.u_P.stride(0), *map(table.weights, names), *map(table.grads, names),
                 table.ranks_G, owners.start, owners.groups, segments.start, owners.every, segments.num_groups,
                 dh_PF, dv_P, dv_P.stride(0), weights_P, dgate_up_PG, du_SP, du_SP.stride(0), dweights_SP,
-                dweights_SP.stride(0), dh_PF.shape[1], PRECISION=products.precision.name, BLOCK_M=EXPERT_ROWS,
+                dweights_SP.stride(0), dh_PF.shape[1], PRECISION=products.precision.name, BLOCK_M=OWNED_ROWS,
                 BLOCK_R=each.block, **OWNED.fixed,
             )  # fmt: skip
 

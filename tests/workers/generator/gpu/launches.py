@@ -22,7 +22,7 @@ from workers.model.gpu import kernels as adapter_kernels
 KERNELS: dict[ModuleType, tuple[str, ...]] = {
     adapter_kernels: ("shrink", "expand", "experts", "expert_blocks", "sort_pairs"),
     single_kernels: ("shrink_row", "expand_row"),
-    fused_kernels: ("swiglu", "gather", "gather_sum", "turn"),
+    fused_kernels: ("swiglu", "gather", "gather_sum", "turn", "add_norm"),
     decode_kernels: ("store", "partial", "combine"),
     prefill_kernels: ("store_blocks", "attend_tiles", "copy_pages"),
 }

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 KERNELS = [(adapter_kernels, name) for name in ("shrink", "expand", "experts", "expert_blocks", "sort_pairs")]
 KERNELS += [(single_kernels, name) for name in ("shrink_row", "expand_row")]
-KERNELS += [(fused_kernels, name) for name in ("swiglu", "gather", "gather_sum", "turn")]
+KERNELS += [(fused_kernels, name) for name in ("swiglu", "gather", "gather_sum", "turn", "add_norm")]
 KERNELS += [(decode_kernels, name) for name in ("store", "partial", "combine")]
 
 #: What would make the host wait for a device.
