@@ -132,7 +132,7 @@ class Pass:
         tokens_T = torch.randint(0, self.decoder.config.vocab_size, (sum(lengths),), generator=generator).to(device)
         positions_T = torch.cat([torch.arange(n) for n in lengths]).to(device)
         hidden_TD = self.decoder(tokens_T, positions_T, PackedAttend(lengths), self.rows)
-        every = torch.arange(len(tokens_T), device=device)
+        every = torch.arange(len(tokens_T))
         target_logprobs(self.decoder, hidden_TD, every, tokens_T.roll(-1), self.rows).sum().backward()
 
 

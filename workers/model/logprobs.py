@@ -9,6 +9,7 @@ group's sums do not depend on its neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from workers.model import lora_products
 from workers.model.decoder import Decoder
+from workers.model.device import sent
 from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
 from workers.model.lora_products import LoraProducts, products_of
 from workers.model.memory import SHARE, free_bytes
@@ -40,8 +42,9 @@ def target_logprobs(
     temperature_T: Tensor | None = None,
 ) -> Tensor:
     """lp_P = log_softmax(logits(hidden[rows]) / temperature[rows])[targets], float32. `rows_P` ascends, with a row
-    repeated for each of its targets; `lora` counts the rows of `hidden_TD`. Differentiable in hidden; the gradient of
-    an unembed adapter goes to `lora.grads`. A temperature of 1 changes no bit."""
+    repeated for each of its targets; where it lies in the host's memory, nobody waits for a device. `lora` counts the
+    rows of `hidden_TD`. Differentiable in hidden; the gradient of an unembed adapter goes to `lora.grads`. A
+    temperature of 1 changes no bit."""
     lora = lora if lora is not None else LoraRows([0, len(hidden_TD)], [None])
     if len(rows_P) != len(targets_P) or len(lora) != len(hidden_TD):
         counts = f"{len(rows_P)} rows, {len(targets_P)} targets; {len(hidden_TD)} hidden rows, {len(lora)} of adapters"
@@ -51,10 +54,13 @@ def target_logprobs(
     rows_U, row_of_P = torch.unique_consecutive(rows_P, return_inverse=True)
     selected = lora.select(rows_U)
     trigger = selected.trigger(selected.groups(decoder.unembed.a))
+    rows_U, placed_P = (
+        each if each.device == hidden_TD.device else sent(each, hidden_TD.device) for each in (rows_U, row_of_P)
+    )
     divisor_U = None if temperature_T is None else temperature_T.index_select(0, rows_U)
     if chunk is None:
         chunk = DEVICE_ROWS if lora_products.on_device(decoder.head) else ROWS
-    head = _Head(decoder, selected, chunk, row_of_P, divisor_U)
+    head = _Head(decoder, selected.slices(chunk), (row_of_P, placed_P), divisor_U)
     hidden_UD = hidden_TD.index_select(0, rows_U)
     return cast(Tensor, _TargetLogprobs.apply(hidden_UD, trigger, targets_P.contiguous(), head))  # type: ignore[no-untyped-call]
 
@@ -82,14 +88,19 @@ class _Head:
     """The unembedding of one call: how its rows are cut, and what each cut gives; `divisor_U` divides the logits."""
 
     def __init__(
-        self, decoder: Decoder, rows: LoraRows, chunk: int, row_of_P: Tensor, divisor_U: Tensor | None
+        self,
+        decoder: Decoder,
+        pieces: Iterable[tuple[int, int, LoraRows]],
+        row_of: tuple[Tensor, Tensor],
+        divisor_U: Tensor | None,
     ) -> None:
+        """`row_of` [P]: the row of each target, where it is known first, and where the rows are."""
         self.weight, self.site, self.divisor_U = decoder.head, decoder.unembed, divisor_U
-        pieces = list(rows.slices(chunk))
+        pieces, (row_of_P, placed_P) = list(pieces), row_of
         ends = torch.tensor([b for _, b, _ in pieces], device=row_of_P.device, dtype=row_of_P.dtype)
         at: list[int] = [0, *torch.searchsorted(row_of_P, ends).tolist()]
         self.cuts = [
-            _Cut(a, b, at[i], at[i + 1], row_of_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
+            _Cut(a, b, at[i], at[i + 1], placed_P[at[i] : at[i + 1]] - a, of) for i, (a, b, of) in enumerate(pieces)
         ]
 
     def logprobs(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor, keep: bool) -> tuple[Tensor, _Kept | None]:

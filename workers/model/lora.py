@@ -161,7 +161,12 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, y_TO, weight_OI, *shrunk = ctx.saved_tensors
         dy_TO = grads[0].contiguous() if ctx.then is None else ctx.then.backward(y_TO, *grads)
-        dx_TI = base_mm(dy_TO, weight_OI, transposed=True) if ctx.needs_input_grad[0] else None
+        dx_TI = None
+        if ctx.needs_input_grad[0]:
+            # What is taken in 16 bits is given in these: float32 between two products would be written and read twice.
+            short = ctx.dtype == weight_OI.dtype != torch.float32
+            out = dy_TO.new_empty(len(dy_TO), weight_OI.shape[1], dtype=ctx.dtype) if short else None
+            dx_TI = base_mm(dy_TO, weight_OI, transposed=True, out=out)
         for (site, products), u in zip(ctx.found, shrunk, strict=True):
             adapters_backward(dy_TO, x_TI, dx_TI, u, site, products)
         return dx_TI.to(ctx.dtype) if dx_TI is not None else None, None, None, None, None

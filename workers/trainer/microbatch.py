@@ -22,6 +22,7 @@ from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import LOSSES, ROUTES, TEMPERATURE, THRESHOLDS, clip_of
 
 from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
+from workers.model.device import sent
 from workers.model.logprobs import target_logprobs
 from workers.model.memory import is_out_of_memory
 from workers.trainer.losses.custom import custom_loss
@@ -70,7 +71,7 @@ class _Packed:
     positions_T: Tensor
     lengths: list[int]  # of each datum
     lora: LoraRows
-    rows_P: Tensor
+    rows_P: Tensor  # on the host, which cuts them
     targets_P: Tensor
     positions: list[int]  # target positions of each part
     replay_MTK: Tensor | None  # the experts to choose; None when no datum names any
@@ -85,7 +86,7 @@ def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
     repeats = np.repeat(per_token, lengths)
 
     def tensor(arrays: list[Array]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
+        return sent(torch.from_numpy(np.concatenate(arrays).astype(np.int64)), device)
 
     return _Packed(
         tokens_T=tensor([datum.tokens for datum in data]),
@@ -96,7 +97,7 @@ def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
             [part.progress.run.adapter for part in parts],
             [part.progress.grad for part in parts],
         ),
-        rows_P=tensor([np.repeat(np.arange(len(repeats)), repeats)]),
+        rows_P=torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats)),
         targets_P=tensor([array.reshape(-1) for array in targets]),
         positions=[sum(datum.inputs["target_tokens"].size for datum in part.data) for part in parts],
         replay_MTK=_replay(data, device),

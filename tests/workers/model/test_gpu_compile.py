@@ -97,7 +97,7 @@ def fused(name, capability, rank_block, precision, dtype):
     if name == "gather":
         fixed |= {"BLOCK_P": combine.COPIED // combine.WIDTH}
     types = POINTERS | dict.fromkeys(("inverse", "factors", "owner_start", "owner_groups"), "*i64")
-    types |= dict.fromkeys(("gate_b", "up_b", "down_a", "dgate_b", "dup_b", "ddown_a"), "*i64") | {"du": "*fp32"}
+    types |= dict.fromkeys(("gate_b", "up_b", "down_a", "dgate_b", "dup_b", "ddown_a"), "*i64")
     types |= dict.fromkeys(("targets", "row_of", "first", "group_of_row", "token"), "*i64") | {"dx": "*" + dtype}
     types |= dict.fromkeys(("weights", "dweights", "dv", "norm", "cos", "sin", "logits", "divisors"), "*fp32")
     types |= dict.fromkeys(("found", "sums", "dsums", "logprobs", "dlogprobs", "delta", "total", "dtotal"), "*fp32")

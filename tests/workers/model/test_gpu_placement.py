@@ -161,7 +161,7 @@ def test_a_pass_stays_on_the_device_and_never_waits(
     # is that of their factors, too.
     moe = bool(config.num_experts)
     counts = {
-        "shrink": 2 * (5 + 8) - 2 * moe,
+        "shrink": 2 * (5 + 8),
         "expand": 2 * ((6 + 4) if moe else (8 + 5)),
         "outer": 2 * (5 + 8) - 3 * moe,
     }

@@ -160,7 +160,7 @@ def _add_to(addresses, group, expert, rank, wide, i, n, total):
     tl.store(at, tl.load(at, mask, 0.0) + total, mask)
 
 
-@triton.jit(do_not_specialize=["num_owners", "num_groups", "stride_du", "stride_dweights"])
+@triton.jit(do_not_specialize=["num_owners", "num_groups", "stride_dweights"])
 def swiglu_owners_backward(
     gate_up,
     u,
@@ -182,8 +182,6 @@ def swiglu_owners_backward(
     stride_dv,
     weights,
     dgate_up,
-    du,
-    stride_du,
     dweights,
     stride_dweights,
     wide,
@@ -192,13 +190,12 @@ def swiglu_owners_backward(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`swiglu_backward` of all rows that an owner has of an expert, for some columns, and what its factors take of them
-    while they are at hand: their gradients, and du[s] and dweights[s], the sums over the columns of tile s. An owner is
-    one of `outer`. BLOCK_R has the whole rank."""
+    """`swiglu_backward` of all rows that an owner has of an expert, for the columns of a tile, and, while these are at
+    hand, the gradients of its factors. dweights[s] is the sum over tile s. An owner is one of `outer`. BLOCK_R has the
+    whole rank."""
     owner, expert = tl.program_id(0) % num_owners, tl.program_id(0) // num_owners
     tile = tl.program_id(1).to(tl.int64)
     n, i = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    du += tile * stride_du
     dweights += tile * stride_dweights
     for at_owner in range(tl.load(owner_start + owner), tl.load(owner_start + owner + 1)):
         group = tl.load(owner_groups + at_owner)
@@ -235,10 +232,6 @@ def swiglu_owners_backward(
                 tl.store(dgate_up + at + wide, dup.to(dgate_up.dtype.element_ty), mask)
                 total_gate = tl.dot(tl.trans(u_gate), dgate, total_gate, input_precision=PRECISION)
                 total_up = tl.dot(tl.trans(u_up), dup, total_up, input_precision=PRECISION)
-                du_gate = tl.dot(dgate, tl.trans(of_gate), input_precision=PRECISION)
-                du_up = tl.dot(dup, tl.trans(of_up), input_precision=PRECISION)
-                tl.store(du + at_u, du_gate, real)
-                tl.store(du + at_u + rank, du_up, real)
             _add_to(dgate_b, group, expert, rank, wide, i, n, total_gate)
             _add_to(dup_b, group, expert, rank, wide, i, n, total_up)
             _add_to(ddown_a, group, expert, rank, wide, i, n, total_down)

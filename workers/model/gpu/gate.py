@@ -25,7 +25,7 @@ from workers.model.lora_products import LoraProducts
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
 FORWARD, BACKWARD = Tile(256, 4), Tile(128, 4)
 #: Of the backward of ranks up to OWNED_RANK, whose gradients stay in registers beside it.
-OWNED, OWNED_ROWS, OWNED_RANK = Tile(128, 4), EXPERT_ROWS, 32
+OWNED, OWNED_RANK = Tile(64, 4), 32
 
 
 class Inside(NamedTuple):
@@ -71,23 +71,22 @@ class Inside(NamedTuple):
     def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Of the gradient of h before the router's weight, without the part dv A that the adapters have in it:
         dgate_up_PG behind that weight, du_P and dweights_P. The gradients of the factors are added."""
-        if dv_P is None or self.u_P is None or self.paired is None:
-            dgate_up_PG, dweights_P = torch.empty_like(self.gate_up_PG), torch.empty_like(weights_P)
+        dgate_up_PG, paired = torch.empty_like(self.gate_up_PG), self.paired
+        if dv_P is None or self.u_P is None or paired is None:
+            dweights_P = torch.empty_like(weights_P)
             self._by_rows(None, dh_PF, None, weights_P, (None, dgate_up_PG, dweights_P))
             return dgate_up_PG, None, dweights_P
-        dgate_up_PG, few = torch.empty_like(self.gate_up_PG), self.paired.of_ranks(OWNED_RANK)
-        tiles = triton.cdiv(dh_PF.shape[1], OWNED.columns)
-        du_SP, dweights_SP = self.u_P.new_empty(tiles, *self.u_P.shape), weights_P.new_zeros(tiles, len(weights_P))
-        many = self.paired.of_ranks(OWNED_RANK, beyond=True)
+        few, many = paired.of_ranks(OWNED_RANK), paired.of_ranks(OWNED_RANK, beyond=True)
+        dweights_SP = weights_P.new_zeros(triton.cdiv(dh_PF.shape[1], OWNED.columns), len(weights_P))
         h_PF = torch.empty_like(dh_PF) if many.blocks else None
         self._by_rows(many, dh_PF, dv_P, weights_P, (h_PF, dgate_up_PG, dweights_SP[0]))
-        self._by_owners(few, dh_PF, dv_P, weights_P, (dgate_up_PG, du_SP, dweights_SP))
-        du_P = du_SP.sum(0)
+        self._by_owners(few, dh_PF, dv_P, weights_P, (dgate_up_PG, dweights_SP))
         if h_PF is not None:
             many.outer(dv_P * weights_P[:, None], h_PF, self.down_a, scaled=False)
-            for part, (name, dy_PF) in enumerate(zip(self.inner_b, dgate_up_PG.chunk(2, dim=1), strict=True)):
-                many.shrink(dy_PF, du_P, name, part=part, scaled=False)
-                many.outer(self.u_P, dy_PF, name, part=part, scaled=False)
+        du_P = torch.zeros_like(self.u_P)
+        for part, (name, dy_PF) in enumerate(zip(self.inner_b, dgate_up_PG.chunk(2, dim=1), strict=True)):
+            paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
+            many.outer(self.u_P, dy_PF, name, part=part, scaled=False)
         return dgate_up_PG, du_P, dweights_SP.sum(0)
 
     def _by_rows(
@@ -118,19 +117,19 @@ class Inside(NamedTuple):
         dh_PF: Tensor,
         dv_P: Tensor,
         weights_P: Tensor,
-        results: tuple[Tensor, Tensor, Tensor],
+        results: tuple[Tensor, Tensor],
     ) -> None:
-        """To dgate_up_PG, and by tiles of columns to du_SP and dweights_SP; the factors' gradients are added."""
+        """To dgate_up_PG, and by tiles of columns to dweights_SP; the factors' gradients are added."""
         assert self.u_P is not None
         table, segments = products.table, products.segments
-        names, (dgate_up_PG, du_SP, dweights_SP) = (*self.inner_b, self.down_a), results
+        names, (dgate_up_PG, dweights_SP) = (*self.inner_b, self.down_a), results
         for each, _ in products.blocks:
             owners = each.owners
-            fused_kernels.swiglu_owners_backward[owners.every * segments.num_experts, len(du_SP)](
+            fused_kernels.swiglu_owners_backward[owners.every * segments.num_experts, len(dweights_SP)](
                 self.gate_up_PG, self.u_P, self.u_P.stride(0), *map(table.weights, names), *map(table.grads, names),
                 table.ranks_G, owners.start, owners.groups, segments.start, owners.every, segments.num_groups,
-                dh_PF, dv_P, dv_P.stride(0), weights_P, dgate_up_PG, du_SP, du_SP.stride(0), dweights_SP,
-                dweights_SP.stride(0), dh_PF.shape[1], PRECISION=products.precision.name, BLOCK_M=OWNED_ROWS,
+                dh_PF, dv_P, dv_P.stride(0), weights_P, dgate_up_PG, dweights_SP,
+                dweights_SP.stride(0), dh_PF.shape[1], PRECISION=products.precision.name, BLOCK_M=EXPERT_ROWS,
                 BLOCK_R=each.block, **OWNED.fixed,
             )  # fmt: skip
 
