@@ -43,7 +43,7 @@ def trained() -> list[Choice]:
     def tiles(*of: tuple[int, int]) -> list[Any]:
         return [launch.Tile(*each) for each in of]
 
-    few = (128, 2), (128, 4), (256, 4), (256, 8)
+    few = (64, 2), (128, 2), (128, 4), (256, 4), (256, 8)
     return [
         Choice(gate, "FORWARD", "swiglu", tiles(*few)),
         Choice(gate, "BACKWARD", "swiglu_backward", tiles(*few)),

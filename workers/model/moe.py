@@ -205,8 +205,10 @@ class Sorted(NamedTuple):
         dout_PD = _spread(dout_TD, self.routing)
         dh_PF = self._base(dout_PD, experts.down_EDF, transposed=True)  # before the router weight
         if (fused := self._fused(gate_up_PG, u_P)) is not None:
-            dgate_up_PG, du_P, dweights_P = fused.backward(dh_PF, dv_P, weights_P1.squeeze(1))
-            return self._gate_up_backward(dgate_up_PG) if with_x else None, du_P, dweights_P
+            h_PF, dgate_up_PG, dweights_P = fused.backward(dh_PF, dv_P, weights_P1.squeeze(1))
+            if paired is not None and dv_P is not None and h_PF is not None:
+                paired.outer(dv_P * weights_P1, h_PF, names.down_a, scaled=False)
+            return *self._gate_up_backward(dgate_up_PG, u_P, with_x), dweights_P
         gated, dh_PF = again(experts.gate, gate_up_PG), dh_PF.to(torch.float32)
         if paired is not None and dv_P is not None:
             paired.expand(dh_PF, dv_P, names.down_a, scaled=False)
@@ -215,19 +217,23 @@ class Sorted(NamedTuple):
         dh_PF *= weights_P1
         dgate_up_PG = torch.empty_like(gate_up_PG)
         gated.backward(dh_PF, dgate_up_PG)
-        dx_PD = self._gate_up_backward(dgate_up_PG) if with_x else None
+        return *self._gate_up_backward(dgate_up_PG, u_P, with_x), dweights_P
+
+    def _gate_up_backward(
+        self, dgate_up_PG: Tensor, u_P: Tensor | None, with_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dx_PD and du_P."""
+        names, paired = self.names, self.paired
+        dx_PD = self._base(dgate_up_PG, self.experts.gate_up_EGD, transposed=True) if with_x else None
         if paired is None or u_P is None:
-            return dx_PD, None, dweights_P
+            return dx_PD, None
         du_P = torch.zeros_like(u_P)
         for part, (name, dy_PF) in enumerate(
             zip(names.inner_b, dgate_up_PG.chunk(len(names.inner_b), dim=1), strict=True)
         ):
             paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
             paired.outer(u_P, dy_PF, name, part=part, scaled=False)
-        return dx_PD, du_P, dweights_P
-
-    def _gate_up_backward(self, dgate_up_PG: Tensor) -> Tensor:
-        return self._base(dgate_up_PG, self.experts.gate_up_EGD, transposed=True)
+        return dx_PD, du_P
 
     def _base(self, x_PI: Tensor, weight_EOI: Tensor, *, transposed: bool = False) -> Tensor:
         """Each pair times the frozen weight of its expert, in the weight's dtype."""

@@ -88,16 +88,13 @@ def fused(name, capability, rank_block, precision, dtype):
         fixed |= {"BLOCK_M": DENSE_ROWS, "SPLIT": softmax.SPLIT}
     if name.startswith("at_targets"):
         fixed |= {"BLOCK_R": softmax.TOGETHER, "BLOCK_P": softmax.TOGETHER}
-    if name == "swiglu_owners_backward":
-        tile = gate.OWNED
     fixed |= {"DIVIDED": True, "KEPT": True}
     if name.startswith("add_norm"):
         fixed |= {"ADDED": True, "BLOCK_D": 4096}
     fixed |= {"BLOCK_N": combine.WIDTH if name.startswith("gather") else tile.columns}
     if name == "gather":
         fixed |= {"BLOCK_P": combine.COPIED // combine.WIDTH}
-    types = POINTERS | dict.fromkeys(("inverse", "factors", "owner_start", "owner_groups"), "*i64")
-    types |= dict.fromkeys(("gate_b", "up_b", "down_a", "dgate_b", "dup_b", "ddown_a"), "*i64")
+    types = POINTERS | dict.fromkeys(("inverse", "gate_b", "up_b", "down_a", "factors"), "*i64")
     types |= dict.fromkeys(("targets", "row_of", "first", "group_of_row", "token"), "*i64") | {"dx": "*" + dtype}
     types |= dict.fromkeys(("weights", "dweights", "dv", "norm", "cos", "sin", "logits", "divisors"), "*fp32")
     types |= dict.fromkeys(("found", "sums", "dsums", "logprobs", "dlogprobs", "delta", "total", "dtotal"), "*fp32")
@@ -137,8 +134,7 @@ FORMS: list[tuple[Any, ...]] = [
     *((name, 80, 0, "", "bf16", 40) for name in ("shrink_row", "expand_row")),
     # Of what lies between products, without adapters and beside ranks of a block.
     *((name, 90, block, "tf32", "bf16") for name in ("swiglu", "swiglu_backward") for block in (0, 16, 128)),
-    *((name, 80, 32, "ieee", "fp32") for name in ("swiglu", "swiglu_backward", "swiglu_owners_backward")),
-    *(("swiglu_owners_backward", 90, block, "tf32", "bf16") for block in (16, 32)),
+    *((name, 80, 32, "ieee", "fp32") for name in ("swiglu", "swiglu_backward")),
     *((name, gpu, 16, "", dtype) for name in _EITHER for gpu, dtype in GPUS),
     *((name, 90, block, "tf32", "bf16") for name in ("log_sum", "log_sum_backward") for block in (0, 16, 128)),
     *((name, 80, 32, "ieee", "fp32") for name in ("log_sum", "log_sum_backward", "at_targets", "at_targets_backward")),

@@ -142,7 +142,7 @@ def test_logprobs_over_more_than_a_block_has(
     dlogprobs = torch.randn(len(every), generator=generator)
 
     def run(place: torch.device, of: LoraRows) -> tuple[Tensor, Tensor]:
-        own = hidden.to(place).requires_grad_()
+        own = hidden.to(place, copy=True).requires_grad_()
         found = target_logprobs(
             random_decoder(config, place, dtype),
             own,

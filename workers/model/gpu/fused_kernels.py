@@ -70,12 +70,6 @@ def swiglu(
         tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
 
 
-@triton.jit
-def _swiglu_gradient(g, up, sigmoid, d):
-    """Of gate and up, where d is that of silu(g) * up."""
-    return d * up * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid
-
-
 @triton.jit(do_not_specialize=[*VARYING, "rows"])
 def swiglu_backward(
     gate_up,
@@ -134,107 +128,16 @@ def swiglu_backward(
                 up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
                 d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
             sigmoid = tl.sigmoid(g)
-            active = g * sigmoid * up
+            silu = g * sigmoid
+            active = silu * up
             total += tl.sum(d * active, 1)
+            d *= weight
             if KEPT:
                 tl.store(h + row[:, None] * wide + n[None], active.to(h.dtype.element_ty), mask)
-            dgate, dup = _swiglu_gradient(g, up, sigmoid, d * weight)
+            dgate = d * up * sigmoid * (1 + g * (1 - sigmoid))
             tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask)
-            tl.store(dgate_up + at + wide, dup.to(dgate_up.dtype.element_ty), mask)
+            tl.store(dgate_up + at + wide, (d * silu).to(dgate_up.dtype.element_ty), mask)
         tl.store(dweights + row, total, own)
-
-
-@triton.jit
-def _loaded(addresses, group, expert, rank, wide, i, n):
-    """A tile of a factor: numbers i of the rank, columns n."""
-    at = _factor(addresses, group, expert, rank, wide) + i[:, None].to(tl.int64) * wide + n[None]
-    return tl.load(at, (i < rank)[:, None] & (n < wide)[None], 0.0)
-
-
-@triton.jit
-def _add_to(addresses, group, expert, rank, wide, i, n, total):
-    """total to a tile of a gradient; nothing where there is none."""
-    at = _factor(addresses, group, expert, rank, wide) + i[:, None].to(tl.int64) * wide + n[None]
-    count = tl.where(tl.load(addresses + group) == 0, 0, rank)
-    mask = (i < count)[:, None] & (n < wide)[None]
-    tl.store(at, tl.load(at, mask, 0.0) + total, mask)
-
-
-@triton.jit(do_not_specialize=["num_owners", "num_groups", "stride_dweights"])
-def swiglu_owners_backward(
-    gate_up,
-    u,
-    stride_u,
-    gate_b,
-    up_b,
-    down_a,
-    dgate_b,
-    dup_b,
-    ddown_a,
-    ranks,
-    owner_start,
-    owner_groups,
-    segment_start,
-    num_owners,
-    num_groups,
-    dh,
-    dv,
-    stride_dv,
-    weights,
-    dgate_up,
-    dweights,
-    stride_dweights,
-    wide,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """`swiglu_backward` of all rows that an owner has of an expert, for the columns of a tile, and, while these are at
-    hand, the gradients of its factors. dweights[s] is the sum over tile s. An owner is one of `outer`. BLOCK_R has the
-    whole rank."""
-    owner, expert = tl.program_id(0) % num_owners, tl.program_id(0) // num_owners
-    tile = tl.program_id(1).to(tl.int64)
-    n, i = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    dweights += tile * stride_dweights
-    for at_owner in range(tl.load(owner_start + owner), tl.load(owner_start + owner + 1)):
-        group = tl.load(owner_groups + at_owner)
-        segment = expert * num_groups + group
-        start, stop = tl.load(segment_start + segment), tl.load(segment_start + segment + 1)
-        if start < stop:
-            rank = tl.load(ranks + group)
-            of_gate = _loaded(gate_b, group, expert, rank, wide, i, n)
-            of_up = _loaded(up_b, group, expert, rank, wide, i, n)
-            of_down = _loaded(down_a, group, expert, rank, wide, i, n)
-            total_gate = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
-            total_up = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
-            total_down = tl.full((BLOCK_R, BLOCK_N), 0.0, tl.float32)
-            for begin in range(start, stop, BLOCK_M):
-                row = begin + tl.arange(0, BLOCK_M).to(tl.int64)
-                own = row < stop
-                mask, real = own[:, None] & (n < wide)[None], own[:, None] & (i < rank)[None]
-                at, at_u = row[:, None] * (2 * wide) + n[None], row[:, None] * stride_u + i[None]
-                u_gate, u_up = tl.load(u + at_u, real, 0.0), tl.load(u + at_u + rank, real, 0.0)
-                dv_mi = tl.load(dv + row[:, None] * stride_dv + i[None], real, 0.0)
-                weight = tl.load(weights + row, own, 0.0)[:, None]
-                g = tl.load(gate_up + at, mask, 0.0).to(tl.float32)
-                up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
-                d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
-                g = tl.dot(u_gate, of_gate, g, input_precision=PRECISION)
-                up = tl.dot(u_up, of_up, up, input_precision=PRECISION)
-                d = tl.dot(dv_mi, of_down, d, input_precision=PRECISION)
-                sigmoid = tl.sigmoid(g)
-                active = g * sigmoid * up
-                tl.store(dweights + row, tl.sum(d * active, 1), own)
-                total_down = tl.dot(tl.trans(dv_mi * weight), active, total_down, input_precision=PRECISION)
-                dgate, dup = _swiglu_gradient(g, up, sigmoid, d * weight)
-                tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask)
-                tl.store(dgate_up + at + wide, dup.to(dgate_up.dtype.element_ty), mask)
-                total_gate = tl.dot(tl.trans(u_gate), dgate, total_gate, input_precision=PRECISION)
-                total_up = tl.dot(tl.trans(u_up), dup, total_up, input_precision=PRECISION)
-            _add_to(dgate_b, group, expert, rank, wide, i, n, total_gate)
-            _add_to(dup_b, group, expert, rank, wide, i, n, total_up)
-            _add_to(ddown_a, group, expert, rank, wide, i, n, total_down)
 
 
 @triton.jit

@@ -23,9 +23,7 @@ from workers.model.gpu.segments import EXPERT_ROWS
 from workers.model.lora_products import LoraProducts
 
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
-FORWARD, BACKWARD = Tile(256, 4), Tile(128, 4)
-#: Of the backward of ranks up to OWNED_RANK, whose gradients stay in registers beside it.
-OWNED, OWNED_RANK = Tile(64, 4), 32
+FORWARD, BACKWARD = Tile(256, 4), Tile(64, 2)
 
 
 class Inside(NamedTuple):
@@ -62,81 +60,33 @@ class Inside(NamedTuple):
         """h_PF = silu(gate) * up, of gate and up with their low-rank parts, in `dtype`, that of base's products."""
         pairs, wide = len(self.gate_up_PG), self.gate_up_PG.shape[1] // 2
         h_PF = self.gate_up_PG.new_empty(pairs, wide, dtype=self.dtype)
-        for blocks, where, fixed in self._launches(self.paired):
+        for blocks, where, fixed in self._launches():
             tile = FORWARD.beside(fixed["BLOCK_R"])
             grid = blocks, triton.cdiv(wide, tile.columns)
             fused_kernels.swiglu[grid](self.gate_up_PG, *where, h_PF, wide, **fixed, **tile.fixed)
         return h_PF
 
-    def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Of the gradient of h before the router's weight, without the part dv A that the adapters have in it:
-        dgate_up_PG behind that weight, du_P and dweights_P. The gradients of the factors are added."""
-        dgate_up_PG, paired = torch.empty_like(self.gate_up_PG), self.paired
-        if dv_P is None or self.u_P is None or paired is None:
-            dweights_P = torch.empty_like(weights_P)
-            self._by_rows(None, dh_PF, None, weights_P, (None, dgate_up_PG, dweights_P))
-            return dgate_up_PG, None, dweights_P
-        few, many = paired.of_ranks(OWNED_RANK), paired.of_ranks(OWNED_RANK, beyond=True)
-        dweights_SP = weights_P.new_zeros(triton.cdiv(dh_PF.shape[1], OWNED.columns), len(weights_P))
-        h_PF = torch.empty_like(dh_PF) if many.blocks else None
-        self._by_rows(many, dh_PF, dv_P, weights_P, (h_PF, dgate_up_PG, dweights_SP[0]))
-        self._by_owners(few, dh_PF, dv_P, weights_P, (dgate_up_PG, dweights_SP))
-        if h_PF is not None:
-            many.outer(dv_P * weights_P[:, None], h_PF, self.down_a, scaled=False)
-        du_P = torch.zeros_like(self.u_P)
-        for part, (name, dy_PF) in enumerate(zip(self.inner_b, dgate_up_PG.chunk(2, dim=1), strict=True)):
-            paired.shrink(dy_PF, du_P, name, part=part, scaled=False)
-            many.outer(self.u_P, dy_PF, name, part=part, scaled=False)
-        return dgate_up_PG, du_P, dweights_SP.sum(0)
-
-    def _by_rows(
-        self,
-        products: TritonProducts | None,
-        dh_PF: Tensor,
-        dv_P: Tensor | None,
-        weights_P: Tensor,
-        results: tuple[Tensor | None, Tensor, Tensor],
-    ) -> None:
-        """`swiglu_backward` of the rows of these adapters, and first, where some have none, of all: to h_PF (None: not
-        wanted), dgate_up_PG and dweights_P."""
-        h_PF, *rest = results
-        for blocks, where, fixed in self._launches(products):
+    def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Of the gradient of h before the router's weight, without the part dv A that the adapters have in it: h_PF
+        (None where there are no adapters, who alone need it), dgate_up_PG behind that weight, and dweights_P."""
+        h_PF = torch.empty_like(dh_PF) if dv_P is not None and self.paired is not None else None
+        dgate_up_PG, dweights_P = torch.empty_like(self.gate_up_PG), torch.empty_like(weights_P)
+        for blocks, where, fixed in self._launches():
             tile = BACKWARD.beside(fixed["BLOCK_R"])
             down = (dh_PF, 0, dh_PF)
-            if products is not None and dv_P is not None and fixed["ADAPTED"]:
-                down = (dv_P, dv_P.stride(0), products.table.weights(self.down_a))
-            out = (h_PF if h_PF is not None else dh_PF, *rest)
+            if fixed["ADAPTED"] and dv_P is not None and self.paired is not None:
+                down = (dv_P, dv_P.stride(0), self.paired.table.weights(self.down_a))
+            results = (h_PF if h_PF is not None else dh_PF, dgate_up_PG, dweights_P)
             fused_kernels.swiglu_backward[blocks,](
-                self.gate_up_PG, *where, dh_PF, *down, weights_P, *out, dh_PF.shape[1],
+                self.gate_up_PG, *where, dh_PF, *down, weights_P, *results, dh_PF.shape[1],
                 KEPT=h_PF is not None, **fixed, **tile.fixed,
             )  # fmt: skip
+        return h_PF, dgate_up_PG, dweights_P
 
-    def _by_owners(
-        self,
-        products: TritonProducts,
-        dh_PF: Tensor,
-        dv_P: Tensor,
-        weights_P: Tensor,
-        results: tuple[Tensor, Tensor],
-    ) -> None:
-        """To dgate_up_PG, and by tiles of columns to dweights_SP; the factors' gradients are added."""
-        assert self.u_P is not None
-        table, segments = products.table, products.segments
-        names, (dgate_up_PG, dweights_SP) = (*self.inner_b, self.down_a), results
-        for each, _ in products.blocks:
-            owners = each.owners
-            fused_kernels.swiglu_owners_backward[owners.every * segments.num_experts, len(dweights_SP)](
-                self.gate_up_PG, self.u_P, self.u_P.stride(0), *map(table.weights, names), *map(table.grads, names),
-                table.ranks_G, owners.start, owners.groups, segments.start, owners.every, segments.num_groups,
-                dh_PF, dv_P, dv_P.stride(0), weights_P, dgate_up_PG, dweights_SP,
-                dweights_SP.stride(0), dh_PF.shape[1], PRECISION=products.precision.name, BLOCK_M=EXPERT_ROWS,
-                BLOCK_R=each.block, **OWNED.fixed,
-            )  # fmt: skip
-
-    def _launches(self, products: TritonProducts | None) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any]]]:
+    def _launches(self) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any]]]:
         """Of each launch: its blocks, the arguments from `u` to `rows`, and what is compiled into it. Rows without an
         adapter are computed first, with all others where there are both."""
-        pairs, nothing = len(self.gate_up_PG), self.gate_up_PG
+        pairs, products, nothing = len(self.gate_up_PG), self.paired, self.gate_up_PG
         if not pairs:
             return
         fixed = {"BLOCK_M": EXPERT_ROWS}

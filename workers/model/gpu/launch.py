@@ -83,10 +83,6 @@ class TritonProducts:
             self, segments=segments, blocks=[(each, segments.blocks(each.active_G)) for each, _ in self.blocks]
         )
 
-    def of_ranks(self, most: int, *, beyond: bool = False) -> TritonProducts:
-        """The groups whose ranks are computed in blocks of at most that, or those beyond it."""
-        return replace(self, blocks=[(each, of) for each, of in self.blocks if (each.block > most) is beyond])
-
     @property
     def max_rank(self) -> int:
         return self.table.max_rank

@@ -66,11 +66,9 @@ class Segments:
 
 @dataclass(frozen=True)
 class Owners:
-    """The gradient arenas of a batch: groups `groups[start[o]:start[o + 1]]` add to arena o, in order. After these
-    `count`, up to `every`, each group that is not trained, alone."""
+    """The gradient arenas of a batch: groups `groups[start[o]:start[o + 1]]` add to arena o, in order."""
 
     count: int
-    every: int
     start: Tensor
     groups: Tensor
 
@@ -138,9 +136,7 @@ class Table:
 
     def grads(self, name: str) -> Tensor:
         """int64 [G]: the address of each group's gradient; 0 where there is none."""
-        if (n := self._grad_index.get(name)) is None:
-            return torch.zeros_like(self.ranks_G)
-        return self._device_grads_NG[n]
+        return self._device_grads_NG[self._grad_index[name]]
 
     def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:
         """Classes of the groups that have this tensor, with their blocks of the batch's own rows. There are few sets of
@@ -164,17 +160,16 @@ class Table:
         return [self._class(block, groups) for block, groups in sorted(blocks.items())]
 
     def _class(self, block: int, groups: list[int]) -> RankClass:
-        among, alone = set(groups), [[group] for group in groups if self._grads[group] is None]
+        among = set(groups)
         active = torch.tensor([group in among for group in range(len(self._adapters))])
         arenas: dict[int, list[int]] = {}
         for group in groups:
             grad = self._grads[group]
             if grad is not None:
                 arenas.setdefault(grad.flat.data_ptr(), []).append(group)
-        members = [*arenas.values(), *alone]
-        start = torch.tensor([0, *accumulate(map(len, members))])
-        flat = torch.tensor([group for own in members for group in own], dtype=torch.int64)
-        owners = Owners(len(arenas), len(members), sent(start, self._device), sent(flat, self._device))
+        start = torch.tensor([0, *accumulate(map(len, arenas.values()))])
+        flat = torch.tensor([group for members in arenas.values() for group in members], dtype=torch.int64)
+        owners = Owners(len(arenas), sent(start, self._device), sent(flat, self._device))
         most = max(adapter.rank for adapter in (self._adapters[group] for group in groups) if adapter is not None)
         return RankClass(block, most, sent(active, self._device), owners)
 
