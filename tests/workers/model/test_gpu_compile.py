@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from workers.model.gpu import (
-    combine, experts, fused_kernels, gate, heads, kernels, launch, single, single_kernels, softmax
+    combine, experts, fused_kernels, gate, heads, kernels, launch, single, single_kernels, softmax, softmax_kernels
 )
 from workers.model.gpu.segments import DENSE_ROWS, EXPERT_ROWS
 
@@ -62,7 +62,7 @@ def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
         return base(capability, dtype)
     if name in ("expert_blocks", "sort_pairs"):
         return of_experts(name, capability, rows)
-    if hasattr(fused_kernels, name):
+    if hasattr(fused_kernels, name) or hasattr(softmax_kernels, name):
         return fused(name, capability, rank_block, precision, dtype)
     if hasattr(single_kernels, name):
         return of_row(name, capability, rows, dtype)
@@ -78,7 +78,8 @@ def compiled(name, capability, rank_block, precision, dtype, rows=DENSE_ROWS):
     return built(kernel, fixed, types, capability)
 
 def fused(name, capability, rank_block, precision, dtype):
-    kernel, names = getattr(fused_kernels, name), set(getattr(fused_kernels, name).arg_names)
+    kernel = getattr(fused_kernels, name, None) or getattr(softmax_kernels, name)
+    names = set(kernel.arg_names)
     tile = (gate.BACKWARD if "backward" in name else gate.FORWARD).beside(rank_block)
     fixed = {"ADAPTED": rank_block > 0, "PRECISION": precision}
     fixed |= {"BLOCK_M": EXPERT_ROWS, "BLOCK_R": rank_block or 16}

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from workers.model.gpu import fused_kernels
+from workers.model.gpu import softmax_kernels
 from workers.model.gpu.launch import Tile, TritonProducts, where
 from workers.model.gpu.segments import DENSE_ROWS
 from workers.model.lora import Site
@@ -65,13 +65,13 @@ class Logits(NamedTuple):
         base, wide = self.base_RV, self.base_RV.shape[1]
         sums_SR, found_P = base.new_empty(triton.cdiv(wide, SPLIT), len(base)), base.new_empty(len(self.row_of_P))
         for blocks, arguments, fixed in self._launches(FORWARD):
-            fused_kernels.log_sum[blocks, len(sums_SR)](*arguments, sums_SR, SPLIT=SPLIT, **fixed)
+            softmax_kernels.log_sum[blocks, len(sums_SR)](*arguments, sums_SR, SPLIT=SPLIT, **fixed)
         adapters: tuple[Any, ...] = (base, 0, *[base] * 4)
         if (added := self.added) is not None:
             table = added.products.table
             adapters = *added.factors, table.ranks_G, table.scales_G, added.rows.group_of_row(base.device)
         if len(found_P):
-            fused_kernels.at_targets[len(found_P),](
+            softmax_kernels.at_targets[len(found_P),](
                 base, base.stride(0), *adapters, self._divisors, wide, self.row_of_P, self.targets_P, found_P,
                 ADAPTED=added is not None, DIVIDED=self.divisor_R is not None, BLOCK_R=TOGETHER, num_warps=1,
             )  # fmt: skip
@@ -87,9 +87,9 @@ class Logits(NamedTuple):
         dsums_R = -torch.segment_reduce(dlogprobs_P, "sum", offsets=first_R1, unsafe=True)
         for blocks, arguments, fixed in self._launches(BACKWARD):
             grid = blocks, triton.cdiv(wide, fixed["BLOCK_N"])
-            fused_kernels.log_sum_backward[grid](*arguments, sums_R, dsums_R, dlogits_RV, **fixed)
+            softmax_kernels.log_sum_backward[grid](*arguments, sums_R, dsums_R, dlogits_RV, **fixed)
         if len(dlogprobs_P):
-            fused_kernels.at_targets_backward[len(dlogprobs_P),](
+            softmax_kernels.at_targets_backward[len(dlogprobs_P),](
                 logprobs_P, dlogprobs_P, self.row_of_P, self.targets_P, first_R1, dsums_R, self._divisors, dlogits_RV,
                 wide, DIVIDED=self.divisor_R is not None, BLOCK_P=TOGETHER, num_warps=1,
             )  # fmt: skip
