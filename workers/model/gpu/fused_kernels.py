@@ -1,7 +1,8 @@
 """Triton kernels of what lies between products: one pass each, in float32 inside, rounded once to what is taken next.
 
-Of the hidden state (norms.py), experts (gate.py, combine.py) and queries and keys (heads.py), which say the shapes; those
-of logits are in softmax_kernels.py. What a row gets depends on its own numbers alone. Checked in Triton's interpreter.
+Of the hidden state (norms.py), experts (gate.py, combine.py), and queries and keys (heads.py), which say the shapes.
+Those of logits are in softmax_kernels.py. What a row gets depends on its own numbers alone. Checked in Triton's
+interpreter.
 """
 
 from __future__ import annotations

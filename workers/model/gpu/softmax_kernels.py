@@ -1,5 +1,5 @@
-"""Triton kernels of log-probabilities (softmax.py, which says the shapes): logits with what adapters add to them, which is
-nowhere written. What a row gets depends on its own numbers alone. Checked in Triton's interpreter.
+"""Triton kernels of log-probabilities (softmax.py, which says the shapes): of logits with what adapters add to them,
+which is nowhere written. What a row gets depends on its own numbers alone. Checked in Triton's interpreter.
 """
 
 from __future__ import annotations
