@@ -18,7 +18,8 @@ from workers.model.config import DecoderConfig
 from workers.model.planning import machine
 from workers.model.planning.check import kept_bytes, kept_on_device
 
-#: Share of the free memory that activations may fill; gradients, logits and other work need the rest.
+#: Share of the free memory that what a forward keeps may fill: activations, and then, on a device, logits of what they
+#: have left. Gradients and other work need the rest.
 SHARE = 0.5
 
 #: Up to this size the free memory is not looked up.
