@@ -1,12 +1,12 @@
 """All that there is to try on a GPU, in under nine minutes: `make gpu-check`.
 
-    python deploy/gpu/check.py [--only tests served training decoding] [--out gpu-out]
+    python deploy/gpu/check.py [--only first tests served training decoding] [--out gpu-out]
     python deploy/gpu/check.py --only example       bench/gpu_served.py alone, which takes most of the time
 
 For a bare machine with torch, triton and transformers and no network: what else is imported comes from the wheels in
 .gpu-bundle (`make gpu-bundle`), except what is installed, through a virtual environment of this command's own. Its
-steps: the tests marked `gpu` and those of the kernels; a real server, by tests of tests/e2e; bench/gpu.py in training
-and in decoding. Each has a share of the time; what it does not finish in it is ended, and the next begins. Writes into
+steps: the tests that never had a turn; the others marked `gpu` and those of the kernels; a real server, by tests of
+tests/e2e; bench/gpu.py in training and in decoding. Each has a share of the time; what it does not finish in it is ended, and the next begins. Writes into
 --out ($OUT where that is set): a log of each step, the benches' JSON with the kernels that took longest, and
 summary.json. Exit code 0: all passed; 1: something did not; 3: there is no CUDA device.
 """
@@ -37,9 +37,9 @@ LIMIT_S = 535.0
 #: What a step has, once its time is over, to tell how far it came.
 LAST_WORDS_S = 8.0
 
-#: First those that had no turn the last time (docs/performance.md).
-TESTS = [ROOT / "tests/workers/model/base/test_holder.py", ROOT / "tests/workers/trainer/ranks/test_on_gpus.py"]
-TESTS += [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
+#: Those that never had a turn yet (docs/performance.md), by themselves: a cold machine imports for half a minute first.
+FIRST = [ROOT / "tests/workers/model/base/test_holder.py", ROOT / "tests/workers/trainer/ranks/test_on_gpus.py"]
+TESTS = [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
 TESTS += [ROOT / "tests/workers/generator/gpu", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
 TESTS += [*sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py")), ROOT / "tests/workers/model/test_base_mm.py"]
 #: Commands that tests start, and where they begin.
@@ -70,10 +70,11 @@ def steps(out: Path, python: str = sys.executable) -> list[Step]:
     example = [python, str(ROOT / "bench" / "gpu_served.py"), "--out", str(out / "gpu_served.json")]
     served = [str(ROOT / f"tests/e2e/test_{name}.py") for name in SERVED]
     return [
-        Step("tests", [*test, "-n", "10", *map(str, TESTS)], 160),
-        Step("served", [*test, "-n", "6", *served], 145, IN_FLOAT32),
-        Step("training", [*bench, "--layers", "16", "--out", str(out / "training.json")], 140),
-        Step("decoding", [*bench, "--decode", "--layers", "24", "--out", str(out / "decoding.json")], 90),
+        Step("first", [*test, "-m", "gpu", "-n", "4", *map(str, FIRST)], 100),
+        Step("tests", [*test, "-n", "10", *map(str, TESTS)], 140),
+        Step("served", [*test, "-n", "6", *served], 140, IN_FLOAT32),
+        Step("training", [*bench, "--layers", "16", "--out", str(out / "training.json")], 75),
+        Step("decoding", [*bench, "--decode", "--layers", "24", "--out", str(out / "decoding.json")], 80),
         Step("example", example, LIMIT_S, apart=True),
     ]
 
