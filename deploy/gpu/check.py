@@ -7,8 +7,8 @@ For a bare machine with torch, triton and transformers and no network: what else
 .gpu-bundle (`make gpu-bundle`), except what is installed, through a virtual environment of this command's own. Its
 steps: the tests that never had a turn; the others marked `gpu` and those of the kernels; a real server, by tests of
 tests/e2e; bench/gpu.py in training and in decoding. Each has a share of the time; what it does not finish in it is
-ended, and the next begins. Writes into --out ($OUT where that is set): a log of each step, the benches' JSON with the kernels that took longest, and
-summary.json. Exit code 0: all passed; 1: something did not; 3: there is no CUDA device.
+ended, and the next begins. Writes into --out ($OUT where that is set): a log of each step, the benches' JSON with the
+kernels that took longest, and summary.json. Exit code 0: all passed; 1: something did not; 3: there is no CUDA device.
 """
 
 from __future__ import annotations
