@@ -87,9 +87,12 @@ class Forked:
         return self._said
 
 
-def run_forked(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_forked(
+    *arguments: str, env: Mapping[str, str] | None = None, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` of `python` with these arguments, of which all is captured."""
     forked = Forked(*arguments, env=env)
+    forked.stdin.write(stdin)
     said, complaints = forked.communicate()
     return subprocess.CompletedProcess(arguments, forked.wait(), said, complaints)
 

@@ -66,26 +66,33 @@ class PostgresServer:
     def create(self, template: str = "template1") -> str:
         """A new database; its name."""
         name = f"weft_{uuid.uuid4().hex[:12]}"
-        self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        with self._connect() as connection:
+            # Before PostgreSQL 15 there is no other. The other writes each page twice.
+            strategy = "STRATEGY FILE_COPY" if connection.info.server_version >= 150_000 else ""
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}" {strategy}')  # type: ignore[arg-type]
         return name
 
     def drop(self, name: str) -> None:
         self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
     def execute(self, statement: str, name: str = "postgres") -> None:
-        address = f"host=127.0.0.1 port={self.port} user={self.superuser} dbname={name}"
-        with psycopg.connect(address, autocommit=True) as connection:
+        with self._connect(name) as connection:
             connection.execute(statement)  # type: ignore[arg-type]
+
+    def _connect(self, name: str = "postgres") -> psycopg.Connection[tuple[object, ...]]:
+        address = f"host=127.0.0.1 port={self.port} user={self.superuser} dbname={name}"
+        return psycopg.connect(address, autocommit=True)
 
 
 @contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
     bin_dir = _postgres_programs()
     port, user = free_port(), _unprivileged_user()
-    folder = Path(tempfile.mkdtemp(prefix="weft-postgres-"))
+    folder = Path(tempfile.mkdtemp(prefix="weft-postgres-", dir=_in_memory()))
     data = folder / "data"
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
     options += " -c synchronous_commit=off -c full_page_writes=off -c max_connections=300"
+    options += " -c autovacuum=off -c max_wal_size=64MB"  # a test's database is small and soon gone
     pg_ctl = (bin_dir / "pg_ctl", "-D", data, "-w", "-t", "60")
     stopping = _as_user(user, *pg_ctl, "-m", "immediate", "stop")
 
@@ -186,6 +193,13 @@ def _postgres_programs() -> Path:
     if not found and (program := shutil.which("initdb")) is not None:
         found = [Path(program)]
     return found[-1].parent if found else Path(_missing("postgresql"))
+
+
+def _in_memory() -> str | None:
+    """A database is three hundred files: to make and drop one takes a disk's file system ten times the processor time.
+    A server's folder has some 100 MB. Where there is little memory for files, as in a container: the usual place."""
+    memory = Path("/dev/shm")
+    return str(memory) if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 << 30 else None
 
 
 def _missing(package: str) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +29,7 @@ from api.cli import weftd as command
 from store import tables
 from store.database.db import Database
 from store.people import keys
+from tests.forked import Forked
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +98,13 @@ main()
 """
 
 
-def weftd(*arguments: str, mode: str = "") -> subprocess.Popen[str]:
+def weftd(*arguments: str, mode: str = "") -> Forked:
+    """What it does; how it starts is the matter of `operators_weftd`."""
+    return Forked("-c", STAND_IN, *arguments, env={**os.environ, "MODE": mode})
+
+
+def operators_weftd(*arguments: str, mode: str = "") -> subprocess.Popen[str]:
+    """A process that imports all for itself."""
     return subprocess.Popen(
         [sys.executable, "-c", STAND_IN, *arguments],
         stdout=subprocess.PIPE,
@@ -108,9 +115,13 @@ def weftd(*arguments: str, mode: str = "") -> subprocess.Popen[str]:
     )
 
 
+Process = Forked | subprocess.Popen[str]
+Start = Callable[..., Process]
+
+
 @contextmanager
-def serving(data_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = weftd("serve", "--data-dir", str(data_dir), "--port", "0", *arguments)
+def serving(data_dir: Path, *arguments: str, start: Start = weftd) -> Iterator[tuple[Process, str]]:
+    process = start("serve", "--data-dir", str(data_dir), "--port", "0", *arguments)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -133,7 +144,7 @@ def refused(*arguments: str, mode: str = "") -> str:
 
 
 def test_serves_until_sigterm_and_drains(tmp_path: Path) -> None:
-    with serving(tmp_path / "new" / "data") as (process, url):
+    with serving(tmp_path / "new" / "data", start=operators_weftd) as (process, url):
         with urllib.request.urlopen(f"{url}/models") as answer:
             assert answer.read() == b'["weft/tiny-moe"]'
         process.send_signal(signal.SIGTERM)
@@ -145,7 +156,7 @@ def test_serves_until_sigterm_and_drains(tmp_path: Path) -> None:
 def test_a_client_that_comes_while_the_server_starts_is_kept_waiting(tmp_path: Path) -> None:
     """A refusal would send it away for as long as its patience doubles."""
     port, go = free_port(), tmp_path / "go"
-    process = weftd("serve", "--data-dir", str(tmp_path / "data"), "--port", str(port), mode=str(go))
+    process = operators_weftd("serve", "--data-dir", str(tmp_path / "data"), "--port", str(port), mode=str(go))
     try:
         client, deadline = None, time.monotonic() + 60
         while client is None:
@@ -167,7 +178,7 @@ def test_a_client_that_comes_while_the_server_starts_is_kept_waiting(tmp_path: P
 
 
 def test_ctrl_c_drains_too(tmp_path: Path) -> None:
-    with serving(tmp_path) as (process, _):
+    with serving(tmp_path, start=operators_weftd) as (process, _):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -188,7 +199,7 @@ def test_a_long_poll_does_not_hold_up_the_drain(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_it_starts_ends_it_in_peace(tmp_path: Path) -> None:
-    process = weftd("serve", "--data-dir", str(tmp_path), "--port", "0")
+    process = operators_weftd("serve", "--data-dir", str(tmp_path), "--port", "0")
     while not (tmp_path / "weft.db").exists():
         time.sleep(0.01)
     time.sleep(0.05)
@@ -330,7 +341,7 @@ def test_an_app_that_cannot_start_is_told(tmp_path: Path) -> None:
 
 def test_key_create_prints_a_key_and_nothing_else(tmp_path: Path) -> None:
     with serving(tmp_path):  # keys are made beside a running server
-        done = weftd("key", "create", "--data-dir", str(tmp_path), "--org", "acme")
+        done = operators_weftd("key", "create", "--data-dir", str(tmp_path), "--org", "acme")
         out, err = done.communicate(timeout=60)
     assert (done.returncode, err) == (0, "")
     assert re.fullmatch(r"tml-[A-Za-z0-9]{8}_[A-Za-z0-9]{43}\n", out)

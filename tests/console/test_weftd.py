@@ -19,7 +19,7 @@ from playwright.sync_api import expect, sync_playwright
 from weft import types
 
 from tests.console.conftest import CHROMIUM, WATCH
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 
 pytestmark = pytest.mark.server
 SAME_SITE = {"sec-fetch-site": "same-origin"}
@@ -41,8 +41,9 @@ def datum(shift: int) -> types.Datum:
 
 
 def weftd(server: Weftd, *arguments: str) -> str:
-    command = [str(BIN / "weftd"), *arguments, "--data-dir", str(server.data_dir)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    done = weftd_command(*arguments, "--data-dir", server.data_dir)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_cost_so_far_everywhere(server: Weftd) -> None:

@@ -111,6 +111,11 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
     return report
 
 
+def weftd_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What `weftd` does with these arguments; how it starts is tested with the real program."""
+    return run_forked("-m", "weft_server", *map(str, arguments))
+
+
 def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
     """Tinker's command line, in a process of its own, as its clients share one loop of a process."""
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}

@@ -16,7 +16,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import ADAM, prompt, supervised
 
 pytestmark = pytest.mark.server
@@ -25,10 +25,6 @@ pytestmark = pytest.mark.server
 BEFORE, AFTER = 4, 4
 #: A snapshot every few steps, each of which deletes the one before it: what a backup may miss.
 CONFIG = "[trainer]\nsnapshot_every_tokens = 100\n"
-
-
-def weftd(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([BIN / "weftd", *command], capture_output=True, text=True, timeout=120)
 
 
 class Tenant:
@@ -71,7 +67,7 @@ def test_a_backup_under_load_goes_on_with_the_same_bits_and_the_same_money(
     for thread in threads:
         thread.start()
     wait_for_steps(tenants, BEFORE)
-    made = weftd("backup", tmp_path / "backup", "--data-dir", server.data_dir)
+    made = weftd_command("backup", tmp_path / "backup", "--data-dir", server.data_dir)
     assert made.returncode == 0, made.stderr
     wait_for_steps(tenants, max(len(tenant.losses) for tenant in tenants) + AFTER)
     for tenant, thread in zip(tenants, threads, strict=True):
@@ -84,7 +80,7 @@ def test_a_backup_under_load_goes_on_with_the_same_bits_and_the_same_money(
     assert sums.returncode == 0
 
     restored = tmp_path / "elsewhere"
-    assert (put := weftd("restore", tmp_path / "backup", "--data-dir", restored)).returncode == 0, put.stderr
+    assert (put := weftd_command("restore", tmp_path / "backup", "--data-dir", restored)).returncode == 0, put.stderr
     done = dict(rows(restored, "select lane, max(seq) from operations where kind != 'sample' group by lane"))
     assert all(2 * BEFORE <= done[tenant.run.model_id] < 2 * len(tenant.losses) for tenant in tenants), done
     server.data_dir = restored
@@ -95,7 +91,7 @@ def test_a_backup_under_load_goes_on_with_the_same_bits_and_the_same_money(
     for tenant, (losses, _) in zip(tenants, told, strict=True):
         assert tenant.losses == losses[-len(tenant.losses) :]
     assert money(restored) == spent
-    assert weftd("billing", "reconcile", "--data-dir", restored).stdout == "the books agree\n"
+    assert weftd_command("billing", "reconcile", "--data-dir", restored).stdout == "the books agree\n"
     assert "Traceback" not in server.log()
 
 

@@ -4,7 +4,6 @@ anything. A real server, the official SDK, and a hand on the files."""
 from __future__ import annotations
 
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import httpx
 import pytest
 import tinker
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import ADAM, supervised
 
 pytestmark = pytest.mark.server
@@ -41,8 +40,7 @@ def rows(server: Weftd, query: str, *values: str) -> list[Any]:
 
 
 def start_refused(server: Weftd) -> str:
-    command = [str(BIN / "weftd"), "serve", "--port", "0", "--data-dir", str(server.data_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = weftd_command("serve", "--port", "0", "--data-dir", server.data_dir)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     return line
@@ -164,8 +162,7 @@ def test_a_log_cut_in_half_is_not_served(trained: tuple[Weftd, Any]) -> None:
     line = start_refused(server)
     assert "has lost commits" in line
     assert "weftd repair" in line
-    command = [str(BIN / "weftd"), "repair", "--data-dir", str(server.data_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = weftd_command("repair", "--data-dir", server.data_dir)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() in ([], [run.model_id])
     server.start()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import prompt, supervised
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.adapters.peft_format import write_peft
@@ -41,8 +41,7 @@ def foreign(tmp_path: Path) -> Path:
 
 
 def imported(weftd: Weftd, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(BIN / "weftd"), "adapter", "import", "--data-dir", str(weftd.data_dir), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return weftd_command("adapter", "import", "--data-dir", weftd.data_dir, *arguments)
 
 
 def test_train_on_and_sample_from_an_imported_adapter(

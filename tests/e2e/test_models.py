@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.e2e.conftest import BIN, Weftd
+from tests.e2e.conftest import Weftd, weftd_command
 from tests.e2e.data import ADAM, prompt, supervised
 from tests.workers.model.models import reference
 from workers.model.tiny import TINY_PATH
@@ -145,8 +144,7 @@ def test_a_local_model_of_every_family_is_served_and_equals_transformers(
 
 
 def refused(data_dir: Path, model: str) -> str:
-    command = [str(BIN / "weftd"), "serve", "--port", "0", "--data-dir", str(data_dir), "--model", model]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = weftd_command("serve", "--port", "0", "--data-dir", data_dir, "--model", model)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
@@ -169,7 +167,6 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_server_on_the_same_folder_is_refused(weftd: Weftd) -> None:
-    command = [str(BIN / "weftd"), "serve", "--port", "0", "--data-dir", str(weftd.data_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = weftd_command("serve", "--port", "0", "--data-dir", weftd.data_dir)
     assert ended.returncode == 2
     assert "another weftd" in ended.stderr

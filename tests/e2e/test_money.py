@@ -19,7 +19,7 @@ import httpx
 import pytest
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd, tinker_command
+from tests.e2e.conftest import BASE_MODEL, BIN, Weftd, tinker_command, weftd_command
 from tests.e2e.data import ADAM, prompt, supervised
 
 pytestmark = pytest.mark.server
@@ -36,8 +36,9 @@ def prepaid(own_weftd: Callable[..., Weftd], tmp_path: Path) -> Weftd:
 
 
 def operator(server: Weftd, *command: str) -> str:
-    run = [str(BIN / "weftd"), *command, "--data-dir", str(server.data_dir)]
-    return subprocess.run(run, check=True, capture_output=True, text=True, timeout=120).stdout
+    done = weftd_command(*command, "--data-dir", server.data_dir)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def rows(server: Weftd, query: str) -> list[tuple[Any, ...]]:

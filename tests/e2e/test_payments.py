@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ import httpx
 import pytest
 import tinker
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import ADAM, supervised
 from tests.fakestripe import FakeStripe, fake_stripe
 from tests.fakestripe.app import Front
@@ -41,7 +40,7 @@ def test_a_job_that_waits_for_money_goes_on_when_it_is_paid(
     headers = {"x-api-key": server.key()}
     granted_nusd = 1000  # for nothing but the run, which takes a balance
     grant = ["credit", "grant", "--org", "acme", "--usd", f"{granted_nusd / 10**9:.9f}"]
-    subprocess.run([str(BIN / "weftd"), *grant, "--data-dir", str(server.data_dir)], check=True, timeout=120)
+    assert weftd_command(*grant, "--data-dir", server.data_dir).returncode == 0
     service = tinker.ServiceClient(base_url=server.url, api_key=server.key())
     run = service.create_lora_training_client(BASE_MODEL, rank=4).result()
     waiting: list[Any] = [run.forward_backward(supervised(seed=seed), "cross_entropy") for seed in range(2)]

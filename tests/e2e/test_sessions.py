@@ -24,8 +24,9 @@ import tinker
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd, tinker_command
+from tests.e2e.conftest import BASE_MODEL, Weftd, tinker_command, weftd_command
 from tests.e2e.data import ADAM, prompt, supervised
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.server
 
@@ -188,8 +189,7 @@ def test_log_in_and_out(server: Weftd, tmp_path: Path) -> None:
     env |= {"TINKER_BASE_URL": server.url, "HOME": str(tmp_path)}
 
     def tinker_auth(command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        arguments = [str(BIN / "tinker"), "auth", command]
-        return subprocess.run(arguments, env=env, input=stdin, capture_output=True, text=True)
+        return run_forked("-m", "tinker.cli", "auth", command, env=env, stdin=stdin)
 
     wrong = tinker_auth("login", "tml-wrong\n")
     assert wrong.returncode != 0
@@ -216,8 +216,7 @@ def test_a_revoked_key_ends_its_tokens_within_seconds(server: Weftd) -> None:
     token = httpx.post(f"{server.url}/api/v1/auth/token", headers={"x-api-key": key}).json()["jwt"]
     sessions = f"{server.url}/api/v1/sessions"
     assert httpx.get(sessions, headers={"x-api-key": token}).is_success
-    revoke = [str(BIN / "weftd"), "key", "revoke", "--data-dir", str(server.data_dir), key[:12]]
-    subprocess.run(revoke, check=True, capture_output=True)
+    assert weftd_command("key", "revoke", "--data-dir", server.data_dir, key[:12]).returncode == 0
     time.sleep(4)
     for credential in (key, token):
         assert httpx.get(sessions, headers={"x-api-key": credential}).status_code == 401
