@@ -112,6 +112,16 @@ def test_what_teaches_nothing_is_told_and_the_last_weights_are_evaluated(
     ]
 
 
+def test_an_environment_may_name_a_metric_as_no_curve_is_named(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = {"länge": 1.0, "long" * 20: 2.0, "fine": 3.0}
+    env = rl.prompts(sums(4), lambda text, task: rl.Reward(len(text), odd), max_tokens=2)
+    report = rl.train(fresh(service), env, steps=2, groups=SMALL, sinks=[])
+    assert [report.curve(name) for name in odd] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert len(warned(caplog, "'länge' is not logged at step 0")) == 1
+
+
 class Quiet:
     """A sink that keeps nothing."""
 
