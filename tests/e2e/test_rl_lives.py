@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,30 @@ def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient, whose:
     assert first.baseline > 0.1
     life(second, 1)
     assert second.baseline == first.baseline
+
+
+def test_a_source_that_remembers_more_than_a_checkpoint_keeps_does_not_end_the_run(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    chance, tasks = random.Random(0), sums(4)
+
+    def life(steps: int) -> tuple[rl.Report, rl.DifficultyPools]:
+        pools = rl.DifficultyPools(20_000)
+        if steps == 1:
+            pools.means = {index: chance.random() for index in range(pools.count)}
+        many = rl.prompts(tasks * (pools.count // 4), right, max_tokens=2)
+        envs = {"many": many, "few": rl.prompts(tasks, right, max_tokens=2)}
+        kept = rl.Checkpoints("much-to-remember")
+        more: dict[str, Any] = {"groups": SMALL, "checkpoint": kept, "sinks": []}
+        return rl.train(fresh(service), envs, steps=steps, sources={"many": pools}, **more), pools
+
+    report, _ = life(1)
+    assert len(report.steps) == 1
+    assert len(warned(caplog, "'many' begins anew in the next life")) == 1
+    report, pools = life(2)
+    assert (report.resumed_at, len(report.steps)) == (1, 1)
+    assert report.steps[0]["few/epoch"] > 0.25  # what is small goes on
+    assert len(pools.means) <= 2
 
 
 def test_what_teaches_nothing_is_told_and_the_last_weights_are_evaluated(

@@ -29,6 +29,10 @@ class Evaluation:
     sampling: SamplingParams | None = None
     name: str = "eval"
 
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}")
+
 
 #: Entered for each task: as many at a time as there is room for.
 Places = AbstractAsyncContextManager[Any]
