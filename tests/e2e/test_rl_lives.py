@@ -183,6 +183,18 @@ def test_scoring_what_is_not_trained_is_within_the_budget(
     assert (ended.ended, len(warned(caplog, "could be passed"))) == ("budget", 1)
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.01])
+def test_a_loss_is_the_mean_whatever_data_weigh(service: weft.ServiceClient, weight: float) -> None:
+    run = fresh(service)
+    tokens = run.get_tokenizer().encode("3 + 5 = 8")
+    inputs = {"target_tokens": tokens[1:], "weights": [weight] * (len(tokens) - 1)}
+    data = [weft.Datum(weft.ModelInput.from_ints(tokens[:-1]), inputs)]
+    nll = run.forward(data, "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
+    report = rl.sft(run, data, test=data, every=1, batch=1, learning_rate=0.0, sinks=[])
+    assert report.steps[0]["loss"] == pytest.approx(-nll.mean(), rel=1e-5)
+    assert report.steps[0]["test/loss"] == pytest.approx(-nll.mean(), rel=1e-5)
+
+
 class Interrupted:
     """A run whose user presses Ctrl-C while its first gradient is computed."""
 
