@@ -170,6 +170,23 @@ def test_a_filter_that_takes_nothing_is_told_while_it_costs(
     )
 
 
+async def patient(task: Any, chat: rl.Chat) -> float:
+    """Code that takes any error for an answer, as many frameworks of agents do."""
+    try:
+        await chat.agent("critic").user(task["prompt"]).sample(max_tokens=1500)
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def test_a_budget_that_is_spent_is_no_reward_though_code_goes_on_from_any_error(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    one = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok["sample"] * 1500 / 1e12
+    more: dict[str, Any] = {"steps": 3, "groups": SMALL, "sinks": []}
+    report = rl.train(run, rl.function(patient, sums(4)), budget_usd=3.5 * one, **more)  # three of eight at a time
+    assert (report.ended, report.steps) == ("budget", [])
+
+
 def test_scoring_what_is_not_trained_is_within_the_budget(
     service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
