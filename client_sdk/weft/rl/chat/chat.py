@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -140,6 +141,7 @@ class Chat:
         self._ids: list[int] = []  # read and sampled so far, to the end of the last turn
         self._new: list[Message] = []
         self._turns = 0
+        self._agents: Counter[str] = Counter()
 
     @property
     def turns(self) -> int:
@@ -147,10 +149,12 @@ class Chat:
         return self._turns
 
     def agent(self, name: str, tools: Sequence[Tool] = ()) -> Chat:
-        """Another conversation of this rollout, with the same reward."""
+        """Another conversation of this rollout, with the same reward. Those of one name draw each for themselves."""
+        namesakes = self._agents[name]
+        self._agents[name] += 1
         return Chat(
             self._policy,
-            f"{self._seed}/{name}",
+            f"{self._seed}/{name}" + (f"/{namesakes}" if namesakes else ""),
             name=name,
             params=self.params,
             tools=tools,
