@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -247,6 +248,29 @@ def test_what_ctrl_c_interrupts_leaves_no_gradient_for_the_next(service: weft.Se
     with pytest.raises(KeyboardInterrupt):
         go(Interrupted(run))
     assert go(run) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+@pytest.mark.parametrize("rate", [-1e-4, float("nan")])
+def test_a_rate_that_is_none_ends_the_loop_and_leaves_no_gradient(
+    service: weft.ServiceClient, rate: float, kind: str
+) -> None:
+    run, numbers = fresh(service), itertools.count()
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
+    more: dict[str, Any] = {"learning_rate": lambda step: rate if step else 1e-4, "sinks": []}
+
+    def go() -> None:
+        if kind == "sft":
+            rl.sft(run, rl.conversations([talk], run.get_tokenizer()), batch=1, epochs=2, **more)
+        else:
+            env = rl.prompts(sums(4), lambda text, task: next(numbers), max_tokens=2)
+            rl.train(run, env, steps=2, groups=SMALL, **more)
+
+    with pytest.raises(ValueError, match="learning_rate: input should be"):
+        go()
+    update = run.optim_step(weft.AdamParams(learning_rate=0.0)).result(60)
+    assert update.metrics is not None
+    assert update.metrics["grad_norm:mean"] == 0
 
 
 def test_pairs_may_be_held_against_another_reference(service: weft.ServiceClient) -> None:
