@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from pydantic import ValidationError
+
 from weft.errors import WeftError
 from weft.future import background
 from weft.runs.run import Run
@@ -42,19 +44,36 @@ class Curves:
         self._lock = threading.Lock()
         self._sending: Future[None] | None = None
         self._next_step = 0
+        self._refused = set[str]()  # names that were warned of
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Note `metrics` at `step`, by default the one after the last. Returns at once."""
         with self._lock:
             at = self._next_step if step is None else step
-            points = [MetricPoint(name=name, step=at, value=float(value)) for name, value in _finite(metrics, at)]
+            self._waiting.extend(self._points(metrics, at))
             self._next_step = at + 1
-            self._waiting.extend(points)
             if self._sending is None and self._waiting:
                 self._sending = background().run(self._send())
         if self._sending is not None and self not in self._run.session.closing:
             self._run.session.closing.append(self)
             atexit.register(self._last_chance)
+
+    def _points(self, metrics: Mapping[str, float], step: int) -> list[MetricPoint]:
+        """What can be drawn. The rest is a reason to warn, not to stop a run: an environment names its own metrics,
+        and may name one after hours that no curve can have."""
+        points = []
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                logger.warning("%s is %s at step %d: not logged", name, value, step)
+                continue
+            try:
+                points.append(MetricPoint(name=name, step=step, value=float(value)))
+            except ValidationError as error:
+                if name not in self._refused:
+                    self._refused.add(name)
+                    why = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+                    logger.warning("%r is not logged at step %s (told once): %s", name, step, why)
+        return points
 
     async def flush(self) -> None:
         """Wait until everything logged is sent, or dropped; not longer than LAST_CHANCE_S."""
@@ -99,11 +118,3 @@ class Curves:
         except WeftError as error:
             logger.warning("%d logged points were dropped: %s", len(points), error)
         return True
-
-
-def _finite(metrics: Mapping[str, float], step: int) -> list[tuple[str, float]]:
-    """What can be drawn. NaN and infinity cannot, and are a reason to warn, not to stop a run."""
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            logger.warning("%s is %s at step %d: not logged", name, value, step)
-    return [(name, value) for name, value in metrics.items() if math.isfinite(value)]

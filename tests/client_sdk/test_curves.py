@@ -65,8 +65,15 @@ def test_what_is_refused_does_not_harm_the_run(
     assert "1 logged points were dropped" in caplog.text
 
 
-def test_a_bad_name_is_told_at_once(service: weft.ServiceClient) -> None:
-    with service:
+def test_what_no_curve_can_be_is_told_once_and_harms_nothing(
+    stub: Stub, service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["", "größe", "a" * 65, "new\nline", "\ud800"]
+    with service, caplog.at_level(logging.WARNING, "weft"):
         training = service.create_lora_training_client("org/tiny")
-        with pytest.raises(ValueError, match="name"):
-            training.log({"": 1.0})
+        for step in range(3):
+            training.log({**dict.fromkeys(names, 1.0), "reward": step}, step)
+        training.log({"reward": 9.0}, -1)
+    assert logged(stub) == [("reward", 0, 0.0), ("reward", 1, 1.0), ("reward", 2, 2.0)]
+    for name in [*names, "reward"]:
+        assert caplog.text.count(f"{name!r} is not logged at step") == 1

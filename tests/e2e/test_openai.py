@@ -141,6 +141,22 @@ def test_completions_and_stop_strings(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == stopped.text
 
 
+@pytest.mark.parametrize("form", ["text", "array of texts", "tokens", "array of tokens"])
+def test_a_prompt_in_any_of_openais_forms_is_the_same(client: openai.OpenAI, http: httpx.Client, form: str) -> None:
+    text = "3 + 5 ="
+    tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    forms = {"text": text, "array of texts": [text], "tokens": tokens, "array of tokens": [tokens]}
+    given: dict[str, Any] = {"model": BASE_MODEL, "max_tokens": 8, "temperature": 0}
+    plain, found = (client.completions.create(prompt=each, **given) for each in (text, forms[form]))
+    assert found.choices[0].text == plain.choices[0].text
+
+
+def test_of_several_prompts_it_says_what_to_do(http: httpx.Client) -> None:
+    for prompt in (["a", "b"], [[1], [2]]):
+        refusal = http.post("/v1/completions", json={"model": BASE_MODEL, "prompt": prompt}).json()["error"]
+        assert (refusal["message"], refusal["param"]) == ("prompt: 2 prompts; send one request for each", "prompt")
+
+
 def test_a_completion_spells_special_tokens_where_asked_to(http: httpx.Client) -> None:
     body = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 1900, "temperature": 2.0, "seed": 3} | IDS
     plain, spelled = (http.post("/v1/completions", json=body | more).json()["choices"][0] for more in ({}, SPELLED))

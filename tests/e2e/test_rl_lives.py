@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +88,30 @@ def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient, whose:
     assert second.baseline == first.baseline
 
 
+def test_a_source_that_remembers_more_than_a_checkpoint_keeps_does_not_end_the_run(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    chance, tasks = random.Random(0), sums(4)
+
+    def life(steps: int) -> tuple[rl.Report, rl.DifficultyPools]:
+        pools = rl.DifficultyPools(20_000)
+        if steps == 1:
+            pools.means = {index: chance.random() for index in range(pools.count)}
+        many = rl.prompts(tasks * (pools.count // 4), right, max_tokens=2)
+        envs = {"many": many, "few": rl.prompts(tasks, right, max_tokens=2)}
+        kept = rl.Checkpoints("much-to-remember")
+        more: dict[str, Any] = {"groups": SMALL, "checkpoint": kept, "sinks": []}
+        return rl.train(fresh(service), envs, steps=steps, sources={"many": pools}, **more), pools
+
+    report, _ = life(1)
+    assert len(report.steps) == 1
+    assert len(warned(caplog, "'many' begins anew in the next life")) == 1
+    report, pools = life(2)
+    assert (report.resumed_at, len(report.steps)) == (1, 1)
+    assert report.steps[0]["few/epoch"] > 0.25  # what is small goes on
+    assert len(pools.means) <= 2
+
+
 def test_what_teaches_nothing_is_told_and_the_last_weights_are_evaluated(
     service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +138,16 @@ def test_what_teaches_nothing_is_told_and_the_last_weights_are_evaluated(
     ]
 
 
+def test_an_environment_may_name_a_metric_as_no_curve_is_named(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = {"länge": 1.0, "long" * 20: 2.0, "fine": 3.0}
+    env = rl.prompts(sums(4), lambda text, task: rl.Reward(len(text), odd), max_tokens=2)
+    report = rl.train(fresh(service), env, steps=2, groups=SMALL, sinks=[])
+    assert [report.curve(name) for name in odd] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert len(warned(caplog, "'länge' is not logged at step 0")) == 1
+
+
 class Quiet:
     """A sink that keeps nothing."""
 
@@ -135,6 +171,23 @@ def test_a_filter_that_takes_nothing_is_told_while_it_costs(
     )
 
 
+async def patient(task: Any, chat: rl.Chat) -> float:
+    """Code that takes any error for an answer, as many frameworks of agents do."""
+    try:
+        await chat.agent("critic").user(task["prompt"]).sample(max_tokens=1500)
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def test_a_budget_that_is_spent_is_no_reward_though_code_goes_on_from_any_error(service: weft.ServiceClient) -> None:
+    run = fresh(service)
+    one = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok["sample"] * 1500 / 1e12
+    more: dict[str, Any] = {"steps": 3, "groups": SMALL, "sinks": []}
+    report = rl.train(run, rl.function(patient, sums(4)), budget_usd=3.5 * one, **more)  # three of eight at a time
+    assert (report.ended, report.steps) == ("budget", [])
+
+
 def test_scoring_what_is_not_trained_is_within_the_budget(
     service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +199,18 @@ def test_scoring_what_is_not_trained_is_within_the_budget(
     with caplog.at_level(logging.WARNING):
         ended = rl.sft(run, data, batch=2, sinks=[], budget_usd=1e-9)
     assert (ended.ended, len(warned(caplog, "could be passed"))) == ("budget", 1)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.01])
+def test_a_loss_is_the_mean_whatever_data_weigh(service: weft.ServiceClient, weight: float) -> None:
+    run = fresh(service)
+    tokens = run.get_tokenizer().encode("3 + 5 = 8")
+    inputs = {"target_tokens": tokens[1:], "weights": [weight] * (len(tokens) - 1)}
+    data = [weft.Datum(weft.ModelInput.from_ints(tokens[:-1]), inputs)]
+    nll = run.forward(data, "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
+    report = rl.sft(run, data, test=data, every=1, batch=1, learning_rate=0.0, sinks=[])
+    assert report.steps[0]["loss"] == pytest.approx(-nll.mean(), rel=1e-5)
+    assert report.steps[0]["test/loss"] == pytest.approx(-nll.mean(), rel=1e-5)
 
 
 class Interrupted:
@@ -183,6 +248,29 @@ def test_what_ctrl_c_interrupts_leaves_no_gradient_for_the_next(service: weft.Se
     with pytest.raises(KeyboardInterrupt):
         go(Interrupted(run))
     assert go(run) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+@pytest.mark.parametrize("rate", [-1e-4, float("nan")])
+def test_a_rate_that_is_none_ends_the_loop_and_leaves_no_gradient(
+    service: weft.ServiceClient, rate: float, kind: str
+) -> None:
+    run, numbers = fresh(service), itertools.count()
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
+    more: dict[str, Any] = {"learning_rate": lambda step: rate if step else 1e-4, "sinks": []}
+
+    def go() -> None:
+        if kind == "sft":
+            rl.sft(run, rl.conversations([talk], run.get_tokenizer()), batch=1, epochs=2, **more)
+        else:
+            env = rl.prompts(sums(4), lambda text, task: next(numbers), max_tokens=2)
+            rl.train(run, env, steps=2, groups=SMALL, **more)
+
+    with pytest.raises(ValueError, match="learning_rate: input should be"):
+        go()
+    update = run.optim_step(weft.AdamParams(learning_rate=0.0)).result(60)
+    assert update.metrics is not None
+    assert update.metrics["grad_norm:mean"] == 0
 
 
 def test_pairs_may_be_held_against_another_reference(service: weft.ServiceClient) -> None:

@@ -135,7 +135,8 @@ def logprobs_of(
             for token, logprob, row in told
         )
         return {"content": [Fragment(dumps(entry)) for entry in entries], "refusal": None}
-    best = [Fragment(dumps(_by_word(form, row[: form.top]))) for row in rows]
+    drawn = zip(tokens, logprobs, strict=True)
+    best = [Fragment(dumps(_by_word(form, [*row[: form.top], own]))) for row, own in zip(rows, drawn, strict=True)]
     return {
         "tokens": [form.word(token) for token in tokens],
         "token_logprobs": logprobs,
@@ -149,7 +150,7 @@ def _entry(form: Form, token: int, logprob: float) -> Json:
 
 
 def _by_word(form: Form, row: list[tuple[int, float]]) -> dict[str, float]:
-    """Of tokens that read alike, as parts of characters do, the likeliest, which comes first."""
+    """The likeliest tokens and, last, the drawn one. Of those that read alike, as parts of characters do, the first."""
     found: dict[str, float] = {}
     for token, logprob in row:
         found.setdefault(form.word(token), logprob)

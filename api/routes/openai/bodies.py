@@ -179,7 +179,7 @@ class ChatTokensBody(ChatBody):
 
 class CompletionBody(Sampling):
     neutral = {name: values for name, values in NEUTRAL.items() if name != "add_special_tokens"}
-    prompt: str | Tokens | Annotated[Strings, Field(min_length=1)]
+    prompt: str | Tokens | Annotated[Strings, Field(min_length=1)] | Annotated[list[Tokens], Field(fail_fast=True)]
     add_special_tokens: bool | None = None
     logprobs: Count | None = None
 

@@ -77,11 +77,11 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
 
 def prompt_of(body: CompletionBody, text: ModelText) -> Sequence[int]:
     """The tokens of a completion's prompt; of text with those that the tokenizer adds by itself, unless told not to."""
-    prompt = body.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+    prompt: Any = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise Refused(f"prompt: {len(prompt)} prompts; send one request for each", "prompt")
-        prompt = str(prompt[0])
+        prompt = prompt[0]
     if isinstance(prompt, str):
         return text.encode(prompt, special=body.add_special_tokens is not False)
     return cast(list[int], prompt)

@@ -34,7 +34,8 @@ class TextStream:
             return ""
         self._waited = 0
         if text == before:  # special tokens: what comes next is read behind the words before them
-            del self._tokens[self._read :]
+            if self._read or len(self._tokens) > PATIENCE:  # at the beginning it may be a space that is left out
+                del self._tokens[self._read :]
             return ""
         self._start, self._read = self._read, len(self._tokens)
         return self._take(text[len(before) :])

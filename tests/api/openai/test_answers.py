@@ -60,6 +60,14 @@ def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
     assert orjson.loads(orjson.dumps(told))["top_logprobs"] == [{"\ufffd": -0.5}]
 
 
+def test_a_completion_tells_the_drawn_token_among_the_likeliest() -> None:
+    """As OpenAI's API says of `logprobs`: up to one more than was asked for."""
+    form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, top=1)
+    eight, nine = (form.text.encode(word)[0] for word in ("8", "9"))
+    told = orjson.loads(orjson.dumps(logprobs_of(form, [nine, eight], [-3.0, -0.1], [[(eight, -0.1)]] * 2)))
+    assert told["top_logprobs"] == [{"8": -0.1, "9": -3.0}, {"8": -0.1}]
+
+
 @pytest.mark.parametrize("spelled", [False, True])
 @pytest.mark.parametrize("sizes", [[1000], [1], [3, 1, 2]], ids=["whole", "one by one", "in parts"])
 def test_offsets_are_places_in_the_text_that_is_sent(sizes: list[int], spelled: bool) -> None:

@@ -3,11 +3,13 @@ before the first word, and falls back to bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from api.routes.openai.answers import Form
-from api.routes.openai.detokenizing import whole_text
+from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.text import ModelText
 
 SPECIAL = ["<unk>", "<s>", "<tool>"]
@@ -18,7 +20,7 @@ TEXT = "Paris a b😀 c d."
 @pytest.fixture(scope="module")
 def form(tmp_path_factory: pytest.TempPathFactory) -> Form:
     folder = tmp_path_factory.mktemp("spaces")
-    words = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*WORDS} - {*SPECIAL})]
+    words = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*WORDS, "▁"} - {*SPECIAL})]
     vocabulary = {word: token for token, word in enumerate(dict.fromkeys(words))}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -28,10 +30,14 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Form:
     return Form(ModelText(folder, 2048), chat=False)
 
 
+def ids(form: Form, words: Sequence[str]) -> list[int]:
+    found = [form.text._tokenizer.token_to_id(word) for word in words]
+    return [token for token in found if token is not None]
+
+
 @pytest.fixture(scope="module")
 def tokens(form: Form) -> list[int]:
-    found = [form.text._tokenizer.token_to_id(word) for word in WORDS]
-    return [token for token in found if token is not None]
+    return ids(form, WORDS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -39,6 +45,27 @@ def test_a_stream_keeps_the_space_after_a_special_token(form: Form, tokens: list
     stream = form.stream()
     parts = [stream.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
     assert "".join(parts) + stream.end() == whole_text(form.decode, tokens) == form.decode(tokens) == TEXT
+
+
+@pytest.mark.parametrize("words", ["▁ ▁a", "▁ <tool> ▁a .", "<tool> ▁ ▁ ▁a", "▁ ▁ <tool> ▁"])
+def test_spaces_at_the_beginning_are_streamed_but_the_one_that_the_tokenizer_leaves_out(form: Form, words: str) -> None:
+    tokens = ids(form, words.split())
+    stream = form.stream()
+    assert "".join(stream.push([token]) for token in tokens) + stream.end() == form.decode(tokens)
+    assert form.decode(tokens).startswith(" ")
+
+
+def test_many_special_tokens_at_the_beginning_are_not_decoded_again_and_again(form: Form) -> None:
+    decoded = list[int]()
+
+    def decode(tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return form.decode(tokens)
+
+    stream = TextStream(decode)
+    for _ in range(1000):
+        stream.push(ids(form, ["<tool>"]))
+    assert max(decoded) <= PATIENCE + 1
 
 
 def test_a_token_is_told_with_its_space(form: Form, tokens: list[int]) -> None:

@@ -31,3 +31,11 @@ def test_a_loss_that_imitates_learns_from_all_that_was_kept(loss: Any) -> None:
     data = batch(1, 1).data(rl.dr_grpo, loss)
     name = "weights" if loss.name == "cross_entropy" else "mask"
     assert weights(data, name) == [[0, 0.25, 0.25]] * 2
+
+
+def test_a_metric_of_an_environment_takes_no_number_of_the_loops_place() -> None:
+    given = batch(0, 1)
+    for rollout in given.rollouts:
+        rollout.metrics = {"reward": 7.0, "rollouts": 7.0, "tries": 3.0}
+    found = given.metrics()
+    assert (found["reward"], found["rollouts"], found["tries"]) == (0.5, 2.0, 3.0)

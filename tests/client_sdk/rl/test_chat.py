@@ -113,6 +113,18 @@ def test_agents_of_a_rollout_are_conversations_of_their_own() -> None:
     assert [sum(joined.drawn) for joined in join(chat.recorded)] == [4, 2]
 
 
+def test_agents_of_one_name_draw_each_for_themselves() -> None:
+    """Several tries of the same prompt are several draws, as several samples of a chat are."""
+    drawn, sampler = policy(*"abcd")
+    chat = Chat(drawn, "seed")
+    tries = [chat.agent("try"), chat.agent("try"), chat.agent("other"), Chat(drawn, "seed").agent("try")]
+    for each in tries:
+        asyncio.run(each.user("?").sample())
+    first, second, other, again = (params.seed for params in sampler.params)
+    assert len({first, second, other}) == 3
+    assert again == first
+
+
 def test_a_group_asks_once_and_each_gets_its_own() -> None:
     who, sampler = policy("1", "2", "3")
     chats = [Chat(who).user("q") for _ in range(3)]

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from weft import rl
-from weft.rl.chat.purse import BudgetSpent
+from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.envs.environment import reward_of
 
 from tests.client_sdk.rl.kit import policy, tokenizer
@@ -85,3 +85,38 @@ def test_an_evaluation_without_money_is_no_reward_of_zero(caplog: pytest.LogCapt
     assert [r.message for r in caplog.records] == [
         "a rollout of the evaluation failed: KeyError: 'answer' (others like it are only counted)"
     ]
+
+
+def test_an_evaluation_without_money_is_none_though_code_goes_on_from_any_error() -> None:
+    async def solve(task: Any, chat: rl.Chat) -> float:
+        try:
+            await chat.user("?").sample()
+        except Exception:
+            return 0.0
+        return 1.0
+
+    poor, _ = policy("8")
+    poor.purse = Purse({"prefill": 1, "sample": 1}, limit_nusd=0)
+    with pytest.raises(BudgetSpent):
+        asyncio.run(rl.evaluate(poor, rl.Evaluation(rl.function(solve, ["?"]))))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"name": "gsm8k/1"}, "name: must be of A-Z, a-z, 0-9, '_', '-' and '.'"),
+        ({"name": "Größe"}, "name: must be of"),
+        ({"name": "a" * 250}, "name: string should have at most 256"),
+        ({"name": "a", "ttl_seconds": 60}, "ttl_seconds: input should be greater"),
+        ({"name": "a", "every": 0}, "every must be at least 1, got 0"),
+    ],
+)
+def test_checkpoints_that_could_never_be_saved_are_refused_before_the_first_step(given: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rl.Checkpoints(**given)
+    assert rl.Checkpoints("a" * 240).every == 20
+
+
+def test_an_evaluation_every_no_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        rl.Evaluation(rl.prompts(["?"]), every=0)

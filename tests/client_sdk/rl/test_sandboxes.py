@@ -193,6 +193,11 @@ def test_a_fork_bomb_ends_with_its_time() -> None:
         ),
         pytest.param("import mmap\nm = mmap.mmap(-1, 1 << 30)\nfor i in range(1 << 18): m[i << 12] = 1", id="shared"),
         pytest.param("import os; fd = os.memfd_create('x'); os.write(fd, bytes(1 << 20))", id="memfd"),
+        pytest.param(
+            "import mmap, time\nm = mmap.mmap(-1, 1 << 38, flags=mmap.MAP_PRIVATE | 32, prot=mmap.PROT_READ)\n"
+            "for i in range(1 << 17): m[i << 21]\ntime.sleep(60)",
+            id="page tables",
+        ),
     ],
 )
 def test_a_memory_bomb_gets_no_more_than_its_share(code: str) -> None:

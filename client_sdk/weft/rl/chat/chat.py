@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from weft.rl.chat.purse import Purse
+from weft.errors import AuthenticationError, BillingError, PermissionDeniedError
+from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
 from weft.runs.drawing import SampleFuture
@@ -34,6 +36,10 @@ class ContextFullError(ValueError):
 
 class StaleError(RuntimeError):
     """The server stopped a sample whose run had moved on further than it may be trained on."""
+
+
+#: Errors that the next rollout would meet, too.
+FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
 
 
 @dataclass
@@ -121,6 +127,7 @@ class Chat:
         params: SamplingParams | None = None,
         tools: Sequence[Tool] = (),
         recorded: list[Turn] | None = None,
+        ended: list[Exception] | None = None,
     ) -> None:
         self._policy, self._seed, self.name = policy, seed, name
         self._sampler = policy.sampler
@@ -129,9 +136,12 @@ class Chat:
         self.messages: list[Message] = []
         #: Turns of all agents of the rollout, in the order in which they ended.
         self.recorded: list[Turn] = [] if recorded is None else recorded
+        #: What ended samples of all agents for good: who caught it has no reward to tell.
+        self.ended: list[Exception] = [] if ended is None else ended
         self._ids: list[int] = []  # read and sampled so far, to the end of the last turn
         self._new: list[Message] = []
         self._turns = 0
+        self._agents: Counter[str] = Counter()
 
     @property
     def turns(self) -> int:
@@ -139,9 +149,17 @@ class Chat:
         return self._turns
 
     def agent(self, name: str, tools: Sequence[Tool] = ()) -> Chat:
-        """Another conversation of this rollout, with the same reward."""
+        """Another conversation of this rollout, with the same reward. Those of one name draw each for themselves."""
+        namesakes = self._agents[name]
+        self._agents[name] += 1
         return Chat(
-            self._policy, f"{self._seed}/{name}", name=name, params=self.params, tools=tools, recorded=self.recorded
+            self._policy,
+            f"{self._seed}/{name}" + (f"/{namesakes}" if namesakes else ""),
+            name=name,
+            params=self.params,
+            tools=tools,
+            recorded=self.recorded,
+            ended=self.ended,
         )
 
     def add(self, *messages: Message) -> Chat:
@@ -179,8 +197,12 @@ class Chat:
         """The policy's next answer, to what was added since the last. `prune` looks at the ids while they are drawn,
         and ends the answer by saying True: what was drawn by then is paid for, and is the answer."""
         params, prompt = self._for_next(max_tokens, stop), self.prompt()
-        got = await self._policy.draw(self._sampler, prompt, 1, params, prune)
-        return self._take(prompt, got.sequences[0])
+        try:
+            got = await self._policy.draw(self._sampler, prompt, 1, params, prune)
+            return self._take(prompt, got.sequences[0])
+        except (*FATAL, StaleError) as error:
+            self.ended.append(error)
+            raise
 
     def _for_next(self, max_tokens: int | None, stop: Any) -> SamplingParams:
         if not self._new:

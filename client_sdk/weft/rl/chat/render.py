@@ -85,6 +85,12 @@ class TemplateRenderer:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def _behind(self, ids: list[int], text: str, whole: str) -> list[int]:
+        """What `whole` has behind `text`, whose tokens are `ids`. Read with what is before it: tokenizers as Mistral's
+        put a space before a text that nothing is before. By itself where the last of `ids` would be another token."""
+        found = self._ids(whole)
+        return found[len(ids) :] if found[: len(ids)] == ids else self._ids(whole[len(text) :])
+
     def render_ids(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
@@ -134,7 +140,8 @@ class TemplateRenderer:
             if ids and not prompt.startswith(written):
                 examples.append((ids, sampled))
                 ids, sampled, written = [], [], ""
-            read, answer = self._ids(prompt[len(written) :]), self._ids(whole[len(prompt) :])
+            read = self._behind(ids, written, prompt)
+            answer = self._behind(ids + read, prompt, whole)
             end = _end_of_turn(answer, self.tokenizer.all_special_ids)
             ids += read + answer
             sampled += [False] * len(read) + [place < end for place in range(len(answer))]

@@ -156,8 +156,11 @@ def reward_of(found: Any) -> Reward:
     return reward
 
 
-def checked(outcome: Outcome) -> Outcome:
-    """The outcome of whichever environment: a reward that cannot be learnt from is an error of its rollout."""
+def checked(outcome: Outcome, chat: Chat) -> Outcome:
+    """The outcome of whichever environment: a reward that cannot be learnt from is an error of its rollout, and so is
+    what ended a sample of it for good, though code that goes on from any error has made a reward of it."""
+    if chat.ended:
+        return chat.ended[0]
     try:
         return reward_of(outcome) if isinstance(outcome, Reward) else outcome
     except (TypeError, ValueError) as error:

@@ -63,7 +63,11 @@ class Batch:
         rollouts = self.rollouts
         if not rollouts:
             return {"rollouts": 0.0}
+        names = sorted({name for rollout in rollouts for name in rollout.metrics})
         found = {
+            name: _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]) for name in names
+        }
+        found |= {  # last: an environment's metric takes none of their names
             "reward": _mean([rollout.reward for rollout in rollouts]),
             "rollouts": float(len(rollouts)),
             "tokens/rollout": _mean([rollout.sampled for rollout in rollouts]),
@@ -71,9 +75,6 @@ class Batch:
             "lag/max": float(max(self.lags, default=0)),
             "lag/mean": _mean(self.lags),
         }
-        names = {name for rollout in rollouts for name in rollout.metrics}
-        for name in sorted(names):
-            found[name] = _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
         for name in sorted({group.source for group in self.groups} - {""}):
             found[f"{name}/reward"] = _mean([s for g in self.groups if g.source == name for s in g.rewards])
         return found

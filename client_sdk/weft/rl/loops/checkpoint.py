@@ -20,6 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 from weft.errors import WeftError
 from weft.rest_client import RestClient
 from weft.training_client import TrainingClient
+from weft.wire.shown import arguments
+from weft.wire.weights import SaveWeightsRequest
 
 #: What the server takes as a checkpoint's metadata, less what is in it besides the state.
 MAX_STATE_BYTES = 16_000
@@ -37,18 +39,20 @@ class Checkpoints:
     every: int = 20
     ttl_seconds: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses what the server would refuse, at the first save, with the steps before it lost."""
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}")
+        with arguments(path="name"):
+            SaveWeightsRequest(model_id="", path=self._named(0), ttl_seconds=self.ttl_seconds)
+
+    def _named(self, step: int) -> str:
+        return f"{self.name}-{step:06d}"
+
     async def save(self, run: TrainingClient, step: int, state: Mapping[str, Any]) -> str:
         """Save the run after `step` steps; the checkpoint's path."""
-        text = packed(state)
-        if len(text) > MAX_STATE_BYTES:
-            raise WeftError(
-                f"the loop's state has {len(text)} bytes, a checkpoint keeps {MAX_STATE_BYTES};"
-                " a source with fewer tasks needs less"
-            )
-        metadata = {_NAME: self.name, _STEP: str(step), _STATE: text}
-        saved = await run.save_state(
-            f"{self.name}-{step:06d}", self.ttl_seconds, overwrite=True, user_metadata=metadata
-        )
+        metadata = {_NAME: self.name, _STEP: str(step), _STATE: _fitting(state)}
+        saved = await run.save_state(self._named(step), self.ttl_seconds, overwrite=True, user_metadata=metadata)
         return saved.path
 
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
@@ -68,6 +72,27 @@ class Checkpoints:
                 break
             offset += _PAGE
         return None if best is None else (best[1], json.loads(zlib.decompress(base64.b85decode(best[2]))))
+
+
+def _fitting(state: Mapping[str, Any]) -> str:
+    """`packed`, without what the largest sources remember where that is more than a checkpoint keeps: the run that
+    would end for it is worth more. Raises WeftError where something else is too large."""
+    text, rollouts = packed(state), state.get("rollouts", {})
+    sources = dict(rollouts.get("sources", {}))
+    while len(text) > MAX_STATE_BYTES and sources:
+        largest = max(sources, key=lambda name: len(json.dumps(sources[name])))
+        del sources[largest]
+        logger.warning(
+            "the loop's state has %d bytes, a checkpoint keeps %d: the source %r begins anew in the next life."
+            " One with fewer tasks needs less",
+            len(text),
+            MAX_STATE_BYTES,
+            largest,
+        )
+        text = packed({**state, "rollouts": {**rollouts, "sources": sources}})
+    if len(text) > MAX_STATE_BYTES:
+        raise WeftError(f"the loop's state has {len(text)} bytes, a checkpoint keeps {MAX_STATE_BYTES}")
+    return text
 
 
 def packed(state: Mapping[str, Any]) -> str:

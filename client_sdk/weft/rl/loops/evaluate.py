@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from weft.rl.chat.chat import Chat, Policy
+from weft.rl.chat.chat import FATAL, Chat, Policy
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
-from weft.rl.loops.failures import FATAL, Failures
+from weft.rl.loops.failures import Failures
 from weft.rl.sandboxes.sandbox import require
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
@@ -28,6 +28,10 @@ class Evaluation:
     tasks: Sequence[Any] | None = None
     sampling: SamplingParams | None = None
     name: str = "eval"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}")
 
 
 #: Entered for each task: as many at a time as there is room for.
@@ -71,7 +75,8 @@ async def evaluate(
         chats = [Chat(of, f"eval/{seed}/{number}/{each}", params=params) for each in range(evaluation.size)]
         try:
             async with room:
-                return [checked(outcome) for outcome in await evaluation.env.group(task, chats)]
+                outcomes = await evaluation.env.group(task, chats)
+            return [checked(outcome, chat) for outcome, chat in zip(outcomes, chats, strict=True)]
         except Exception as error:
             return [error] * evaluation.size
 

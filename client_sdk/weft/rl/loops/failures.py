@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from weft.errors import AuthenticationError, BillingError, PermissionDeniedError
 from weft.rl.chat.chat import StaleError
-from weft.rl.chat.purse import BudgetSpent
 
 logger = logging.getLogger("weft")
-
-#: Errors that the next rollout would meet, too.
-FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
 
 
 class Failures:

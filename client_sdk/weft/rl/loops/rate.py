@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from weft.wire.shown import arguments
+from weft.wire.training import AdamParams
+
 #: The number of a step, from 0 -> its learning rate.
 Rate = Callable[[int], float]
 
@@ -38,3 +41,10 @@ def cosine(peak: float, steps: int, warmup: int = 0, floor: float = 0.0) -> Rate
 
 def rate_of(given: float | Rate) -> Rate:
     return given if callable(given) else constant(float(given))
+
+
+def params_of(optim: AdamParams, rate: float | Rate, step: int) -> AdamParams:
+    """The optimizer's parameters at `step`. To be asked for before the step's gradient is sent: raises ValueError for
+    a rate that the server would refuse, and the gradient would be left to the next step."""
+    with arguments():
+        return type(optim)(**{**dict(optim), "learning_rate": rate_of(rate)(step)})

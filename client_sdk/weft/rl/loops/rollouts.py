@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import RateLimitError, WeftError
-from weft.rl.chat.chat import Chat, Policy, StaleError
+from weft.rl.chat.chat import FATAL, Chat, Policy, StaleError
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.batch import Batch
-from weft.rl.loops.failures import FATAL, Failures
+from weft.rl.loops.failures import Failures
 from weft.rl.loops.mixture import mixture, ratios_of
 from weft.rl.rollout import Group, Rollout, off_policy
 from weft.rl.sandboxes.sandbox import Sandboxes, require
@@ -248,7 +248,8 @@ class Rollouts:
         finally:
             watching.cancel()
         rollouts = []
-        for chat, outcome in zip(chats, map(checked, outcomes), strict=True):
+        for chat, found in zip(chats, outcomes, strict=True):
+            outcome = checked(found, chat)
             if isinstance(outcome, Reward):
                 rollouts.append(Rollout(chat.recorded, outcome.value, dict(outcome.metrics)))
             elif isinstance(outcome, FATAL):

@@ -17,7 +17,7 @@ from weft.wire.inputs import Datum
 def sft(
     run: TrainingClient, data: Sequence[Datum], *, test: Sequence[Datum] = (), every: int = 50, **recipe: Any
 ) -> Report:
-    """Train on `data`, the mean over the trained tokens of each batch. The other arguments are `Recipe`'s.
+    """Train on `data`, the mean over the trained tokens of each batch by their weights. The rest is `Recipe`'s.
 
     The server packs short sequences together. `test` is scored every so many steps, not trained on: `test/loss`.
     """
@@ -25,7 +25,7 @@ def sft(
     def backward(batch: Sequence[Datum], purse: Purse) -> Shown:
         tokens = _weight(batch)
         purse.pay(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
-        scaled = [_scaled(datum, 1 / max(1.0, tokens)) for datum in batch]
+        scaled = [_scaled(datum, 1 / _whole(tokens)) for datum in batch]
         computed = run.forward_backward(scaled, "cross_entropy")
         return lambda: {"loss": computed.result().metrics["loss:sum"], "tokens": tokens}
 
@@ -40,11 +40,16 @@ def sft(
 
 def nll(run: TrainingClient, data: Sequence[Datum]) -> float:
     """Mean negative logprob of what `data` weigh, with the weights of now."""
-    return run.forward(data, "cross_entropy").result().metrics["loss:sum"] / max(1.0, _weight(data))
+    return run.forward(data, "cross_entropy").result().metrics["loss:sum"] / _whole(_weight(data))
 
 
 def _weight(data: Sequence[Datum]) -> float:
     return sum(float(datum.loss_fn_inputs["weights"].to_numpy().sum()) for datum in data)
+
+
+def _whole(weight: float) -> float:
+    """What a sum is divided by: nothing where data weigh nothing, or less."""
+    return weight if weight > 0 else 1.0
 
 
 def _scaled(datum: Datum, by: float) -> Datum:

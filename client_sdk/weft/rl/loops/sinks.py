@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,13 +53,14 @@ class Progress:
 
 
 class JsonLines:
-    """A file with one JSON object for each step."""
+    """A file with one JSON object for each step. What JSON has no number for is null."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("a")  # noqa: SIM115 - closed by `close`
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **told}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

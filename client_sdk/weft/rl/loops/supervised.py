@@ -11,7 +11,7 @@ from weft.future import APIFuture
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.loops import money
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
-from weft.rl.loops.rate import Rate, rate_of
+from weft.rl.loops.rate import Rate, params_of
 from weft.rl.loops.sinks import Progress, Sink
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
@@ -72,10 +72,10 @@ def go(
         save()  # so that a life that dies before its next is counted, too
     try:
         for step in range(report.resumed_at, steps):
-            rate = rate_of(recipe.learning_rate)(step)
+            params = params_of(recipe.optim, recipe.learning_rate, step)
             shown = backward([items[order.draw()] for _ in range(recipe.batch)], purse)
             # Sent before anything is waited for: a Ctrl-C between them would leave the gradient to the next step.
-            update = run.optim_step(recipe.optim.model_copy(update={"learning_rate": rate}))
+            update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
             numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, purse)}

@@ -19,7 +19,7 @@ from weft.rl.loops.batch import Batch, Reduce
 from weft.rl.loops.checkpoint import Checkpoints, advantage_state, load_advantage, tell_resumed
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
-from weft.rl.loops.rate import Rate, rate_of
+from weft.rl.loops.rate import Rate, params_of
 from weft.rl.loops.rollouts import Groups, Rollouts
 from weft.rl.loops.sinks import Progress, Sink
 from weft.rl.losses.loss import Loss, importance_sampling, ppo
@@ -185,9 +185,9 @@ class Loop:
         update = None
         if data:
             self.purse.pay(self._price(data))
+            params = params_of(self.recipe.optim, self.recipe.learning_rate, step)
             backward = self.loss.forward_backward(self.run, data, handle)
-            rate = rate_of(self.recipe.learning_rate)(step)
-            update = self.run.optim_step(self.recipe.optim.model_copy(update={"learning_rate": rate}))
+            update = self.run.optim_step(params)
             done = await rollouts.step(update)
             numbers |= plain((await backward).metrics) | plain(done.metrics or {})
         else:

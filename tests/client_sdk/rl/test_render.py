@@ -1,0 +1,85 @@
+"""Conversations as data, with tokenizers that spell a space as part of the word behind it, as Llama 2's and Mistral's:
+what they make of a text hangs on whether anything is before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from weft.rl.chat.render import TemplateRenderer
+from weft.rl.loops.dpo import pairs
+
+from tests.client_sdk.rl.kit import tokenizer
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+TALK = [
+    {"role": "user", "content": "What is 3 + 5?"},
+    {"role": "assistant", "content": "It is 8."},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Goodbye, my friend."},
+]
+
+
+def made(scheme: str, template: str) -> Any:
+    """`scheme` is where a space is put that is not in the text; Llama 2's tokenizer does it by a normalizer."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always" if scheme == "legacy" else scheme)
+    text = [" ".join(message["content"] for message in TALK), "user assistant [INST] x [/INST]"]
+    inner.train_from_iterator(text * 9, trainers.BpeTrainer(vocab_size=600, special_tokens=[*SPECIAL, *bytes_]))
+    if scheme == "legacy":
+        inner.pre_tokenizer = None  # type: ignore[assignment]
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", extra_special_tokens=["<|im_end|>"], chat_template=template
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, MISTRAL], ids=["chatml", "mistral"])
+@pytest.mark.parametrize("scheme", ["first", "always", "never", "legacy"])
+def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: str) -> None:
+    known = made(scheme, template)
+    renderer = TemplateRenderer(known)
+    [(ids, sampled)] = renderer.example(TALK)
+    assert ids == known.apply_chat_template(TALK, return_dict=False)
+    for place in (1, 3):  # each answer is behind the prompt that it would be sampled from
+        prompt = renderer.render_ids(TALK[:place], add_generation_prompt=True)
+        assert ids[: len(prompt)] == prompt
+        assert sampled[len(prompt) - 1 : len(prompt) + 1] == [False, True]
+    [pair] = pairs([{"prompt": TALK[:3], "chosen": "Goodbye, my friend.", "rejected": "8."}], known)
+    weighed = pair.chosen.loss_fn_inputs["weights"].to_numpy()
+    assert weighed.argmax() == len(renderer.render_ids(TALK[:3], add_generation_prompt=True)) - 1
+
+
+def test_an_answer_that_would_grow_together_with_its_prompt_is_still_behind_it() -> None:
+    known = tokenizer()
+    [newline], [both] = (known.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
+    talk = [TALK[0], {"role": "assistant", "content": "\nIt is 8."}]
+    [(ids, sampled)] = TemplateRenderer(known).example(talk)
+    prompt = TemplateRenderer(known).render_ids(talk[:1], add_generation_prompt=True)
+    assert both in known.apply_chat_template(talk, return_dict=False)
+    assert ids[: len(prompt) + 1] == [*prompt, newline]
+    assert sampled.index(True) == len(prompt)
+
+
+@pytest.mark.parametrize("template", [CHATML, MISTRAL], ids=["chatml", "mistral"])
+@pytest.mark.parametrize("scheme", ["first", "always", "never", "legacy"])
+def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str) -> None:
+    renderer = TemplateRenderer(made(scheme, template))
+    [(ids, sampled)] = renderer.example(TALK[:2])
+    prompt = renderer.render_ids(TALK[:1], add_generation_prompt=True)
+    drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
+    bridged = renderer.bridge_to_next_turn(prompt, drawn, [TALK[2]])
+    assert bridged == renderer.render_ids(TALK[:3], add_generation_prompt=True)
