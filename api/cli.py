@@ -119,6 +119,12 @@ def main() -> None:
         refuse(error.format_message())
     except click.Abort:
         sys.exit(1)
+    except UnicodeEncodeError as error:
+        refuse(f"{error.object[:80]!r} is not UTF-8")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        refuse(f"{error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 #: Settings that hold passwords, and may be left out of the file.
@@ -58,6 +58,21 @@ def from_environment(settings: Collection[str]) -> dict[str, Any]:
             found = {section: found}
         values = over(values, found)
     return values
+
+
+def variable_of(place: Sequence[str | int], environment: Any, file: Any) -> str | None:
+    """The variable that has set what is at a place in the settings; None if it was something else. The file's wins."""
+    names: list[str] = []
+    for name in place:
+        if not isinstance(environment, dict) or name not in environment:
+            break
+        environment, file = environment[name], file.get(name) if isinstance(file, dict) else None
+        if file is not None and not isinstance(file, dict):
+            return None
+        names.append(str(name))
+    if not names or isinstance(environment, dict):
+        return None
+    return FROM_ENVIRONMENT.get(names[0]) or "WEFT_" + "__".join(names).upper()
 
 
 def _refuse_unknown(variable: str, text: str, settings: Collection[str]) -> None:

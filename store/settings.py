@@ -12,17 +12,28 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from store.cgroups import cores
 from store.environment import FROM_ENVIRONMENT as FROM_ENVIRONMENT
 from store.environment import SettingsError as SettingsError
-from store.environment import from_environment, over
+from store.environment import from_environment, over, variable_of
 from store.people.oidc_settings import OidcSettings
 
 #: More than a 64-bit number has no database and no worker.
 _MOST = 2**63 - 1
+#: Of numbers that are not whole: seconds, mostly.
+MOST = 1e9
 Positive = Annotated[int, Field(gt=0, le=_MOST)]
 Natural = Annotated[int, Field(ge=0, le=_MOST)]
 
@@ -55,6 +66,17 @@ def _redis(value: str) -> str:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        """Clocks, and files, of the system take it."""
+        if isinstance(value, float) and not abs(value) <= MOST:
+            raise ValueError(f"must be a number of at most {MOST:,.0f}, got {value}")
+        texts = value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(text, str | Path) and "\0" in str(text) for text in texts):
+            raise ValueError("has a NUL, which no path and no name may have")
+        return value
 
 
 class TrainerSettings(_Section):
@@ -329,9 +351,9 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     """Settings from the environment, then the file, with `overrides` (None: not given) on top. Folders come back
     absolute; in the file they are relative to the file's own folder. Raises SettingsError with one line that names the
     key."""
-    values = from_environment(Settings.model_fields)
-    if config_file is not None:
-        values = over(values, _read(config_file))
+    environment = from_environment(Settings.model_fields)
+    file = _read(config_file) if config_file is not None else {}
+    values = over(environment, file)
     within = ("engine", "trainers", "trainer_ranks")  # of a section
     values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
     asked = [("trainer", "replicas", overrides.get("trainers")), ("trainer", "ranks", overrides.get("trainer_ranks"))]
@@ -344,9 +366,11 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
     except ValidationError as error:
         # A key that is unknown is often why another one is missing.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        where = ".".join(str(part) for part in first["loc"])
-        source = f"{config_file}: " if config_file is not None else ""
-        raise SettingsError(f"{source}{where}: {_in_words(first)}") from None
+        where = variable_of(first["loc"], environment, file)
+        if where is None:
+            source = f"{config_file}: " if config_file is not None else ""
+            where = source + ".".join(map(str, first["loc"]))
+        raise SettingsError(f"{where}: {_in_words(first)}") from None
     return settings.model_copy(
         update={
             "data_dir": settings.data_dir.expanduser().absolute(),

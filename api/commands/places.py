@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 #: What a data folder that was used has, whatever has become of its database.
 _OURS = ("weft.db", "weft.db-commits", "blobs")
+
+
+class Finite(click.FloatRange):
+    """A range without infinity, and without what is no number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 def where(command: Callable[..., None]) -> Callable[..., None]:

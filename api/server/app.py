@@ -32,6 +32,7 @@ from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.workers.machines import EmbeddedMachines, Machines
 from api.server.workers.nursery import Nursery
+from api.state.asked import Asked
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
 from api.state.traffic import Traffic
@@ -116,10 +117,20 @@ def _metrics(
             log.warning("/metrics without what the database knows: %s", error)
             return None
 
+    async def known() -> tuple[Stored | None, dict[str, int]]:
+        found = await run_in_threadpool(stored)
+        return found, await machines.journal.queue_lengths() if found is not None else {}
+
+    ask = Asked(known)
+
     async def text() -> str:
-        found, state = await run_in_threadpool(stored), app.state
+        state = app.state
+        try:
+            found, queue = await ask()
+        except (SQLAlchemyError, TimeoutError):
+            found, queue = None, {}
         own = vitals(state.traffic, getattr(state, "gate", None), machines.processes(), settings.data_dir)
-        return render(machines.journal.meters, machines.stats(), found, own)
+        return render(machines.journal.meters, {**machines.stats(), "queue": queue}, found, own)
 
     return metrics_server(sock, text)
 

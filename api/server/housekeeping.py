@@ -59,7 +59,7 @@ async def keep_house(service: Service, clock: Callable[[], datetime] = lambda: d
 async def reap(service: Service, now: datetime) -> list[str]:
     """End the sessions that are idle for too long, and close the runs of all that have ended. Checkpoints stay."""
     before = now - timedelta(seconds=service.settings.session_idle_s)
-    working = service.journal.working_sessions()
+    working = await service.journal.working_sessions()
 
     def write(session: Session) -> tuple[list[str], list[str]]:
         ended = end_idle(session, before, working)

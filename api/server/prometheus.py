@@ -65,6 +65,12 @@ _EACH = {
         "accepted": ("weft_generator_replica_accepted_tokens_total", "Tokens tried ahead that came to be drawn."),
     },
 }
+#: What there is to do, unless the database has to say it and does not answer.
+_QUEUE = {
+    "open": ("weft_queue_depth", "Operations not ended."),
+    "running": ("weft_ops_running", "Operations in workers' hands."),
+    "runs": ("weft_runs", "Runs that take operations."),
+}
 #: Trainers, and generators, that are shown by name.
 MOST_REPLICAS = 256
 
@@ -90,9 +96,7 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
         _by_kind("weft_op_exec_seconds", "In workers' hands.", meters.execution),
         settling,
         counter("weft_worker_restarts_total", "Starts of a worker after its first.", ["role"], started),
-        _gauge("weft_queue_depth", "Operations not ended.", queue.get("open", 0)),
-        _gauge("weft_ops_running", "Operations in workers' hands.", queue.get("running", 0)),
-        _gauge("weft_runs", "Runs that take operations.", queue.get("runs", 0)),
+        *(_gauge(name, about, queue[count]) for count, (name, about) in _QUEUE.items() if count in queue),
         _counter("weft_trainer_passes_total", "Passes.", trainer.get("passes", 0)),
         _counter(
             "weft_trainer_shared_passes_total", "Passes of several organisations.", trainer.get("shared_passes", 0)

@@ -8,12 +8,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from sqlalchemy import text
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse
 
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
+from api.state.asked import Asked
 from api.state.attempts import Attempts
 from api.state.coming_turns import ComingTurn
 from api.state.fetched import Fetched
@@ -118,6 +121,17 @@ class Service:
     @cached_property
     def fetched(self) -> Fetched:
         return Fetched(self.database)
+
+    @cached_property
+    def revision(self) -> Asked[str | None]:
+        """Of the database's tables, as it says now."""
+
+        def read() -> str | None:
+            with self.database.read() as session:
+                found: str | None = session.scalar(text("SELECT version_num FROM alembic_version"))
+                return found
+
+        return Asked(lambda: run_in_threadpool(read))
 
     @cached_property
     def telemetry(self) -> Telemetry:

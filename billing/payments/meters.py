@@ -43,9 +43,9 @@ def organisations_of(session: Session, period_start: datetime) -> list[str]:
 
 
 def change_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int, now: datetime) -> Wallet:
-    """Change how an organisation pays; call it in a write. What a prepaid one has used is paid: its cursors pass over
-    it when it is metered. What a postpaid one has used and is not in the outbox is paid from its balance instead."""
-    if wallet_of(session, org_id).mode == "prepaid" and mode == "postpaid":
+    """Change how an organisation pays; call it in a write. What it used while it was not postpaid stays in its balance:
+    its cursors pass over it when it is metered. So does what a postpaid one has used and is not in the outbox."""
+    if wallet_of(session, org_id).mode != "postpaid" and mode == "postpaid":
         this = period_of(now)
         for period in (period_before(this), this):
             for meter in METERS:

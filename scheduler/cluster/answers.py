@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+import msgspec
+
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.journal.rows import SMALL_BYTES, unpack
 from scheduler.links.contract import Answered, Path, QueueUnreachable
@@ -23,13 +25,16 @@ log = logging.getLogger(__name__)
 
 #: Before another try, when answers cannot be taken.
 AGAIN_S = 1.0
+#: Answers whose results are being stored as blobs, at most: each may be INLINE_BYTES in memory.
+MOST_STORING = 1024
 #: How often a replica that leads, and is not alone, looks whether the others take the answers.
 LOOK_S = 0.1
 
 
 class SampleAnswers:
     """`replica` is who takes them, and `leads` whether it leads: then it has enough to do. An answer is forgotten when
-    it is settled; until then another may take it."""
+    it is settled; until then another may take it. While results that are blobs wait for the store, others are
+    settled."""
 
     def __init__(
         self,
@@ -42,9 +47,17 @@ class SampleAnswers:
         self._journal, self._queue, self._blobs, self._replica = journal, queue, blobs, replica
         self._leads = leads
         self._untaken = "", 0
+        self._storing: dict[str, asyncio.Task[None]] = {}  # answers with results that are blobs
 
     async def settle(self) -> None:
         """For as long as the server runs."""
+        try:
+            await self._settle_on()
+        finally:
+            for task in self._storing.values():
+                task.cancel()
+
+    async def _settle_on(self) -> None:
         while True:
             try:
                 answers = await self._take()
@@ -70,13 +83,22 @@ class SampleAnswers:
         return await run(self._queue.answered, self._replica, wait_s)
 
     async def _settle_all(self, answers: list[Answered]) -> None:
-        journal = self._journal
+        answers = [answer for answer in answers if answer.id not in self._storing]
         try:
             queued = await self._queued(answers)
         except Exception:
             log.exception("answers cannot be settled; another look is taken at them")
             await asyncio.sleep(AGAIN_S)
             return
+        large = {answer.id: answer for answer in answers if _is_large(answer)}
+        for answer in list(large.values())[: max(0, MOST_STORING - len(self._storing))]:  # others are taken again
+            task = asyncio.create_task(self._settle_some([answer], queued))
+            self._storing[answer.id] = task
+            task.add_done_callback(lambda _, answer=answer: self._storing.pop(answer.id))  # type: ignore[misc]
+        await self._settle_some([answer for answer in answers if answer.id not in large], queued)
+
+    async def _settle_some(self, answers: list[Answered], queued: dict[str, Operation]) -> None:
+        journal = self._journal
         ended = await asyncio.gather(*(self._settle(answer, queued.get(answer.id)) for answer in answers))
         settled = [one for one in ended if one is not None]
         facts = [(one.answer.id, one.answer.receipt, one.path, one.tokens) for one in settled]
@@ -124,6 +146,14 @@ class SampleAnswers:
     def _delete(self, ref: str) -> None:
         with suppress(OSError):  # then the reaper finds it
             self._blobs.delete(ref)
+
+
+def _is_large(answer: Answered) -> bool:
+    """Whether its result is a blob, or becomes one."""
+    try:
+        return len(answer.result) > SMALL_BYTES or parcel_of(answer.result).payload_ref != ""
+    except msgspec.MsgspecError:  # another version has written it
+        return False
 
 
 @dataclass

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from scheduler.cluster import fence
 from scheduler.cluster.term import BEAT_S, Shared, Term
+from store.database.clock import clock
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Leadership:
         await self._end(term)
         token = term.token
         try:
-            await self._shared.database.write(lambda session: fence.give_up(session, token, fence.clock(session)))
+            await self._shared.database.write(lambda session: fence.give_up(session, token, clock(session)))
         except SQLAlchemyError as error:
             log.warning("the lease is left to its end: %s", error)
 
@@ -86,6 +87,6 @@ class Leadership:
 
     async def _take(self, token: str) -> bool:
         def write(session: Session) -> bool:
-            return fence.take(session, token, fence.clock(session), fence.LEADS_S)
+            return fence.take(session, token, clock(session), fence.LEADS_S)
 
         return await self._shared.database.write(write)

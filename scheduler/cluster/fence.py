@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from store import tables
@@ -31,14 +31,6 @@ _HOLDER: Question = {"postgresql": _SELECT, "sqlite": _SELECT}
 
 class Superseded(BaseException):
     """Another process leads. Not an Exception: nothing that goes on after an error may go on after this."""
-
-
-def clock(session: Session) -> datetime:
-    """Now, as the database says: replicas' own clocks may differ, and be set."""
-    if session.connection().dialect.name == "sqlite":  # has the clock of its one machine
-        return datetime.now(UTC)
-    now: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
-    return now.astimezone(UTC)
 
 
 def take(session: Session, token: str, now: datetime, lasts_s: float) -> bool:

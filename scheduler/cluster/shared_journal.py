@@ -376,13 +376,19 @@ class SharedJournal:
     def close_run(self, run_id: str) -> None:
         self._storing.in_background(self._accepted.put(Accepted(closed_run=run_id)))
 
-    def working_sessions(self) -> set[str]:
+    async def working_sessions(self) -> set[str]:
+        return await self.run(self._working_sessions)
+
+    def _working_sessions(self) -> set[str]:
         row = tables.Operation
         recent = row.accepted_at > datetime.now(UTC) - WORKING
         with self._database.read() as session:
             return set(session.scalars(select(row.session_id).where(row.state == "queued", recent).distinct()))
 
-    def queue_lengths(self) -> dict[str, int]:
+    async def queue_lengths(self) -> dict[str, int]:
+        return await self.run(self._queue_lengths)
+
+    def _queue_lengths(self) -> dict[str, int]:
         with self._database.read() as session:
             queued = session.scalar(select(func.count()).where(tables.Operation.state == "queued")) or 0
             runs = session.scalar(select(func.count()).where(tables.Run.state == "live")) or 0

@@ -27,7 +27,7 @@ def heartbeat(context: JobContext) -> Result:
 
 @job("expire_checkpoints", every_s=20)
 def expire_checkpoints(context: JobContext) -> Result:
-    return {"expired": context.database.write_now(_reaper(context).expire)}
+    return {"expired": _reaper(context).expire()}
 
 
 @job("sweep_results", every_s=60)

@@ -81,7 +81,7 @@ def send_meter_events(context: JobContext) -> Result:
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(SENDERS, thread_name_prefix="stripe") as pool:
         for _ in range(ROUNDS):
-            claimed = context.database.write_now(lambda session: sender.claim(session, context.now(), SENDERS))
+            claimed = context.database.write_now(partial(sender.claim, now=context.now(), limit=SENDERS))
             if not claimed:
                 break
             states = list(pool.map(lambda event: _send(context, client, event), claimed))
@@ -94,7 +94,7 @@ def send_meter_events(context: JobContext) -> Result:
 
 def _send(context: JobContext, client: StripeClient, event: MeterEvent) -> str:
     verdict = sender.send(client, event, context.now)
-    context.database.write_now(lambda session: sender.settle(session, event, verdict, context.now()))
+    context.database.write_now(partial(sender.settle, event=event, verdict=verdict, now=context.now()))
     return verdict.state
 
 
@@ -139,15 +139,13 @@ def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[s
     import stripe
 
     try:
-        effect = events.effect_of(client, event)
-        context.database.write_now(
-            lambda session: inbox.done(session, event_id, effect(session, context.now()), context.now())
-        )
+        effect, now = events.effect_of(client, event), context.now()
+        context.database.write_now(lambda session: inbox.done(session, event_id, effect(session, now), now))
         return "processed"
     except Exception as error:
         log.warning("Stripe event %s is tried again: %s", event_id, type(error).__name__)
         said = f"{type(error).__name__}: {error}"
-        context.database.write_now(lambda session: inbox.failed(session, event_id, said, context.now()))
+        context.database.write_now(partial(inbox.failed, event_id=event_id, error=said, now=context.now()))
         return "away" if isinstance(error, stripe.APIConnectionError) else "failed"
 
 

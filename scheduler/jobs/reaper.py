@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -35,7 +36,7 @@ BATCH = 500
 
 
 class Reaper:
-    """`expire` belongs into the database's writer, `sweep` into a thread: it may take long. One of each at a time."""
+    """For a thread: `sweep` may take long. One of each at a time."""
 
     def __init__(
         self, database: Database, blobs: Blobs, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -45,18 +46,9 @@ class Reaper:
         self._clock = clock
         self._unneeded: set[str] = set()
 
-    def expire(self, session: Session) -> int:
-        """Delete the checkpoints whose time is over, and rows of turns. To be run by the database's writer; returns how
-        many checkpoints."""
-        now = self._clock()
-        session.execute(delete(tables.SessionTurn).where(tables.SessionTurn.created_at < now - TURNS_LAST))
-        rows = session.scalars(select(tables.Checkpoint).where(tables.Checkpoint.expires_at <= now)).all()
-        for row in rows:
-            path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
-            audit.record(session, org_id=row.org_id, key_id=None, event="checkpoint_expired", target=path, at=now)
-            storage.end(session, row, now)
-            session.delete(row)
-        return len(rows)
+    def expire(self) -> int:
+        """Delete the checkpoints whose time is over, and rows of turns. Returns how many checkpoints."""
+        return self._database.write_now(partial(_expire, now=self._clock()))
 
     def sweep(self) -> list[str]:
         """Delete the files that nothing needs. Returns what was deleted.
@@ -90,6 +82,17 @@ class Reaper:
         """What lies there and was not written since `age` ago."""
         before = (self._clock() - age).timestamp()
         return [ref for ref, written in self._blobs.listed(pattern).items() if written < before]
+
+
+def _expire(session: Session, now: datetime) -> int:
+    session.execute(delete(tables.SessionTurn).where(tables.SessionTurn.created_at < now - TURNS_LAST))
+    rows = session.scalars(select(tables.Checkpoint).where(tables.Checkpoint.expires_at <= now)).all()
+    for row in rows:
+        path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
+        audit.record(session, org_id=row.org_id, key_id=None, event="checkpoint_expired", target=path, at=now)
+        storage.end(session, row, now)
+        session.delete(row)
+    return len(rows)
 
 
 def _name(ref: str) -> str:

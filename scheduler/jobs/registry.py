@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from billing.prices import PriceList
 from store.blobs.contract import Blobs
+from store.database.clock import clock
 from store.database.db import Database
 from store.settings import Settings
 
@@ -21,13 +22,21 @@ Result = dict[str, int]
 
 @dataclass(frozen=True)
 class JobContext:
-    """What every job works with. `now` is the clock, so that tests can move it."""
+    """What every job works with; `clock` is a test's own."""
 
     database: Database
     blobs: Blobs
     settings: Settings
     prices: PriceList
-    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    clock: Callable[[], datetime] | None = None
+
+    def now(self) -> datetime:
+        """The database's time: one machine whose clock is ahead would close months, let checkpoints expire and bill
+        storage too early. Not inside of a write."""
+        if self.clock is not None:
+            return self.clock()
+        with self.database.read() as session:
+            return clock(session)
 
 
 Run = Callable[[JobContext], Result]

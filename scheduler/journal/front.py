@@ -47,5 +47,8 @@ class OperationJournal(Protocol):
     def close_run(self, run_id: str) -> None:
         """Its session has ended: let queued work finish, then forget the run."""
 
-    def working_sessions(self) -> set[str]:
+    async def working_sessions(self) -> set[str]:
         """Sessions with operations that can go on; one that waits for a number that never came cannot."""
+
+    async def queue_lengths(self) -> dict[str, int]:
+        """How many operations have not ended (`open`), are `running`, and how many `runs` take operations."""

@@ -264,13 +264,13 @@ class Journal:
             desk.cancel(op)
         return True
 
-    def working_sessions(self) -> set[str]:
+    async def working_sessions(self) -> set[str]:
         lanes = self.training.runs
         return {
             op.session_id for op in self._open.values() if op.lane not in lanes or lanes[op.lane].missing(op) is None
         }
 
-    def queue_lengths(self) -> dict[str, int]:
+    async def queue_lengths(self) -> dict[str, int]:
         return {
             "open": len(self._open),
             "running": sum(op.running for op in self._open.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import TypeGuard
 
 import msgspec
 
@@ -25,9 +26,14 @@ class LargeResult(msgspec.Struct, frozen=True):
 parcel_of = msgspec.msgpack.Decoder(LargeResult).decode
 
 
+def is_large(message: FromTrainer | FromGenerator) -> TypeGuard[Done]:
+    """Whether it is packed with a blob."""
+    return isinstance(message, Done) and len(message.payload) > INLINE_BYTES
+
+
 def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
     """QueueUnreachable when the folder that all share takes nothing for now."""
-    if not isinstance(message, Done) or len(message.payload) <= INLINE_BYTES:
+    if not is_large(message):
         return _encode(LargeResult(message))
     ref = f"handoff/{message.op_id}.{secrets.token_hex(4)}"
     try:

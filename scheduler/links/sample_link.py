@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ import msgspec
 
 from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.contract import Lease, QueueUnreachable
-from scheduler.links.large_results import pack
+from scheduler.links.large_results import is_large, pack
 from scheduler.links.messages import (
     Cancel,
     Declined,
@@ -51,6 +52,10 @@ LOOK_EVERY_S = 0.01
 
 #: Answers that travel together at most, of up to `INLINE_BYTES` each.
 MOST_ANSWERS = 16
+#: Larger ones, which are blobs on their way, that are put at once.
+LARGE_AT_ONCE = 4
+#: At the end, what is being put has so long; then it is done again by others.
+PUT_WITHIN_S = 10.0
 
 _decode = msgspec.msgpack.Decoder(SampleOp).decode
 
@@ -69,6 +74,9 @@ class SampleLink:
         self._again: list[Lease] = []  # leased again before their first life here has ended
         self._late: list[Callable[[], object]] = []  # what the queue is to be told, once Redis is there
         self._answers: list[tuple[Done, int]] = []  # and what was done, under which epoch
+        self._large = ThreadPoolExecutor(LARGE_AT_ONCE, thread_name_prefix="large-answers")
+        self._handing_over: set[Future[None]] = set()
+        self._closed = threading.Event()
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
         self._board, self._followed = PolicyBoard(url), Followed()
         self._missed = threading.Event()  # something may have been told while nobody listened
@@ -86,8 +94,11 @@ class SampleLink:
 
     def close(self) -> None:
         """Deliver what is left, if Redis is there; else it is done again by others."""
+        self._closed.set()
         with suppress(QueueUnreachable):
             self._deliver()
+        wait(list(self._handing_over), PUT_WITHIN_S)
+        self._large.shutdown(wait=False, cancel_futures=True)
         self._listener.stop()
         self._queue.close()
         self._broadcasts.close()
@@ -172,8 +183,27 @@ class SampleLink:
 
     def _answer(self, done: Done) -> None:
         epoch = self._let_go(done.op_id)
-        if epoch is not None:
+        if epoch is None:
+            return
+        if is_large(done):
+            handing_over = self._large.submit(self._hand_over, done, epoch)
+            self._handing_over.add(handing_over)
+            handing_over.add_done_callback(self._handing_over.discard)
+        else:
             self._answers.append((done, epoch))
+
+    def _hand_over(self, done: Done, epoch: int) -> None:
+        """In a thread: the store may be slow, or away, and nobody else's answers or steps wait for it."""
+        parcel = b""
+        while True:
+            try:
+                parcel = parcel or pack(done, self._blobs)
+                self._queue.answer(done.op_id, epoch, parcel)
+                return
+            except QueueUnreachable as error:
+                log.warning("%s; trying again", error)
+            if self._closed.wait(BEAT_S):
+                return
 
     def _stream(self, drawn: Drawn) -> None:
         """A part that does not arrive is missed by those who read along, until the end: the answer has it."""

@@ -36,12 +36,14 @@ class NoSuch(PeopleError):
 
 
 def organisation_named(session: Session, name: str) -> Organisation:
-    """The organisation of that name, made if it is not there."""
-    org = session.scalar(select(Organisation).where(Organisation.name == name))
+    """The organisation of that name, made if it is not there: two who ask at the same moment get the same one."""
+    query = select(Organisation).where(Organisation.name == name)
+    org = session.scalar(query)
     if org is None:
-        org = Organisation(id=uuid.uuid4().hex, name=name, created_at=datetime.now(UTC))
-        session.add(org)
-        session.flush()
+        new = {"id": uuid.uuid4().hex, "name": name, "created_at": datetime.now(UTC)}
+        made = insert_into(session, Organisation).values(**new)
+        session.execute(made.on_conflict_do_nothing(index_elements=["name"]))
+        org = session.scalars(query).one()
     return org
 
 

@@ -146,7 +146,7 @@ def open_world(settings: Settings, card: ModelCard, database: Database, blobs: F
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         prices = load_prices()
         journal = Journal(database, blobs, prices, settings.limits.max_queued_ops_per_org)
-        service = Service(settings, {MODEL: card}, database, blobs, prices, journal, lambda: {"queue": {}})
+        service = Service(settings, {MODEL: card}, database, blobs, prices, journal, dict)
         app.state.service = service
         made.append(service)
         yield

@@ -252,6 +252,31 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: Sequence[str], config:
     assert re.fullmatch(r"weftd: [^\n]+\n", line)
 
 
+LONG, NOT_UTF8 = "n" * 300, os.fsdecode(b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["backup", ""], "TARGET: name a new folder"),
+        (["backup", "/"], "TARGET: name a new folder"),
+        (["backup", LONG], "n{300}: File name too long"),
+        (["org", "list", "--data-dir", LONG], "n{300}.*: File name too long"),
+        (["credit", "grant", "--org", NOT_UTF8, "--usd", "1"], r"'\\udcff\\udcfe' is not UTF-8"),
+        (["tco", "--gpu-hour", "nan"], "--gpu-hour.*nan"),
+        (["tco", "--gpu-hour", "inf"], "--gpu-hour.*inf"),
+        (["simulate", "--hours", "nan"], "--hours.*nan"),
+        (["plan", "--model", "m", "--gpu-gib", "nan"], "--gpu-gib.*nan"),
+    ],
+)
+def test_what_no_file_number_or_text_can_be_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "weft.db").touch()
+    of = [] if "--data-dir" in arguments or arguments[0] in ("simulate", "plan") else ["--data-dir", str(tmp_path)]
+    line = refused(*arguments, *of)
+    assert re.fullmatch(r"weftd: [^\n]+\n", line)
+    assert re.search(message, line)
+
+
 @pytest.mark.parametrize("unbilled", ["storage", "operation", ""])
 def test_a_price_list_that_begins_after_what_is_not_billed_yet_is_refused(tmp_path: Path, unbilled: str) -> None:
     """As when the built-in list is replaced by one that begins today: nothing before could ever be billed."""

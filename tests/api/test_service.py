@@ -136,11 +136,11 @@ class TestWeft:
 def test_statistics_say_nothing_about_faults_of_the_machines(world: World) -> None:
     """Every tenant reads them: that a worker dies is for the operator, and a hint for whoever tries to make it die."""
     told: dict[str, Any] = {
-        "queue": {"open": 1},
         "trainer": {"passes": 3, "lost": 2},
         "generator": {"steps": 4, "lost": 1},
         "workers": [{"role": "trainer", "attached": True, "restarts": 2, "last_exit": "was killed by SIGSEGV"}],
     }
     world.http.app.state.service = replace(world.service, stats=lambda: told)  # type: ignore[attr-defined]
-    assert world.get("weft/stats") == {"queue": {"open": 1}, "trainer": {"passes": 3}, "generator": {"steps": 4}}
+    queue = {"open": 0, "running": 0, "runs": 0}
+    assert world.get("weft/stats") == {"queue": queue, "trainer": {"passes": 3}, "generator": {"steps": 4}}
     assert told["trainer"]["lost"] == 2

@@ -67,6 +67,12 @@ def test_a_section_that_is_none_is_one_line_beside_the_options_that_go_into_it(
         ("data_dir = 'x'\nredis_url = 'localhost:6379'", r"redis_url: .*a Redis is redis://HOST:PORT/NUMBER"),
         ("data_dir = 'x'\nredis_url = 'redis://:secret@host:port'", "redis_url: .*Port could not be cast"),
         ("data_dir = 'x'\n[generator]\nslots = 9223372036854775808", r"generator\.slots: .*less than or equal"),
+        ("data_dir = 'x'\ndrain_s = inf", "drain_s: .*a number of at most"),
+        ("data_dir = 'x'\nsession_idle_s = 1e300", "session_idle_s: .*a number of at most"),
+        ("data_dir = 'x'\n[ownership]\nserver_usd = nan", r"ownership\.server_usd"),
+        ('data_dir = "x"\nbase_dir = "a\\u0000b"', "base_dir: .*NUL"),
+        ('data_dir = "x\\u0000"', "data_dir: .*NUL"),
+        ('data_dir = "x"\nmodels = {m = "a\\u0000b"}', "models: .*NUL"),
         ("port = 1", "data_dir: is missing: .*--data-dir"),
         ("port =", "not TOML"),
     ],
@@ -99,8 +105,29 @@ def test_the_environment_sets_what_the_file_leaves_out(tmp_path: Path, monkeypat
     assert (generator.kinds, generator.vllm.max_rank, generator.vllm.max_adapters) == (["torch", "vllm"], 32, 2)
     assert settings.limits.max_rank == 128
     monkeypatch.setenv("WEFT_TRAINER__THREDS", "5")
-    with pytest.raises(SettingsError, match=r"trainer\.threds"):
+    with pytest.raises(SettingsError, match="WEFT_TRAINER__THREDS"):
         load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("WEFT_TRAINER__THREADS", r"^WEFT_TRAINER__THREADS: Input should be"),
+        ("WEFT_GENERATOR__VLLM__MAX_RANK", r"^WEFT_GENERATOR__VLLM__MAX_RANK: Input should be"),
+        ("WEFT_SERVER_SECRET", r"^WEFT_SERVER_SECRET: .*at least 32"),
+        ("WEFT_TRAINER__THREDS", r"^WEFT_TRAINER__THREDS: there is no such setting; did you mean threads\?"),
+    ],
+)
+def test_a_mistake_in_a_variable_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, "none")
+    file = write(tmp_path, "data_dir = 'd'\n[trainer]\nthreads = 'x'")
+    if variable == "WEFT_TRAINER__THREADS":  # the file's wins
+        with pytest.raises(SettingsError, match=r"weft\.toml: trainer\.threads"):
+            load_settings(file)
+    with pytest.raises(SettingsError, match=message):
+        load_settings(write(tmp_path, "data_dir = 'd'"))
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,24 @@ SQLite database has one writer."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from api.console.pages.sso import _enter
+from api.oidc.flow import Flow
 from api.routes.people import keys
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
+from store.people.identities import Account
+from store.people.oidc_settings import GroupRole, OidcSettings
+from store.people.organisations import PeopleError, organisation_named
 from store.settings import Settings
 from tests.api.conftest import World, open_world
 from tests.tenancy.conftest import member
@@ -105,6 +113,41 @@ def test_a_person_whom_two_organisations_add(replicas: tuple[World, World]) -> N
         replies = both(*add)
         assert [reply.status_code for reply in replies] == [200, 200]
         assert replies[0].json()["user_id"] == replies[1].json()["user_id"]
+
+
+def sign_in(world: World, account: Account) -> str:
+    """What comes of an account that the provider has just proved: in, or why not."""
+    rule = GroupRole(group="all", organisation="acme", role="member")
+    settings = world.service.settings.model_copy(update={"oidc": OidcSettings(groups=[rule])})
+    service: Any = SimpleNamespace(database=world.database, settings=settings)
+    request: Any = SimpleNamespace(client=None)
+    try:
+        entered = asyncio.run(_enter(request, service, Flow("", "", "", "/"), account))
+    except PeopleError as error:
+        return str(error)
+    return "in" if entered.sid is not None else entered.says
+
+
+@pytest.mark.parametrize("accounts", ["one", "two"])
+def test_somebody_who_signs_in_for_the_first_time(replicas: tuple[World, World], accounts: str) -> None:
+    """In two tabs; or by two accounts that have the same address, of which one is refused."""
+    for number in range(ROUNDS):
+        subjects = [str(number), str(number) if accounts == "one" else f"{number}b"]
+        account = Account("https://idp.example", "", f"p{number}@corp.example", frozenset({"all"}))
+        tabs = [
+            partial(sign_in, world, replace(account, subject=subject))
+            for world, subject in zip(replicas, subjects, strict=True)
+        ]
+        first, second = sorted(both(*tabs))
+        assert first == "in"
+        assert second == "in" if accounts == "one" else "belongs to another account" in second
+
+
+def test_an_organisation_that_two_commands_make(replicas: tuple[World, World]) -> None:
+    for number in range(ROUNDS):
+        make = partial(organisation_named, name=f"o{number}")
+        first, second = both(*(partial(world.database.write_now, make) for world in replicas))
+        assert first.id == second.id
 
 
 def test_the_last_key_that_there_is_room_for(replicas: tuple[World, World], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ REPORT_S = 0.5
 
 #: How often an idle generator looks whether it was told to stop by a signal.
 IDLE_POLL_S = 0.5
-#: A generator that waits for nothing but bodies looks this often whether there is other work.
+#: A generator that waits for nothing but bodies, or logprobs that are stored, looks this often for other work.
 COMING_S = 0.05
 #: Seconds between two attempts at a read or write that the disk refused.
 DISK_AGAIN_S = 0.2
@@ -77,6 +78,8 @@ class Generator:
         # To try again after an error of the disk, by operation: samples to begin, and answers to give.
         self._aside: dict[str, SampleOp] = {}
         self._unrecorded: dict[str, Callable[[], None]] = {}
+        # By operation: samples whose logprobs are on their way to a store that is not on this machine.
+        self._recording: dict[str, tuple[PendingSample, Finished, Future[None]]] = {}
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
         self._streams = Streams(link, clock)
@@ -87,9 +90,10 @@ class Generator:
 
     def serve(self) -> None:
         """Work until drained. EOFError when the server is gone."""
-        while not (self._draining and not (self._pending or self._coming)):
+        while not (self._draining and not (self._pending or self._coming or self._recording)):
             self._pull()
             self._receive()
+            self._answer_recorded()
             self._try_again()
             self._wait_for_bodies()
             self._meter.begin()
@@ -114,7 +118,8 @@ class Generator:
     def _receive(self) -> None:
         """Handle all messages of the server; wait for one when there is nothing else to do."""
         busy = self._pending or self._coming
-        message = self._link.recv(0 if busy else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S)
+        idle_s = COMING_S if self._recording else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S
+        message = self._link.recv(0 if busy else idle_s)
         while message is not None:
             self._on(message)
             message = self._link.recv(0)
@@ -216,14 +221,29 @@ class Generator:
         self._answer(pending, finished)
 
     def _answer(self, pending: PendingSample, finished: Finished) -> None:
-        if pending.record_stability:
-            try:
-                record_stability(pending.op, finished.sequences, self._blobs)
-            except OSError:
-                log.exception("sample %s: its logprobs cannot be recorded; it is tried again", finished.id)
-                self._unrecorded[finished.id] = partial(self._answer, pending, finished)
-                return
+        if not pending.record_stability:
+            self._link.send(answer(pending, finished))
+            return
+        record = partial(record_stability, pending.op, finished.sequences, self._blobs)
+        if self._blobs.threads is None:
+            self._recorded(pending, finished, record)
+        else:
+            self._recording[finished.id] = pending, finished, self._blobs.threads.submit(record)
+
+    def _recorded(self, pending: PendingSample, finished: Finished, outcome: Callable[[], None]) -> None:
+        try:
+            outcome()
+        except OSError:
+            log.exception("sample %s: its logprobs cannot be recorded; it is tried again", finished.id)
+            self._unrecorded[finished.id] = partial(self._answer, pending, finished)
+            return
         self._link.send(answer(pending, finished))
+
+    def _answer_recorded(self) -> None:
+        for op_id, (pending, finished, recording) in list(self._recording.items()):
+            if recording.done():
+                del self._recording[op_id]
+                self._recorded(pending, finished, recording.result)
 
     @property
     def _to_try_again(self) -> set[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from api.commands.places import database_of, settings_of, where
+from api.commands.places import Finite, database_of, settings_of, where
 
 if TYPE_CHECKING:
     from billing.reports.ownership import Ownership
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @where
 @click.option("--days", type=click.IntRange(1, 3660), default=30, show_default=True, help="Whole days back from now.")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs that are paid for ([ownership] in the settings).")
-@click.option("--gpu-hour", type=click.FloatRange(0, min_open=True), help="Dollars per GPU-hour, instead of computed.")
+@click.option("--gpu-hour", type=Finite(0, min_open=True), help="Dollars per GPU-hour, instead of computed.")
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 def tco(
     data_dir: Path | None, config: Path | None, days: int, gpus: int | None, gpu_hour: float | None, as_json: bool

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from api.commands.places import refuse
+from api.commands.places import Finite, refuse
 
 
 @click.command()
 @click.option(
     "--model", "paths", type=click.Path(path_type=Path), multiple=True, required=True, help="Folder (repeat)."
 )
-@click.option("--gpu-gib", type=click.FloatRange(0, 1 << 20, min_open=True), help="Memory of each GPU (default: here).")
+@click.option("--gpu-gib", type=Finite(0, 1 << 20, min_open=True), help="Memory of each GPU (default: here).")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, help="GPUs that the trainer's base is spread over.")
 @click.option("--tenants", type=click.IntRange(min=1), default=16, help="Runs in training at the same time.")
 @click.option("--rank", type=click.IntRange(min=1), default=32, help="Of their adapters, on everything.")

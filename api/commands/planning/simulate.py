@@ -10,25 +10,25 @@ from typing import Any
 
 import click
 
-from api.commands.places import refuse
+from api.commands.places import Finite, refuse
 
 
 @click.command()
 @click.option("--tenants", "counts", type=click.IntRange(1, 10_000), multiple=True, help="How many (repeat).")
 @click.option("--gpus", type=click.IntRange(2, 100_000), default=256, show_default=True)
-@click.option("--trainer-share", type=click.FloatRange(0.01, 0.99), default=0.3, show_default=True, help="Of the GPUs.")
+@click.option("--trainer-share", type=Finite(0.01, 0.99), default=0.3, show_default=True, help="Of the GPUs.")
 @click.option("--slots", type=click.IntRange(1, 4096), default=64, show_default=True, help="Sequences of a replica.")
-@click.option("--hours", type=click.FloatRange(0.01, 1000), default=8.0, show_default=True, help="Of virtual time.")
-@click.option("--after", type=click.FloatRange(0, 1000), default=0.0, show_default=True, help="Hours not counted.")
-@click.option("--gpu-hour", type=click.FloatRange(0), default=1.59, show_default=True, help="Dollars.")
+@click.option("--hours", type=Finite(0.01, 1000), default=8.0, show_default=True, help="Of virtual time.")
+@click.option("--after", type=Finite(0, 1000), default=0.0, show_default=True, help="Hours not counted.")
+@click.option("--gpu-hour", type=Finite(0), default=1.59, show_default=True, help="Dollars.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the rows into a .png or .svg (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
 @click.option("--model", type=click.Path(path_type=Path), help="Divide the GPUs for this model (its config.json).")
-@click.option("--gpu-gib", type=click.FloatRange(min=1), default=141.0, show_default=True, help="With --model.")
+@click.option("--gpu-gib", type=Finite(min=1), default=141.0, show_default=True, help="With --model.")
 @click.option(
     "--busiest",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=1.0,
     show_default=True,
     help="With --model: work of the busiest owner of experts, of the average.",

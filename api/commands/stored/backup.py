@@ -58,6 +58,8 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
     TARGET is there only once it is whole. Prints what is in it. Exit code 1: files that the database names were missing
     in the data folder (or the bucket) itself, and are listed; all else is in the backup."""
     settings = settings_of(config, data_dir)
+    if not target.name:
+        refuse("TARGET: name a new folder")
     partial = target.with_name(f"{target.name}.partial")
     if target.exists() or partial.exists():
         refuse(f"{target if target.exists() else partial} is there already: name a new folder, or delete it first")

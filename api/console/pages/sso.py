@@ -119,7 +119,8 @@ async def _enter(request: Request, service: Service, flow: Flow, account: Accoun
     address = request.client.host if request.client is not None else None
     with acting_as(Caller(None, SERVER.actor, address)):
         return await service.database.write(
-            lambda session: enter(session, account, settings, now, org_id=flow.org_id, invitation=flow.invitation)
+            lambda session: enter(session, account, settings, now, org_id=flow.org_id, invitation=flow.invitation),
+            lock=f"account {account.email}",  # two tabs, by two replicas: one makes what both need
         )
 
 

@@ -4,9 +4,7 @@ without a key, and they tell nothing about anybody."""
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.concurrency import run_in_threadpool
 from weft.wire.service import HealthResponse, StatusResponse
 
 from api.http.access import declare
@@ -25,15 +23,14 @@ async def healthz() -> HealthResponse:
 @router.get("/readyz", **declare(scope="public", limit="poll", meters="nothing"))
 async def readyz(service: ServiceDep, response: Response) -> StatusResponse:
     """503 while requests should go to another replica, and why."""
-    why = "draining" if service.journal.draining else await run_in_threadpool(_database_says, service)
+    why = "draining" if service.journal.draining else await _database_says(service)
     response.status_code = 503 if why else 200
     return StatusResponse(status=why or "ready")
 
 
-def _database_says(service: Service) -> str | None:
+async def _database_says(service: Service) -> str | None:
     try:
-        with service.database.read() as session:
-            found = session.scalar(text("SELECT version_num FROM alembic_version"))
-    except SQLAlchemyError:
+        found = await service.revision()
+    except (SQLAlchemyError, TimeoutError):
         return "the database does not answer"
     return None if found == head() else f"the database is at migration {found}, this server needs {head()}"

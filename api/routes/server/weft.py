@@ -58,7 +58,7 @@ async def prices(service: ServiceDep, who: PrincipalDep, model: str) -> PricesRe
 async def stats(service: ServiceDep, who: PrincipalDep) -> Stats:
     """How much the machines do; counts over all organisations, and nothing about any one of them. What went wrong with
     the machines is the operator's (`api.server.prometheus`)."""
-    found = dict(service.stats())
+    found = {**service.stats(), "queue": await service.journal.queue_lengths()}
     for part in ("trainer", "generator"):
         if part in found:
             found[part] = {name: value for name, value in found[part].items() if name != "lost"}

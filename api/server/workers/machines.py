@@ -111,7 +111,6 @@ class EmbeddedMachines:
         for worker in workers:
             del worker["pid"]
         return {
-            "queue": self.journal.queue_lengths(),
             "trainer": self._trainer.report(),
             "generator": {**self._generator.stats, "replicas": self._generator.replicas()},
             "workers": workers,

@@ -109,7 +109,6 @@ class SharedMachines:
     def stats(self) -> dict[str, Any]:
         term = self._leadership.term
         return {
-            "queue": self.journal.queue_lengths(),
             "trainer": term.desk.report() if term is not None else {},
             "generator": {**self.journal.generators, "replicas": self.journal.each_generator},
             "workers": [],

@@ -152,13 +152,14 @@ def _change_mode(payments: Payments, org_id: str, mode: Mode) -> None:
     payments.database.write_now(lambda session: meters.change_mode(session, org_id, mode, 0, payments.now))
 
 
-def test_what_was_prepaid_is_not_invoiced(payments: Payments) -> None:
-    """An organisation that pays by the month from its middle on, then out of its balance for a while."""
+@pytest.mark.parametrize("before", ["prepaid", "unlimited"])
+def test_what_was_used_before_it_paid_by_the_month_is_not_invoiced(payments: Payments, before: str) -> None:
+    """An organisation that pays by the month from its middle on, then out of its balance, or for nothing, a while."""
     payments.fake.stripe.now = datetime(2026, 10, 30, tzinfo=UTC).timestamp()
-    org_id = payments.organisation("prepaid")
+    org_id = payments.organisation(before)
     payments.use(org_id, "train", 8_000_000_777)
     payments.fake.stripe.now = START.timestamp()
-    for mode, amount_nusd in (("postpaid", 3_000_123_456), ("prepaid", 2_000_000_000), ("postpaid", 210_000_000)):
+    for mode, amount_nusd in (("postpaid", 3_000_123_456), (before, 2_000_000_000), ("postpaid", 210_000_000)):
         payments.use(org_id, "train", 5_000_000_000)
         _change_mode(payments, org_id, mode)  # type: ignore[arg-type]
         payments.use(org_id, "train", amount_nusd)

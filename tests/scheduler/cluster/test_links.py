@@ -38,6 +38,7 @@ from scheduler.links.messages import (
 from scheduler.links.redis_queue import MOST_CALLS, RedisQueue
 from scheduler.links.sample_link import LOOK_EVERY_S, SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
+from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from tests.scheduler.jobs.proxy import Proxy, proxy
 from tests.servers import redis_server
@@ -98,6 +99,41 @@ def test_a_generator_leases_samples_and_its_answers_arrive_large_or_small(
         assert isinstance(done, Done)
         assert (done.payload, bool(ref)) == (payloads[answer.id], answer.id == "b")
     assert {answer.id for answer in answers} == {"a", "b"}
+    queue.close()
+
+
+def test_a_large_answer_that_the_store_does_not_take_holds_up_neither_small_ones_nor_the_generator(
+    url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, there, tried = blobs.put, threading.Event(), threading.Event()
+
+    def slow(ref: str, data: bytes) -> None:
+        tried.set()
+        if not there.wait(0.5):
+            raise StoreAway("the server's object store does not answer (Unreachable)")
+        put(ref, data)
+
+    monkeypatch.setattr(blobs, "put", slow)
+    queue, link, large = RedisQueue(url), SampleLink(url, blobs), b"L" * (INLINE_BYTES + 1)
+    for name in ("a", "b", "c"):
+        push(queue, name)
+    link.send(PullSamples(["m"], 4))
+    assert isinstance(link.recv(10), SampleWork)
+    link.send(Done("a", large))
+    link.send(Done("b", b"small"))
+    link.send(PullSamples(["m"], 2))
+    work = link.recv(10)
+    assert isinstance(work, SampleWork)
+    assert [op.op_id for op in work.ops] == ["c"]
+    queue.answered("c", 0.01)
+    assert [answer.id for answer in eventually(lambda: queue.answered("c", 1))] == ["b"]
+    assert tried.wait(20)
+    there.set()
+    (answer,) = eventually(lambda: queue.answered("c", 1))
+    done, _ = whole(parcel_of(answer.result), blobs)
+    assert isinstance(done, Done)
+    assert (done.op_id, done.payload) == ("a", large)
+    link.close()
     queue.close()
 
 
@@ -250,6 +286,7 @@ import sys, time
 from pathlib import Path
 from scheduler.links import train_link
 from scheduler.links.messages import PullPass
+from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 train_link.LEASE_S = 3600
 link = train_link.TrainerLink(sys.argv[1], FolderBlobs(Path(sys.argv[2])))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +30,10 @@ from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import Shared, Term
 from scheduler.journal.ending.results import FETCHED_LAST, Results
-from scheduler.journal.rows import from_row
+from scheduler.journal.rows import SMALL_BYTES, from_row
 from scheduler.journal.rows import pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
+from scheduler.links import redis_queue
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
 from scheduler.links.contract import Answered, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, pack
@@ -51,6 +54,7 @@ from scheduler.order.operations import (
 )
 from scheduler.order.plans import NewSampler, Sample
 from store import tables
+from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
 from tests.scheduler.jobs.proxy import Proxy, proxy
@@ -167,8 +171,9 @@ def board(url: str) -> Iterator[PolicyBoard]:
 
 
 @asynccontextmanager
-async def generator(url: str, blobs: FolderBlobs) -> AsyncIterator[list[str]]:
-    """Answers every sample; the ids of those it got."""
+async def generator(url: str, blobs: FolderBlobs, payloads: Iterable[bytes] = ()) -> AsyncIterator[list[str]]:
+    """Answers every sample, the first with `payloads`; the ids of those it got."""
+    answers = chain(payloads, repeat(b"tokens"))
     got: list[str] = []
     link = await asyncio.to_thread(SampleLink, url, blobs)
     over = False
@@ -180,7 +185,7 @@ async def generator(url: str, blobs: FolderBlobs) -> AsyncIterator[list[str]]:
             if isinstance(work, SampleWork):
                 for op in work.ops:
                     got.append(op.op_id)
-                    link.send(Done(op.op_id, b"tokens", {"prefill": 5, "sample": 4}))
+                    link.send(Done(op.op_id, next(answers), {"prefill": 5, "sample": 4}))
                 link.send(PullSamples(["m"], 2))
 
     serving = asyncio.create_task(asyncio.to_thread(serve))
@@ -382,6 +387,37 @@ def test_a_result_that_is_lost_or_damaged_on_its_way_is_sampled_again(
         async with generator(one.broadcasts.url, blobs) as got:
             assert (await two.result(request_id)).payload == b"tokens"
         assert got == [request_id]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("size_bytes", [SMALL_BYTES + 1, INLINE_BYTES + 1])
+def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    """The store is away, for large results; where they were handed over, they are taken from there."""
+    put, tried, large, there = blobs.put, list[str](), b"L" * size_bytes, threading.Event()
+
+    def away(ref: str, data: bytes) -> None:
+        if ref.startswith("results/") and not there.is_set():
+            tried.append(ref)
+            raise StoreAway("the server's object store does not answer (Unreachable)")
+        put(ref, data)
+
+    monkeypatch.setattr(blobs, "put", away)
+    monkeypatch.setattr(redis_queue, "TAKEN_S", 0.2)  # both replicas take it again and again
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await one.journal.accept(sample(seq)) for seq in range(6)]
+        async with generator(url, blobs, [large, large]) as got:
+            small = [await one.result(request_id) for request_id in ids[2:]]
+            assert [outcome.payload for outcome in small] == [b"tokens"] * 4
+            await until(lambda: one.queue.known(ids) == set(ids[:2]))
+            await until(lambda: {ref.rpartition("/")[2] for ref in tried} == set(ids[:2]))
+            there.set()
+            assert [(await one.result(request_id)).payload for request_id in ids[:2]] == [large] * 2
+            await until(lambda: not one.queue.known(ids) and not blobs.listed("handoff/*"))
+            assert got == ids
 
     play(scenario)
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url, text
 
 from billing.prices import load_prices
 from scheduler.jobs.embedded import EmbeddedJobs
@@ -115,6 +116,22 @@ def test_a_process_that_died_is_followed_by_another_when_its_lease_is_over(shop:
     assert run_now(shop.context, shop.job) is None
     shop.wait(1)
     assert run_if_due(shop.context, shop.job) == {"runs": 1}
+
+
+def test_the_time_of_jobs_is_the_databases(postgres_database: Database, tmp_path: Path) -> None:
+    """A machine whose clock is a day ahead would let checkpoints expire, close months and bill storage too early, and
+    would run what another is running. Here the database's is a day behind."""
+    clock = "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz RETURN now() - interval '1 day'"
+    postgres_database.write_now(lambda session: session.execute(text(clock)))
+    url = make_url(postgres_database.url).update_query_dict({"options": "-csearch_path=public,pg_catalog"})
+    database = Database(url.render_as_string(hide_password=False))
+    context = JobContext(database, FolderBlobs(tmp_path / "blobs"), Settings(data_dir=tmp_path), load_prices())
+    job = Job("count", 60, lambda context: {"ran": 1})
+    theirs = datetime.now(UTC) - timedelta(days=1)
+    assert abs(context.now() - theirs) < timedelta(hours=1)
+    database.write_now(lambda session: _start(session, job, "another", theirs, False))
+    assert run_now(context, job) is None
+    database.close()
 
 
 def test_only_one_of_many_runs_it(shop: Shop) -> None:

@@ -114,7 +114,7 @@ def test_a_disk_that_does_not_answer_delays_a_sample(
 
 
 class FarBlobs(FolderBlobs):
-    """A store that does not answer for "ops/far" until it is `there`, or for ever."""
+    """A store that does not answer for "ops/far", and takes no logprobs, until it is `there`, or for ever."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -127,6 +127,13 @@ class FarBlobs(FolderBlobs):
             if not self.there.wait(20):
                 raise StoreAway("the server's object store does not answer (Unreachable)")
         return super().get(ref, sha256)
+
+    def put(self, ref: str, data: bytes) -> None:
+        if ref.startswith("stability/"):
+            self.asked += 1
+            if not self.there.wait(20):
+                raise StoreAway("the server's object store does not answer (Unreachable)")
+        super().put(ref, data)
 
 
 def far(decoder: Decoder, blobs: FolderBlobs, work: list[list[SampleOp]]) -> tuple[FarBlobs, ScriptedLink, Generator]:
@@ -148,6 +155,24 @@ def test_a_body_that_is_long_in_coming_holds_up_no_other_sample(decoder: Decoder
     serving.serve()
     assert [(done.op_id, done.failure) for done in link.of(Done)] == [("a", None), ("b", None), ("far", None)]
     assert store.asked == 1
+
+
+def test_logprobs_that_are_long_in_being_stored_hold_up_no_other_sample(decoder: Decoder, blobs: FolderBlobs) -> None:
+    ops = [put_op(blobs, "a"), put_op(blobs, "b", max_tokens=30)]
+    body = msgspec.json.decode(blobs.get("ops/a")) | {"record_stability_info": True}
+    blobs.put("ops/a", msgspec.json.encode(body))
+    store, link, serving = far(decoder, blobs, [[msgspec.structs.replace(ops[0], session_id="s"), ops[1]]])
+    send = link.send
+
+    def sent(message: msgspec.Struct) -> None:
+        send(message)
+        if link.of(Done):
+            store.there.set()
+
+    link.send = sent  # type: ignore[method-assign]
+    serving.serve()
+    assert [(done.op_id, done.failure) for done in link.of(Done)] == [("b", None), ("a", None)]
+    assert (store.asked, len(store.listed("stability/*/*"))) == (1, 1)
 
 
 def test_what_waits_for_its_body_has_its_slots_follows_its_policy_and_can_be_cancelled(
