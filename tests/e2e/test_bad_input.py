@@ -161,3 +161,17 @@ def test_what_cannot_be_written_is_not_sent_and_the_run_goes_on(weftd: Weftd, ca
         update = run.optim_step(weft.AdamParams()).result(10)
         assert update.metrics is not None
         assert update.metrics["step:max"] == 1
+
+
+def test_what_is_too_large_to_be_read_uses_no_number(weftd: Weftd) -> None:
+    """The server has not seen which number it had, and would wait for it."""
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:
+        run = service.create_lora_training_client(BASE_MODEL, rank=4)
+        for _ in range(2):
+            with pytest.raises(weft.APIStatusError, match="the body is larger than the limit of 65536 bytes"):
+                run.save_state("kept", user_metadata={"of": "x" * 100_000}).result(10)
+        with pytest.raises(weft.BadRequestError, match="the limit is 16384"):
+            run.save_state("kept", user_metadata={"of": "x" * 20_000}).result(10)
+        update = run.optim_step(weft.AdamParams()).result(10)
+        assert update.metrics is not None
+        assert update.metrics["step:max"] == 1

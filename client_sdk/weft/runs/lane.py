@@ -1,19 +1,22 @@
 """The order of one run's operations.
 
 An operation is POSTed only after the one before it was answered, though not before that one is finished; numbers are
-given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number,
-one that never left, for it could not be written, has not. One whose fate is unknown (never answered) breaks the
-lane: the server would wait for it forever.
+given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number;
+one that could not be written, or is too large to be read, has not. One whose fate is unknown (never answered) breaks
+the lane: the server would wait for it forever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from weft.errors import APIStatusError, LaneBrokenError
 from weft.transport.retry import is_billing, passes_by_itself
+
+#: What a server, or a proxy before it, answers that has not read the body.
+TOO_LARGE = 413
 
 
 class Turn:
@@ -32,6 +35,11 @@ class Turn:
         """From here on the server may have it."""
         self.unanswered = self._next
         self._next += 1
+
+    def unread(self) -> None:
+        """It was answered without a look at its number, which is that of the next operation."""
+        self._next -= 1
+        self.unanswered = None
 
     def answered(self) -> None:
         """The server has taken, or for good refused, the operation last numbered."""
@@ -60,11 +68,21 @@ class Lane:
             try:
                 yield turn
             except BaseException as error:
-                if turn.unanswered is not None and not is_refusal(error):
-                    self.break_off(error)
+                if turn.unanswered is not None:
+                    if is_unread(error):
+                        turn.unread()
+                    elif not is_refusal(error):
+                        self.break_off(error)
                 raise
             finally:
                 self._next = turn.next_seq()
+
+
+def is_unread(error: BaseException) -> bool:
+    """Whether nobody has looked at the operation's number. Who says that a quota is too small for it has read it."""
+    if not isinstance(error, APIStatusError) or error.status_code != TOO_LARGE:
+        return False
+    return not isinstance(error.body, Mapping) or error.body.get("code") != "quota_reached"
 
 
 def is_refusal(error: BaseException) -> bool:
