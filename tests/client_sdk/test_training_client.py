@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import weft
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from weft import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from weft.wire.binary.codec import decode_train_request
 
@@ -103,6 +103,26 @@ def test_a_final_refusal_is_typed_and_uses_its_number(
     assert len(stub.bodies("/optim_step")) == 1
     training.optim_step(AdamParams()).result(10)
     assert stub.bodies("/optim_step")[1]["seq_id"] == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "then"),
+    [
+        (JSONResponse({"detail": "too large", "code": "body_too_large"}, 413), 1),
+        (Response("<html>413 Request Entity Too Large</html>", 413), 1),  # of a proxy
+        (JSONResponse({"detail": "this alone is more than the quota", "code": "quota_reached"}, 413), 2),
+    ],
+    ids=["server", "proxy", "quota"],
+)
+def test_a_body_that_was_not_read_uses_no_number(
+    service: ServiceClient, stub: Stub, answer: Response, then: int
+) -> None:
+    stub.faults["/optim_step"] = [answer]
+    training = run_of(service)
+    with pytest.raises(weft.APIStatusError):
+        training.optim_step(AdamParams()).result(10)
+    training.optim_step(AdamParams()).result(10)
+    assert [body["seq_id"] for body in stub.bodies("/optim_step")] == [1, then]
 
 
 def test_billing_pauses_and_goes_on(service: ServiceClient, stub: Stub) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import tinker
+import weft
 from tinker import types
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
@@ -134,3 +135,43 @@ def test_a_name_used_twice_fails_at_once(run: Any) -> None:
     run.save_state("twice").result()
     with pytest.raises(tinker.TinkerError, match="twice"):
         run.save_state("twice").result()
+
+
+HALF = "\ud83d"  # of a character: JSON in JSON may have spelled it, and UTF-8 has none
+PLAIN = weft.Datum(weft.ModelInput.from_ints([50, 51]), {"target_tokens": [51, 52], "weights": [1.0, 1.0]})
+NOT_WRITTEN: dict[str, Callable[[weft.TrainingClient], Any]] = {
+    "loss": lambda run: run.forward_backward([PLAIN], HALF),
+    "name of a setting": lambda run: run.forward_backward([PLAIN], "cross_entropy", {HALF: 1.0}),
+    "setting": lambda run: run.forward_backward([PLAIN], "cross_entropy", {"x": object()}),  # type: ignore[dict-item]
+    "metadata": lambda run: run.save_state("kept", user_metadata={"of": HALF}),
+    "rate": lambda run: run.optim_step(weft.AdamParams().model_copy(update={"learning_rate": math.nan})),
+}
+
+
+@pytest.mark.parametrize("case", NOT_WRITTEN)
+def test_what_cannot_be_written_is_not_sent_and_the_run_goes_on(weftd: Weftd, case: str) -> None:
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:
+        run = service.create_lora_training_client(BASE_MODEL, rank=4)
+        with pytest.raises((ValueError, TypeError)):
+            NOT_WRITTEN[case](run).result(10)
+        if case in ("loss", "name of a setting", "setting"):
+            with pytest.raises(weft.WeftError, match="its gradient is missing"):
+                run.optim_step(weft.AdamParams()).result(10)
+        run.forward_backward([PLAIN], "cross_entropy").result(10)
+        update = run.optim_step(weft.AdamParams()).result(10)
+        assert update.metrics is not None
+        assert update.metrics["step:max"] == 1
+
+
+def test_what_is_too_large_to_be_read_uses_no_number(weftd: Weftd) -> None:
+    """The server has not seen which number it had, and would wait for it."""
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:
+        run = service.create_lora_training_client(BASE_MODEL, rank=4)
+        for _ in range(2):
+            with pytest.raises(weft.APIStatusError, match="the body is larger than the limit of 65536 bytes"):
+                run.save_state("kept", user_metadata={"of": "x" * 100_000}).result(10)
+        with pytest.raises(weft.BadRequestError, match="the limit is 16384"):
+            run.save_state("kept", user_metadata={"of": "x" * 20_000}).result(10)
+        update = run.optim_step(weft.AdamParams()).result(10)
+        assert update.metrics is not None
+        assert update.metrics["step:max"] == 1

@@ -148,6 +148,21 @@ def test_an_environment_may_name_a_metric_as_no_curve_is_named(
     assert len(warned(caplog, "'länge' is not logged at step 0")) == 1
 
 
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_a_full_disk_under_a_sink_ends_no_run(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    run = fresh(service)
+    more: dict[str, Any] = {"sinks": [rl.JsonLines("/dev/full")]}
+    if kind == "sft":
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
+        report = rl.sft(run, rl.conversations([talk], run.get_tokenizer()), batch=1, epochs=2, **more)
+    else:
+        report = rl.train(run, ONE_TURN, steps=2, groups=SMALL, **more)
+    assert (report.ended, len(report.steps)) == ("done", 2)
+    assert len(warned(caplog, "JsonLines failed at step 0: [Errno 28] No space left on device")) == 1
+
+
 class Quiet:
     """A sink that keeps nothing."""
 

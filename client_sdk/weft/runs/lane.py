@@ -1,32 +1,45 @@
 """The order of one run's operations.
 
 An operation is POSTed only after the one before it was answered, though not before that one is finished; numbers are
-given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number.
-One whose fate is unknown (never answered) breaks the lane: the server would wait for it forever.
+given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number;
+one that could not be written, or is too large to be read, has not. One whose fate is unknown (never answered) breaks
+the lane: the server would wait for it forever.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from weft.errors import APIStatusError, LaneBrokenError
 from weft.transport.retry import is_billing, passes_by_itself
 
+#: What a server, or a proxy before it, answers that has not read the body.
+TOO_LARGE = 413
+
 
 class Turn:
-    """The right to submit. `next_seq` numbers the operation to submit now; `answered` says that it was."""
+    """The right to submit. `next_seq` numbers the operation to submit now; `sending` says that it leaves, `answered`
+    that it was answered."""
 
-    def __init__(self, numbers: itertools.count[int]) -> None:
-        self._numbers = numbers
+    def __init__(self, next_seq: int) -> None:
+        self._next = next_seq
         self.unanswered: int | None = None
 
     def next_seq(self) -> int:
         """The number of the next operation, which must be `answered` before there is another."""
-        self.unanswered = next(self._numbers)
-        return self.unanswered
+        return self._next
+
+    def sending(self) -> None:
+        """From here on the server may have it."""
+        self.unanswered = self._next
+        self._next += 1
+
+    def unread(self) -> None:
+        """It was answered without a look at its number, which is that of the next operation."""
+        self._next -= 1
+        self.unanswered = None
 
     def answered(self) -> None:
         """The server has taken, or for good refused, the operation last numbered."""
@@ -38,7 +51,7 @@ class Lane:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._numbers = itertools.count(1)
+        self._next = 1
         self._broken_by: BaseException | None = None
 
     def break_off(self, error: BaseException) -> None:
@@ -51,13 +64,25 @@ class Lane:
         async with self._lock:
             if self._broken_by is not None:
                 raise LaneBrokenError(f"not sent, because {self._broken_by}") from self._broken_by
-            turn = Turn(self._numbers)
+            turn = Turn(self._next)
             try:
                 yield turn
             except BaseException as error:
-                if turn.unanswered is not None and not is_refusal(error):
-                    self.break_off(error)
+                if turn.unanswered is not None:
+                    if is_unread(error):
+                        turn.unread()
+                    elif not is_refusal(error):
+                        self.break_off(error)
                 raise
+            finally:
+                self._next = turn.next_seq()
+
+
+def is_unread(error: BaseException) -> bool:
+    """Whether nobody has looked at the operation's number. Who says that a quota is too small for it has read it."""
+    if not isinstance(error, APIStatusError) or error.status_code != TOO_LARGE:
+        return False
+    return not isinstance(error.body, Mapping) or error.body.get("code") != "quota_reached"
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -165,6 +165,7 @@ class Run:
         return join(await asyncio.gather(*(fetch_result(self.session.transport, id_, read) for id_ in ids)))
 
     async def _post(self, turn: Turn, call: Call) -> UntypedAPIFuture:
+        turn.sending()
         future = parse(await self.session.transport.send(call), UntypedAPIFuture)
         turn.answered()
         return future

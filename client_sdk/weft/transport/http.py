@@ -250,8 +250,8 @@ def _refuses_token(response: httpx.Response) -> bool:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """JSON as bytes; NaN and infinity are refused, for JSON has none."""
-    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    """JSON as bytes. Raises ValueError for what JSON has not: NaN, infinity, half of a character."""
+    return json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def error_of(response: httpx.Response) -> APIStatusError:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+logger = logging.getLogger("weft")
 
 
 class Sink(Protocol):
@@ -17,6 +20,24 @@ class Sink(Protocol):
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
+
+
+def tell(sinks: Sequence[Sink], step: int, of: int, metrics: Mapping[str, float]) -> None:
+    """The numbers of a step to all sinks. A disk that is full is no reason to end a run, whose server has them, too."""
+    for sink in sinks:
+        try:
+            sink.log(step, of, metrics)
+        except OSError as error:
+            logger.warning("the sink %s failed at step %d: %s", type(sink).__name__, step, error)
+
+
+def close(sinks: Sequence[Sink]) -> None:
+    """Close all of them."""
+    for sink in sinks:
+        try:
+            sink.close()
+        except OSError as error:
+            logger.warning("the sink %s failed at its end: %s", type(sink).__name__, error)
 
 
 def _package(name: str) -> Any:

@@ -12,7 +12,7 @@ from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.loops import money
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
 from weft.rl.loops.rate import Rate, params_of
-from weft.rl.loops.sinks import Progress, Sink
+from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
 from weft.training_client import TrainingClient
@@ -81,8 +81,7 @@ def go(
             numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, purse)}
             report.steps.append(numbers)
             run.log(numbers, step)
-            for sink in sinks:
-                sink.log(step, steps, numbers)
+            tell(sinks, step, steps, numbers)
             if recipe.checkpoint is not None and done % recipe.checkpoint.every == 0:
                 save()
                 saved = done
@@ -90,8 +89,7 @@ def go(
         logger.warning("%s", why)
         report.ended = "budget"
     finally:
-        for sink in sinks:
-            sink.close()
+        close(sinks)
     if recipe.checkpoint is not None and done > saved:
         save()
     report.spent_nusd = purse.spent_nusd

@@ -21,7 +21,7 @@ from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, params_of
 from weft.rl.loops.rollouts import Groups, Rollouts
-from weft.rl.loops.sinks import Progress, Sink
+from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.losses.loss import Loss, importance_sampling, ppo
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.schedules import Schedule, Sync
@@ -155,8 +155,7 @@ class Loop:
         finally:
             for task in self._evaluations:
                 task.cancel()
-            for sink in self._sinks:
-                sink.close()
+            close(self._sinks)
         self.report.spent_nusd = self.purse.spent_nusd
         return self.report
 
@@ -253,8 +252,7 @@ class Loop:
             self.report.steps.append({})
         self.report.steps[step - self.report.resumed_at] |= numbers
         self.run.log(numbers, step)
-        for sink in self._sinks:
-            sink.log(step, self.recipe.steps, numbers)
+        tell(self._sinks, step, self.recipe.steps, numbers)
 
     async def _save(self, step: int, rollouts: Rollouts) -> None:
         assert self.recipe.checkpoint is not None
