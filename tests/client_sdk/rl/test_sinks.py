@@ -5,6 +5,7 @@ from pathlib import Path
 
 import orjson
 from weft import rl
+from weft.rl.loops.train import plain
 
 
 def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:
@@ -14,3 +15,14 @@ def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:
     sink.close()
     [line] = (tmp_path / "steps.jsonl").read_bytes().splitlines()
     assert orjson.loads(line) == {"step": 0, "reward": 0.5, "ratio": None, "judged": None}
+
+
+def test_numbers_that_differ_in_their_reduction_alone_are_both_told() -> None:
+    told = {
+        "e_max_violation:mean": 0.5,
+        "e_max_violation:max": 2.0,
+        "loss:sum": 1.0,
+        "custom/kl:mean": 0.1,
+        "step:max": 3,
+    }
+    assert plain(told) == {"e_max_violation": 0.5, "e_max_violation/max": 2.0, "loss": 1.0, "kl": 0.1}

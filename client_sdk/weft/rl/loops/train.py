@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,6 +273,9 @@ class Loop:
 
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Server metrics without their reduction: `loss:sum` is `loss`."""
-    plain = {name.removeprefix("custom/").split(":")[0]: value for name, value in metrics.items()}
-    return {name: value for name, value in plain.items() if name != "step"}
+    """Server metrics without their reduction: `loss:sum` is `loss`. Of several, what is no mean keeps it: `x/max`."""
+    parts = {told: told.removeprefix("custom/").partition(":") for told in metrics}
+    several = Counter(name for name, _, _ in parts.values())
+    kept = {told: several[name] > 1 and how != "mean" for told, (name, _, how) in parts.items()}
+    found = {f"{name}/{how}" if kept[told] else name: metrics[told] for told, (name, _, how) in parts.items()}
+    return {name: value for name, value in found.items() if name != "step"}
