@@ -32,7 +32,7 @@ from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.workers.machines import EmbeddedMachines, Machines
 from api.server.workers.nursery import Nursery
-from api.state.asked import Asked
+from api.state.one_at_a_time import OneAtATime
 from api.state.rates import LocalRates, Rates
 from api.state.service import Service
 from api.state.traffic import Traffic
@@ -121,7 +121,7 @@ def _metrics(
         found = await run_in_threadpool(stored)
         return found, await machines.journal.queue_lengths() if found is not None else {}
 
-    ask = Asked(known)
+    ask = OneAtATime(known)
 
     async def text() -> str:
         state = app.state

@@ -16,7 +16,6 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
-from api.state.asked import Asked
 from api.state.attempts import Attempts
 from api.state.coming_turns import ComingTurn
 from api.state.fetched import Fetched
@@ -24,6 +23,7 @@ from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
 from api.state.misses import Misses
+from api.state.one_at_a_time import OneAtATime
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
 from api.state.remembered import Remembered
@@ -123,7 +123,7 @@ class Service:
         return Fetched(self.database)
 
     @cached_property
-    def revision(self) -> Asked[str | None]:
+    def revision(self) -> OneAtATime[str | None]:
         """Of the database's tables, as it says now."""
 
         def read() -> str | None:
@@ -131,7 +131,7 @@ class Service:
                 found: str | None = session.scalar(text("SELECT version_num FROM alembic_version"))
                 return found
 
-        return Asked(lambda: run_in_threadpool(read))
+        return OneAtATime(lambda: run_in_threadpool(read))
 
     @cached_property
     def telemetry(self) -> Telemetry:

@@ -174,6 +174,10 @@ class SharedJournal:
 
     async def push(self, ops: Sequence[Operation]) -> None:
         """Put samples into the shared queue, which knows those that are there already."""
+        await self.reach(self._push, ops)
+
+    def _push(self, ops: Sequence[Operation]) -> None:
+        """In a thread: what the database has to say of samplers and weights is asked for, too."""
         items = []
         for op in ops:
             op.charged = self._costs.expected(op)
@@ -184,7 +188,7 @@ class SharedJournal:
                 continue
             message, packed = _encode(message_of(op, sampler)), pack(op, body=False)
             items.append(item_of(op, sampler, self._costs.weight(op.org_id), message, packed))
-        await self.reach(self._queue.push_all, items)
+        self._queue.push_all(items)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
@@ -362,8 +366,8 @@ class SharedJournal:
 
     # ---- what the front asks for
 
-    def cancel(self, org_id: str, request_id: str) -> bool:
-        op = self.queued_row(request_id)
+    async def cancel(self, org_id: str, request_id: str) -> bool:
+        op = await self.run(self.queued_row, request_id)
         if op is None or op.org_id != org_id or op.kind != SAMPLE:
             return False
         self._storing.in_background(self._cancel(op))

@@ -7,7 +7,7 @@ are listed before the database is asked, so what is made meanwhile is never judg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -66,17 +66,25 @@ class Reaper:
             sessions = {run_id.partition(":")[0] for run_id in live} | _active(session)
         gone = sorted(unneeded & self._unneeded)
         self._unneeded = unneeded - set(gone)
-        folders = [*gone, *self._old("archives/*", ARCHIVES_LAST)]
+        archives, recordings = self._old("archives/*", ARCHIVES_LAST), self._old("stability/*/*", RECORDINGS_LAST)
+        used = dict.fromkeys(archives, ARCHIVES_LAST) | dict.fromkeys(recordings, RECORDINGS_LAST)
         files = [ref for name, ref in bodies.items() if name not in needed]
         files += [ref for name, ref in losses.items() if name.partition(":")[0] not in sessions]
         files += self._old("turns/*/*", TURNS_LAST) + self._old("results/*/*", RESULTS_LAST)
-        files += self._old("stability/*/*", RECORDINGS_LAST) + self._old("handoff/*", RECORDINGS_LAST)
-        for ref in folders:
-            self._blobs.delete_tree(ref)
-        for ref in files:
-            self._blobs.delete(ref)
+        files += [*recordings, *self._old("handoff/*", RECORDINGS_LAST)]
+        deleted = self._delete([*gone, *archives], self._blobs.delete_tree, used)
+        deleted += self._delete(files, self._blobs.delete, used)
         self._blobs.clear_unfinished((self._clock() - WRITING_LASTS).timestamp())
-        return folders + files
+        return deleted
+
+    def _delete(self, refs: Iterable[str], delete: Callable[[str], None], used: Mapping[str, timedelta]) -> list[str]:
+        """What has a last use is looked at again: to delete what came before it may have taken minutes."""
+        deleted = []
+        for ref in refs:
+            if ref not in used or self._old(ref, used[ref]):
+                delete(ref)
+                deleted.append(ref)
+        return deleted
 
     def _old(self, pattern: str, age: timedelta) -> list[str]:
         """What lies there and was not written since `age` ago."""

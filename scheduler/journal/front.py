@@ -41,7 +41,7 @@ class OperationJournal(Protocol):
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
 
-    def cancel(self, org_id: str, request_id: str) -> bool:
+    async def cancel(self, org_id: str, request_id: str) -> bool:
         """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
 
     def close_run(self, run_id: str) -> None:

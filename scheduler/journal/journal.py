@@ -256,7 +256,7 @@ class Journal:
     def close_run(self, run_id: str) -> None:
         self.training.close_run(run_id)
 
-    def cancel(self, org_id: str, request_id: str) -> bool:
+    async def cancel(self, org_id: str, request_id: str) -> bool:
         op = self._open.get(request_id)
         if op is None or op.org_id != org_id or op.kind != SAMPLE:
             return False

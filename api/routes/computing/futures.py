@@ -113,4 +113,4 @@ async def cancel_future(request: Request, service: ServiceDep, who: PrincipalDep
     """End a sample now; its future gets the tokens that it has. Anything else, or too late, changes nothing."""
     body = await read_json(request, CancelFutureRequest)
     await service.read(lambda session: own_operation(session, who, body.request_id))
-    return CancelFutureResponse(cancelled=service.journal.cancel(who.org_id, body.request_id))
+    return CancelFutureResponse(cancelled=await service.journal.cancel(who.org_id, body.request_id))

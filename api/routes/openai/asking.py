@@ -131,7 +131,7 @@ class Asked:
         journal, org_id = self.service.journal, self.who.org_id
         while True:
             if not self.keep:
-                journal.cancel(org_id, self.request_id)
+                await journal.cancel(org_id, self.request_id)
             if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
                 break
         try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,9 +78,10 @@ class DatabaseRecorder:
             tried += 1
             if result.error is None and text_of(result) is None:  # stored before the commit that promises it
                 await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
-            ending = Ending(op, done, result, self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane)
+            run_id = await self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane
+            ending = Ending(op, done, result, run_id)
             settled: Settled = await self._database.write_batched(self._settlement.settle, ending, lock=op.org_id)
-            return self._settled_before(op) if settled is None and tried > 1 else settled
+            return await asyncio.to_thread(self._settled_before, op) if settled is None and tried > 1 else settled
 
         def refused(error: Exception, pause_s: float) -> None:
             what = self._room.refused(error)

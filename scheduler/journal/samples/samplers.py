@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 
 from store import tables
@@ -36,9 +37,10 @@ class Samplers:
         self._known[sampler_id] = facts
         return facts
 
-    def run_of(self, sampler_id: str) -> str | None:
+    async def run_of(self, sampler_id: str) -> str | None:
         """What it samples from; that never moves."""
-        return (self._known.get(sampler_id) or self.facts(sampler_id)).run_id
+        known = self._known.get(sampler_id)
+        return (await asyncio.to_thread(self.facts, sampler_id) if known is None else known).run_id
 
     def moved(self, run_id: str, adapter_ref: str) -> None:
         """The inflight samplers of a run are on these weights now."""

@@ -27,7 +27,7 @@ class Journal:
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
 
-    def cancel(self, _org_id: str, _request_id: str) -> bool:
+    async def cancel(self, _org_id: str, _request_id: str) -> bool:
         self.cancelled.set()
         return True
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, repeat
@@ -422,6 +423,43 @@ def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
     play(scenario)
 
 
+def test_no_replica_waits_for_the_database_in_its_event_loop(
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is frozen whoever waits for it does nothing else, for any tenant."""
+    read, waited = Database.read, list[str]()
+
+    def noted(self: Database) -> Any:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            waited.append("".join(traceback.format_stack(limit=4)[:-1]))
+        return read(self)
+
+    async def accepted(replica: Replica, new: NewOperation, *rows: tables.Base) -> str:
+        assert not await replica.journal.taken(new.lane, new.seq)
+        return await replica.journal.accept(new, *rows)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            assert (await one.result(await accepted(two, create(), run_row()))).error is None
+            monkeypatch.setattr(Database, "read", noted)
+            assert (await one.result(await accepted(two, train(1)))).error is None
+        async with generator(url, blobs):
+            for replica, other in ((one, two), (two, one)):
+                for samples in replica.journal.samplers, other.journal.samplers:
+                    samples._known.clear()
+                begin = 0 if replica is one else 5
+                ids = [await accepted(replica, sample(seq)) for seq in range(begin, begin + 5)]
+                assert {(await other.result(request_id)).payload for request_id in ids} == {b"tokens"}
+        assert await one.journal.cancel("org", "none") is False
+        assert await one.journal.working_sessions() == set()
+        assert (await one.journal.queue_lengths())["open"] == 0
+
+    play(scenario)
+    assert sorted(set(waited)) == []
+
+
 def test_a_leader_takes_answers_only_where_the_others_do_not_keep_up(url: str) -> None:
     queue = RedisQueue(url, "left to others")
 
@@ -574,12 +612,12 @@ def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
         request_id = await one.journal.accept(sample(0))
         await until(lambda: one.queue.known([request_id]))
         assert isinstance(await two.result(request_id, 0), Waiting)
-        assert not two.journal.cancel("other", request_id)
-        assert two.journal.cancel("org", request_id)
+        assert not await two.journal.cancel("other", request_id)
+        assert await two.journal.cancel("org", request_id)
         outcome = await one.result(request_id)
         sequences = decode_sample_response(outcome.payload).sequences
         assert {(sequence.tokens.size, sequence.stop_reason) for sequence in sequences} == {(0, "length")}
-        assert not two.journal.cancel("org", request_id)
+        assert not await two.journal.cancel("org", request_id)
         assert one.queue.peek() is None
 
     play(scenario)
@@ -619,7 +657,7 @@ def test_a_sample_is_cancelled_though_redis_does_not_say_so(
             through.losing = b"remove"
         if lost == "reply, and Redis is away for a while":
             two.journal._cancels = cancels.Cancels(Away(far), two.broadcasts, two.journal.run)  # type: ignore[arg-type]
-        assert two.journal.cancel("org", request_id)
+        assert await two.journal.cancel("org", request_id)
         outcome = await one.result(request_id)
         assert isinstance(outcome, Outcome)
         assert decode_sample_response(outcome.payload).sequences[0].tokens.size == 0
@@ -635,7 +673,7 @@ def test_a_sample_that_a_generator_holds_is_not_ended_by_cancelling_it(play: Pla
         request_id = await one.journal.accept(sample(0))
         await until(lambda: one.queue.known([request_id]))
         (lease,) = one.queue.lease("w", ["m"], 2, 60)
-        assert two.journal.cancel("org", request_id)
+        assert await two.journal.cancel("org", request_id)
         await two.journal.flush()
         assert isinstance(await two.result(request_id, 0), Waiting)
         one.queue.answer(lease.id, lease.epoch, pack(Done(request_id, b"tokens", {"prefill": 5, "sample": 4}), blobs))

@@ -62,7 +62,7 @@ def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it
         cancelled = await one.journal.accept(sample(0))
         await until(lambda: one.queue.known([cancelled]))
         database.away = True
-        assert one.journal.cancel("org", cancelled)
+        assert await one.journal.cancel("org", cancelled)
         async with trainer(url, blobs) as given:
             await until(lambda: database.refused > 2 and (1, False) in given)
             async with asyncio.timeout(20):

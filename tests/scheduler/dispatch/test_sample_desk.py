@@ -320,7 +320,7 @@ def test_one_that_was_set_aside_can_be_cancelled(folder: Path) -> None:
             await heard(link)
             link.send(Declined(request, "not here"))
             await until(lambda: aside(service) == 1)
-            assert service.journal.cancel("org", request)
+            assert await service.journal.cancel("org", request)
             ended = await outcome(service, request)
             assert ended.error is None
             assert ended.payload is not None
@@ -338,7 +338,7 @@ def test_cancel_reaches_the_replica_that_runs_it(folder: Path) -> None:
             request = await service.journal.accept(sample(0))
             await heard(runs)
             await offer(service, idle, 9)
-            service.journal.cancel("org", request)
+            await service.journal.cancel("org", request)
             assert await heard(runs) == Cancel(request)
             finish(runs, SampleWork([]))
 

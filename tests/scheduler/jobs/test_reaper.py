@@ -160,6 +160,26 @@ def test_results_archives_and_bodies_by_age(world: World) -> None:
     assert sorted(world.reaper.sweep()) == ["archives/old", "ops/aa/aa2", "results/aa/aa2"]
 
 
+def test_what_is_asked_for_again_while_others_are_deleted_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep may take minutes: meanwhile somebody is given a link to an archive, and trains on recorded logprobs."""
+    old = ((NOW - timedelta(hours=30)).timestamp(),) * 2
+    for name in ("a", "b"):
+        os.utime(world.blobs.path(world.folder(f"archives/{name}")), old)
+        world.file(f"stability/s/{name}", hours_old=30)
+    delete_tree = world.blobs.delete_tree
+
+    def touched_meanwhile(ref: str) -> None:
+        if ref == "archives/a":
+            for used in ("archives/b", "stability/s/b"):
+                world.blobs.touch(used)
+        delete_tree(ref)
+
+    monkeypatch.setattr(world.blobs, "delete_tree", touched_meanwhile)
+    assert world.reaper.sweep() == ["archives/a", "stability/s/a"]
+    assert world.blobs.exists("archives/b")
+    assert world.blobs.exists("stability/s/b")
+
+
 def test_recordings_go_after_a_day_and_custom_losses_with_their_session(world: World) -> None:
     world.add(world.session("s"), world.session("t", "finished"), world.session("u", "finished"), world.run("u"))
     for session in ("s", "t", "u"):

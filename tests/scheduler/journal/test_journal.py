@@ -436,8 +436,8 @@ def test_a_sample_that_waits_can_be_cancelled(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         first, second = [await service.journal.accept(sample(seq)) for seq in range(2)]
-        assert not service.journal.cancel("other", first)
-        assert service.journal.cancel("org", first)
+        assert not await service.journal.cancel("other", first)
+        assert await service.journal.cancel("org", first)
         ended = await outcome(service, first)
         assert ended.error is None
         assert ended.payload is not None

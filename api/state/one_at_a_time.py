@@ -12,7 +12,7 @@ T = TypeVar("T")
 WITHIN_S = 5.0
 
 
-class Asked(Generic[T]):
+class OneAtATime(Generic[T]):
     """One question, asked once at a time however many want to know, so that probes do not take all threads. Lives in
     the event loop."""
 
