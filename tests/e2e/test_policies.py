@@ -19,7 +19,7 @@ pytestmark = pytest.mark.server
 PROMPT = ModelInput.from_ints([40, 43, 46, 49])
 #: Longer than a few training steps take on any machine.
 LONG = SamplingParams(max_tokens=1900, stop=[], seed=1)
-GROUP = 16
+GROUP = 4
 
 
 @pytest.fixture

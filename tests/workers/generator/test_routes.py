@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from weft.wire.binary.sample_codec import SequenceResult
 
-from tests.workers.generator.conftest import EOS, EngineFactory, run
+from tests.workers.generator.conftest import EOS, EngineFactory, run, until_read
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter
@@ -109,6 +109,7 @@ def test_routes_are_the_same_in_any_company(decoder: Decoder, adapters: dict[str
     assert hit.facts.cache_hit > 0
     tight = engine(kv_tokens=128)
     tight.add(ask("r", adapters))
+    until_read(tight)
     for _ in range(3):
         tight.step()
     squeezed = run(tight, GenerateRequest("urgent", prompt=tuple(range(70)), sampling=FREE_RUN, priority=1))
@@ -136,6 +137,7 @@ def test_prompts_of_those_who_do_not_ask_are_not_taken_up(decoder: Decoder, adap
 def test_what_was_cut_short_has_its_routes(decoder: Decoder, adapters: dict[str, Path]) -> None:
     engine = TorchEngine(decoder, EOS, slots=4, context=96)
     engine.add(ask("r", adapters))
+    until_read(engine)
     for _ in range(6):
         engine.step()
     finished = engine.cancel("r")

@@ -12,7 +12,7 @@ from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.decoder import Decoder
 
-from .conftest import run
+from .conftest import run, until_read
 from .test_engine_contract import ask, same
 
 
@@ -68,6 +68,7 @@ def test_alone_and_in_a_tight_crowd_that_swaps_and_prefills_in_pieces(
             engine.swap_adapter("policy", adapters[f"a{step % 2}"])
         if step % 10 == 5 and step < 200:
             engine.add(replace(older, id=f"late {step}", sampling=SamplingParams(max_tokens=40, seed=step)))
+        until_read(engine)
         finished |= {result.id: result for result in engine.step()}
         if not engine.busy:
             break
