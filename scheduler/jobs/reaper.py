@@ -89,7 +89,7 @@ class Reaper:
     def _old(self, pattern: str, age: timedelta) -> list[str]:
         """What lies there and was not written since `age` ago."""
         before = (self._clock() - age).timestamp()
-        return [ref for ref, written in self._blobs.listed(pattern).items() if written < before]
+        return sorted(ref for ref, written in self._blobs.listed(pattern).items() if written < before)
 
 
 def _expire(session: Session, now: datetime) -> int:

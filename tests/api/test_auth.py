@@ -100,7 +100,7 @@ def test_every_endpoint_wants_a_key(world: World, method: str, path: str) -> Non
 
 
 def test_a_revoked_key_stops_working(world: World) -> None:
-    assert world.get("weft/stats") == {"queue": {}}
+    assert world.get("weft/stats") == {"queue": {"open": 0, "running": 0, "runs": 0}}
     world.database.write_now(lambda session: revoke(session, world.key))
     world.http.app.state.keys = KeyCache()  # type: ignore[attr-defined]
     world.get("weft/stats", status=401)

@@ -37,7 +37,6 @@ ANYBODYS = {
     "computing/batches.py": "parses a large body, of which an organisation has few at a time",
     "computing/sampling.py": "checks a large body",
     "openai/asking.py": "checks a large body",
-    "server/probes.py": "asks the database whether it is there, without a key",
     "server/sdk.py": "reads the client's wheel once",
     "server/weft.py": "hashes files of a tokenizer once",
 }
