@@ -114,6 +114,23 @@ def test_linear_is_that_of_the_cpu(site: Site, dtype: torch.dtype) -> None:
     assert_same_grads(ours.grads, theirs.grads, TOLERANCE)
 
 
+def test_an_input_in_16_bits_gets_its_gradient_in_them() -> None:
+    """As what attention gives; against the same numbers in float32."""
+    ours, theirs = twice(mixed_rows(DENSE))
+    weight = (0.2 * THEIRS.random(DENSE.hidden_size, DENSE.intermediate_size, seed=1)).to(torch.bfloat16)
+    x, dy = (THEIRS.random(len(ours), wide, seed=2) for wide in (DENSE.intermediate_size, DENSE.hidden_size))
+    gradients = []
+    for side, rows, dtype in ((OURS, ours, torch.bfloat16), (THEIRS, theirs, torch.float32)):
+        own = x.to(torch.bfloat16).to(side.device, dtype, copy=True).requires_grad_()
+        y = side.run(lora_linear, own, weight.to(side.device), DOWN, rows)
+        side.run(y.backward, dy.to(side.device, y.dtype))
+        assert own.grad is not None
+        assert own.grad.dtype == dtype
+        gradients.append(own.grad.float())
+    close(*gradients, 1e-2)
+    assert_same_grads(ours.grads, theirs.grads, 1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_alone_is_that_with_gradients(dtype: torch.dtype) -> None:
     rows, weight = mixed_rows(DENSE), (0.2 * OURS.random(sum(QKV.sizes), DENSE.hidden_size)).to(dtype)
