@@ -127,7 +127,7 @@ def test_an_input_in_16_bits_gets_its_gradient_in_them() -> None:
         assert own.grad is not None
         assert own.grad.dtype == dtype
         gradients.append(own.grad.float())
-    close(*gradients, 1e-2)
+    close(gradients[0], gradients[1], 1e-2)
     assert_same_grads(ours.grads, theirs.grads, 1e-2)
 
 
