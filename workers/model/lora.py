@@ -74,10 +74,7 @@ def lora_linear(
     only, products = found[0] if found else (site, None)
     if (panels := packed(weight_OI)) is not None and len(found) < 2 and joined.takes_parts(products, only.parts):
         return joined.linear(x_TI.contiguous(), panels, products, only.a, only.parts)
-    y_TO = base_mm(x_TI, weight_OI)
-    for each, products in found:
-        add_adapters(y_TO, x_TI.contiguous(), each, products)
-    return y_TO
+    return _product(x_TI, weight_OI, found)[0]
 
 
 class Then(Protocol):
@@ -98,10 +95,7 @@ def lora_linear_then(
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
         out = _LoraLinear.apply(x_TI, trigger, weight_OI, found, then)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, ...], out)
-    y_TO = base_mm(x_TI, weight_OI)
-    for each, products in found:
-        add_adapters(y_TO, x_TI.contiguous(), each, products)
-    return then.forward(y_TO)
+    return then.forward(_product(x_TI, weight_OI, found)[0])
 
 
 def _found(
@@ -111,6 +105,14 @@ def _found(
     found = [(each, of) for each in sites if (of := products_of(rows, each.a, weight_OI)) is not None]
     groups = [group for each, _ in found for group in rows.groups(each.a)] if rows is not None else []
     return found, rows.trigger(groups) if rows is not None else None
+
+
+def _product(
+    x_TI: Tensor, weight_OI: Tensor, found: Sequence[tuple[Site, LoraProducts]]
+) -> tuple[Tensor, list[Tensor]]:
+    """y with all adapters, and x A^T of each site."""
+    y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
+    return y_TO, [add_adapters(y_TO, x_TI, site, products) for site, products in found]
 
 
 def own_rows(x_TI: Tensor, rows: LoraRows) -> list[Tensor]:
@@ -149,8 +151,8 @@ class _LoraLinear(torch.autograd.Function):
         found: list[tuple[Site, LoraProducts]],
         then: Then | None,
     ) -> Tensor | tuple[Tensor, ...]:
-        y_TO, x_TI = base_mm(x_TI, weight_OI), x_TI.contiguous()
-        shrunk = [add_adapters(y_TO, x_TI, site, products) for site, products in found]
+        x_TI = x_TI.contiguous()
+        y_TO, shrunk = _product(x_TI, weight_OI, found)
         out = then.forward(y_TO) if then is not None else y_TO
         ctx.save_for_backward(x_TI if found else None, y_TO if then is not None else None, weight_OI, *shrunk)
         ctx.found, ctx.then, ctx.dtype = found, then, x_TI.dtype

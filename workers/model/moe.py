@@ -269,7 +269,7 @@ def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
         adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=stack, scaled=True)
     u_P = _spread(u_T, plan.routing)
     if adapters.each is not None:
-        adapters.each.shrink(x_TD[plan.routing.token], u_P, plan.names.each_gate_up_a, stack=stack, scaled=True)
+        adapters.each.shrink(_spread(x_TD, plan.routing), u_P, plan.names.each_gate_up_a, stack=stack, scaled=True)
     return u_P
 
 
@@ -341,7 +341,7 @@ class _ExpertBlock(torch.autograd.Function):
             dout_TD.to(experts.down_EDF.dtype), dv_P, weights_P1, tuple(kept), ctx.needs_input_grad[0]
         )
         if experts.down_bias_ED is not None:
-            dweights_P += (dout_TD[routing.token] * experts.down_bias_ED[routing.experts]).sum(-1)
+            dweights_P += (_spread(dout_TD, routing) * experts.down_bias_ED[routing.experts]).sum(-1)
         dweights_TK = dweights_P[routing.inverse].view_as(weights_TK)
         if adapters is not None and adapters.each is not None and du_P is not None:
             dx_PD = dx_PD.to(torch.float32) if dx_PD is not None else None
@@ -357,14 +357,14 @@ def _down_backward(
 ) -> Tensor:
     """Add to the gradients of the outer factors of down. Returns the gradient of h A^T, before the router weight.
     `shrunk` are v and combined of the forward."""
-    names, token, (v_P, combined_T) = plan.names, plan.routing.token, shrunk
+    names, (v_P, combined_T) = plan.names, shrunk
     dv_T = dout_TD.new_zeros(len(dout_TD), v_P.shape[1])
     if adapters.shared is not None and combined_T is not None:
         adapters.shared.shrink(dout_TD, dv_T, names.down_b, scaled=True)
         adapters.shared.outer(combined_T, dout_TD, names.down_b, scaled=False)
     dv_P = _spread(dv_T, plan.routing)
     if adapters.each is not None:
-        dout_PD = dout_TD[token]
+        dout_PD = _spread(dout_TD, plan.routing)
         adapters.each.shrink(dout_PD, dv_P, names.each_down_b, scaled=True)
         adapters.each.outer(v_P * weights_P1, dout_PD, names.each_down_b, scaled=True)
     return dv_P
@@ -373,7 +373,7 @@ def _down_backward(
 def _each_backward(dx_PD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, each: LoraProducts) -> None:
     """Add to dx in place and to the gradients of the factors of gate and up that are not shared."""
     name, stack = plan.names.each_gate_up_a, len(plan.names.inner_b)
-    each.outer(du_P, x_TD[plan.routing.token], name, stack=stack, scaled=True)
+    each.outer(du_P, _spread(x_TD, plan.routing), name, stack=stack, scaled=True)
     if dx_PD is not None:
         each.expand(dx_PD, du_P, name, stack=stack, scaled=True)
 
