@@ -137,7 +137,11 @@ def vllm_options() -> str:
 def memory() -> str:
     found = read("memory")
     restart = found["restart"]
-    held = f"Where each holds its own base they take {number(found['copies']['a copy each'])} copies."
+    copies = {name: number(value) for name, value in found["copies"].items()}
+    held = f"Where each holds its own base they take {copies['a copy each']} copies."
+    held += (
+        f" Right after the work, with what is kept for the next, one base is {copies['one base, right after work']}."
+    )
     first, again = (restart[name]["read_bytes"] >> 20 for name in ("first", "again"))
     disk = f"Of {found['weights_mib']:,} MiB, a trainer that starts first reads {first:,} MiB from the disk"
     return f"{claims('memory')}\n\n{held} {disk}, one that starts beside a generator {again}."

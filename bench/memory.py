@@ -3,8 +3,9 @@
     python bench/memory.py [--megabytes 400] [--json] [--out FILE]
 
 Real worker processes on a model made for it, in float32. Both compute once, so that every weight was touched. Memory
-is the proportional set size (smaps_rollup): a page that two processes map counts half in each. What the processes take
-without a model is measured apart, with the built-in tiny model. The restart is that of the trainer, which had loaded
+is the proportional set size (smaps_rollup): a page that two processes map counts half in each; at rest, when workers
+have given back what a pass takes, and right after the work. What the processes take without a model is measured apart,
+with the built-in tiny model. The restart is that of the trainer, which had loaded
 the weights, killed; the checkpoint is dropped from the page cache before, so whoever reads it reads the disk.
 """
 
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -53,6 +54,8 @@ from workers.model.base.files import remove_unused
 from workers.model.card import config_card
 from workers.model.planning.check import check_model
 from workers.model.planning.plan import PROCESS_BYTES, Device, Wanted, plan
+from workers.rest import REST_S
+from workers.trainer.process import IDLE_POLL_S
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "workers" / "model" / "tiny" / "weights"
@@ -232,10 +235,18 @@ def pair(host: Host) -> Iterator[tuple[Worker, Worker]]:
         trainer.end(signal.SIGKILL)
 
 
-def taken(model: Path, folder: Path, base_dir: str) -> int:
+class Taken(NamedTuple):
     """Proportional set size of both together."""
+
+    at_rest: int
+    after_work: int
+
+
+def taken(model: Path, folder: Path, base_dir: str) -> Taken:
     with pair(Host(model, folder, base_dir)) as both:
-        return sum(worker.pss_bytes for worker in both)
+        after_work = sum(worker.pss_bytes for worker in both)
+        time.sleep(REST_S + 2 * IDLE_POLL_S)
+        return Taken(sum(worker.pss_bytes for worker in both), after_work)
 
 
 def restarted(host: Host) -> dict[str, Any]:
@@ -275,12 +286,16 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
     forget_pages(model)
     remove_unused(base_dir)
     restart = restarted(Host(model, folder / "restart", str(base_dir)))
-    copies = {"one base": (shared - fixed) / weights, "a copy each": (apart - fixed) / weights}
+    copies = {
+        "one base": (shared.at_rest - fixed.at_rest) / weights,
+        "one base, right after work": (shared.after_work - fixed.after_work) / weights,
+        "a copy each": (apart.at_rest - fixed.at_rest) / weights,
+    }
     read = restart["again"]["read_bytes"] / weights
-    of_plan = shared / planned(model, 2)
+    of_plan = shared.at_rest / planned(model, 2)
     return {
         "weights_mib": weights >> 20,
-        "processes_mib": fixed >> 20,
+        "processes_mib": fixed.at_rest >> 20,
         "copies": copies,
         "restart": restart,
         "claims": [

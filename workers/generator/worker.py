@@ -32,6 +32,7 @@ from workers.generator.requests.bodies import (
     record_stability,
 )
 from workers.generator.requests.streaming import Streams
+from workers.rest import Rest
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Generator:
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
         self._streams = Streams(link, clock)
+        self._rest = Rest(clock)
 
     def drain(self) -> None:
         """Pull no more; `serve` returns when all samples that are begun, or about to be, have ended."""
@@ -120,6 +122,10 @@ class Generator:
         busy = self._pending or self._coming
         idle_s = COMING_S if self._recording else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S
         message = self._link.recv(0 if busy else idle_s)
+        if busy or message is not None:
+            self._rest.worked()
+        else:
+            self._rest.waited()
         while message is not None:
             self._on(message)
             message = self._link.recv(0)

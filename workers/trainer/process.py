@@ -34,6 +34,7 @@ from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
+from workers.rest import Rest
 from workers.scratch import scratch
 from workers.trainer.runs.held import Send, Tell
 from workers.trainer.runs.residency import Residency
@@ -84,13 +85,16 @@ class Working(Protocol):
 
 def serve(trainer: Working, link: Link, stop: StopFlag) -> None:
     """Pull and execute passes until drained. EOFError when the server is gone."""
+    rest = Rest()
     while not stop.is_set:
         link.send(PullPass(sorted(trainer.models), trainer.memory_bytes))
         message = None
         while message is None and not stop.is_set:
+            rest.waited()
             message = link.recv(IDLE_POLL_S)
         if isinstance(message, Pass):
             trainer.execute(message, link.send)
+            rest.worked()
         elif isinstance(message, Drain):
             break
     link.send(Leaving())
