@@ -139,9 +139,7 @@ def memory() -> str:
     restart = found["restart"]
     copies = {name: number(value) for name, value in found["copies"].items()}
     held = f"Where each holds its own base they take {copies['a copy each']} copies."
-    held += (
-        f" Right after the work, with what is kept for the next, one base is {copies['one base, right after work']}."
-    )
+    held += f" Right after work, with what is kept for the next, one base is {copies['one base, right after work']}."
     first, again = (restart[name]["read_bytes"] >> 20 for name in ("first", "again"))
     disk = f"Of {found['weights_mib']:,} MiB, a trainer that starts first reads {first:,} MiB from the disk"
     return f"{claims('memory')}\n\n{held} {disk}, one that starts beside a generator {again}."
