@@ -211,6 +211,8 @@ class Limits(_Section):
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
     telemetry_bytes_per_day: Positive = 16 * 1024 * 1024
     telemetry_days: Positive = 14
+    #: How long the journal has a sample that has ended.
+    sample_days: Positive = 90
 
 
 class FrontSettings(_Section):

@@ -54,6 +54,13 @@ def test_the_cost_of_a_service_that_has_done_nothing(tmp_path: Path) -> None:
     assert lines[0].startswith("GPU-hour $1.5919 (capital 1.1538, running 0.4381), 3 GPUs, ")
 
 
+def test_it_looks_back_no_further_than_samples_are_kept(tmp_path: Path) -> None:
+    run("migrate", "--data-dir", str(tmp_path))
+    refused = run("tco", "--data-dir", str(tmp_path), "--days", "91")
+    assert refused.exit_code == 2
+    assert "--days: samples are known for 90 days (limits.sample_days), got 91" in refused.stderr
+
+
 def test_ownership_is_set_in_the_settings(tmp_path: Path) -> None:
     config = tmp_path / "weft.toml"
     config.write_text('data_dir = "data"\n[ownership]\ninterest_per_year = 0\nserver_usd = 5256000\nmonths = 100\n')

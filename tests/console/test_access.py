@@ -261,6 +261,7 @@ class TestLinks:
         console.http.cookies.clear()
         self.enter(console, self.link(console, "owner", operator=True))
         assert "Cost of ownership" in console.get("/")
+        assert "limits.sample_days" in console.get("/ownership?days=91", status=400)
 
 
 class TestRoles:

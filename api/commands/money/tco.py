@@ -18,18 +18,28 @@ if TYPE_CHECKING:
 
 @click.command()
 @where
-@click.option("--days", type=click.IntRange(1, 3660), default=30, show_default=True, help="Whole days back from now.")
+@click.option("--days", type=click.IntRange(1), help="Whole days back from now (default 30, if they are kept).")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs that are paid for ([ownership] in the settings).")
 @click.option("--gpu-hour", type=Finite(0, min_open=True), help="Dollars per GPU-hour, instead of computed.")
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 def tco(
-    data_dir: Path | None, config: Path | None, days: int, gpus: int | None, gpu_hour: float | None, as_json: bool
+    data_dir: Path | None,
+    config: Path | None,
+    days: int | None,
+    gpus: int | None,
+    gpu_hour: float | None,
+    as_json: bool,
 ) -> None:
     """What a token costs to make, and what is left of its price."""
     from billing.reports.ownership import ownership
     from billing.reports.tco import GpuHour, Server
 
-    owned = settings_of(config, data_dir).ownership
+    settings = settings_of(config, data_dir)
+    known = settings.limits.sample_days
+    days = days if days is not None else min(30, known)
+    if days > known:
+        raise click.UsageError(f"--days: samples are known for {known} days (limits.sample_days), got {days}")
+    owned = settings.ownership
     hour = Server.of(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)
     until = datetime.now(UTC)
     since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)

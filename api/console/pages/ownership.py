@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from api.console.render import console_router, page
 from api.console.security import ViewerDep
-from api.errors import Forbidden
+from api.errors import Forbidden, Invalid
 from api.http.access import declare
 from api.state.service import ServiceDep
 from billing.reports.ownership import ownership
@@ -25,10 +25,14 @@ router = console_router()
 
 @router.get("/ownership", **declare(scope="public", limit="poll"))
 async def cost_of_ownership(
-    request: Request, service: ServiceDep, viewer: ViewerDep, days: Annotated[int, Query(ge=1, le=366)] = 30
+    request: Request, service: ServiceDep, viewer: ViewerDep, days: Annotated[int | None, Query(ge=1)] = None
 ) -> HTMLResponse:
     if not viewer.operator:
         raise Forbidden("this page is the operator's: weftd user login-link --operator")
+    known = service.settings.limits.sample_days
+    days = days if days is not None else min(30, known)
+    if days > known:
+        raise Invalid(f"days: samples are known for {known} (limits.sample_days), got {days}")
     owned = service.settings.ownership
     until = datetime.now(UTC)
     since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)
@@ -47,4 +51,5 @@ async def cost_of_ownership(
             "break_even": break_even_tokens_per_s(server.gpu_hour.usd, price) if price else None,
         }
 
-    return page(request, "ownership.html", viewer, days=days, **await service.read(read))
+    periods = [period for period in (1, 7, 30, 90) if period <= known]
+    return page(request, "ownership.html", viewer, days=days, periods=periods, **await service.read(read))

@@ -1,4 +1,4 @@
-"""Which numbers of runs and samplers have been taken: (lane, seq) names one operation for ever.
+"""Which numbers of runs and samplers have been taken: (lane, seq) names one operation for as long as its row is kept.
 
 The database knows, and refuses a second operation of a number. That most are new is known without asking it: the one
 process that accepts all of a sampler's requests remembers the highest of each of its clients.

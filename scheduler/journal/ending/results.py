@@ -5,6 +5,8 @@ A result that its client was given goes soon after; one that nobody asked for st
 organisation those that were fetched go first, then the oldest. `operations.result_bytes` is set while a result is kept:
 the blob is deleted before the row says so, so a sweep that dies leaves nothing behind that the next one would miss. An
 operation without its blob is `Gone` when it is asked for again (`scheduler.journal.ending.outcomes`).
+
+Samples are most of the journal, and nothing goes on from them: long after they have ended their rows are forgotten.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from billing.metering.quotas import Claim, limit_of
+from scheduler.order.operations import SAMPLE
 from store import tables
 from store.blobs.contract import Blobs
 from store.database.db import Database
@@ -28,8 +31,10 @@ log = logging.getLogger(__name__)
 RESULTS_LAST = timedelta(hours=24)
 #: A client that was given a result may have lost it on the way, and asks again within this time.
 FETCHED_LAST = timedelta(minutes=10)
-#: Results that are deleted between two writes.
+#: Results, or rows, that are deleted between two writes.
 BATCH = 500
+#: Rows that are looked for at a time.
+LOOK = 100 * BATCH
 
 _OP = tables.Operation
 _KEPT = _OP.result_bytes.is_not(None)
@@ -111,3 +116,21 @@ def _over(session: Session, now: datetime) -> list[_Result]:
     """Results that are kept and have been for long enough."""
     old = or_(_OP.fetched_at <= now - FETCHED_LAST, _OP.finished_at <= now - RESULTS_LAST)
     return [(op_id, ref) for op_id, ref in session.execute(select(_OP.id, _OP.result_ref).where(_KEPT, old))]
+
+
+def forget_samples(database: Database, before: datetime) -> int:
+    """Delete the rows of samples that ended before then and whose results are gone. Returns how many."""
+    ended = select(_OP.id).where(_OP.finished_at < before, _OP.kind == SAMPLE, _OP.result_bytes.is_(None))
+    forgotten = 0
+    while True:
+        with database.read() as session:
+            found = session.scalars(ended.order_by(_OP.finished_at).limit(LOOK)).all()
+        for start in range(0, len(found), BATCH):
+            database.write_now(partial(_forget_rows, found[start : start + BATCH]))
+        forgotten += len(found)
+        if len(found) < LOOK:
+            return forgotten
+
+
+def _forget_rows(op_ids: Sequence[str], session: Session) -> None:
+    session.execute(delete(_OP).where(_OP.id.in_(sorted(op_ids))))

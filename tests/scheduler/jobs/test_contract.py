@@ -33,6 +33,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "compare_with_stripe": {"compared": 1, "differ": 1},
     "expire_checkpoints": {"expired": 1},
     "expire_credit": {"expired": 1},
+    "forget_samples": {"deleted": 1},
     "heartbeat": {},
     "meter_storage": {"begun": 0, "events": 39},
     "process_webhooks": {"processed": 1},
@@ -83,8 +84,8 @@ def _checkpoint(world: Payments, org_id: str, expires_at: datetime | None) -> No
     world.database.write_now(write)
 
 
-def _result(world: Payments, org_id: str, finished_at: datetime) -> None:
-    """An operation whose result is kept."""
+def _result(world: Payments, org_id: str, finished_at: datetime, *, kept: bool = True) -> None:
+    """A sample whose result is kept, or is gone."""
     operation = tables.Operation(
         id="op",
         org_id=org_id,
@@ -99,7 +100,7 @@ def _result(world: Payments, org_id: str, finished_at: datetime) -> None:
         body_sha256="",
         plan={},
         result_ref="results/op/op",
-        result_bytes=1,
+        result_bytes=1 if kept else None,
         accepted_at=finished_at,
         finished_at=finished_at,
     )
@@ -155,6 +156,8 @@ def _prepare(world: Payments, job: str) -> None:
         world.database.write_now(lambda session: inbox.keep(session, event, START))
     if job == "sweep_results":
         _result(world, org_id, finished_at=START - timedelta(hours=25))
+    if job == "forget_samples":
+        _result(world, org_id, finished_at=START - timedelta(days=91), kept=False)
     if job == "sweep_files":
         unneeded = world.folder / "blobs" / "weights" / "nobody"
         unneeded.mkdir(parents=True)

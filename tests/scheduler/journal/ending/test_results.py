@@ -6,10 +6,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 
+from scheduler.journal.ending import results
 from scheduler.journal.ending.outcomes import Answers, result_ref
-from scheduler.journal.ending.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results
+from scheduler.journal.ending.results import BATCH, FETCHED_LAST, RESULTS_LAST, Results, forget_samples
 from scheduler.order.operations import Gone, Outcome
 from store import tables
 from store.blobs.folder import FolderBlobs
@@ -166,3 +167,29 @@ def test_what_lies_in_a_row_goes_as_files_do(world: World, monkeypatch: pytest.M
     assert deleted == [result_ref("file")]
     with world.database.read() as session:
         assert session.get_one(tables.Operation, "row").result is None
+
+
+def test_old_samples_are_forgotten_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are; what has not ended, is not old, still has its result, or is of a run stays."""
+    monkeypatch.setattr(results, "BATCH", 2)
+    monkeypatch.setattr(results, "LOOK", 4)
+    day = timedelta(days=1)
+    world.add("acme", [(name, 1, age * day, None) for name, age in (("kept", 9), ("young", 1), *_old(11))])
+    others: dict[str, dict[str, Any]] = {"step": {"kind": "optim_step"}, "queued": {"finished_at": None}}
+    world.add("acme", [(name, 1, 9 * day, None) for name in others])
+
+    def write(session: Any) -> None:
+        gone = update(tables.Operation).where(tables.Operation.id != "kept")
+        session.execute(gone.values(result_bytes=None))
+        for name, values in others.items():
+            session.execute(update(tables.Operation).filter_by(id=name).values(**values))
+
+    world.database.write_now(write)
+    assert forget_samples(world.database, NOW - 5 * day) == 11
+    assert forget_samples(world.database, NOW - 5 * day) == 0
+    with world.database.read() as session:
+        assert set(session.scalars(select(tables.Operation.id))) == {"kept", "young", *others}
+
+
+def _old(number: int) -> list[tuple[str, int]]:
+    return [(f"old {each}", 9) for each in range(number)]
