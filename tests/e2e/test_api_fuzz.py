@@ -97,6 +97,7 @@ def api() -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_dict(whole | {"paths": paths})
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_request_is_a_fault_of_the_server(part: int, target: Target, subtests: pytest.Subtests) -> None:
     some = api().include(path=list(api())[part::PARTS])
