@@ -4,15 +4,18 @@ most of them would. For tests of what such processes do; how one starts is teste
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -131,10 +134,11 @@ def _in_place(program: str, command: Sequence[str]) -> NoReturn:
     leave(workers.main(command[command.index("workers") + 1 :]))
 
 
-class ForkedNursery:
-    """What a server that was forked has for `subprocess.Popen` of its workers' nursery: all is imported already."""
+class ForkedChild:
+    """What does `work` in a process of its own, as a `subprocess.Popen`: all is imported already. `kept` are the
+    descriptors that it has, beside the standard ones."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: tuple[int], **others: Any) -> None:
+    def __init__(self, work: Callable[[], object], environment: Mapping[str, str], *kept: int) -> None:
         parent = os.getpid()
         if pid := os.fork():
             self.pid = pid
@@ -144,11 +148,10 @@ class ForkedNursery:
             die_with_parent()
             if os.getppid() == parent:
                 os.setsid()
-                os.environ.update(env)
-                [door] = pass_fds
-                os.closerange(3, door)
-                os.closerange(door + 1, os.sysconf("SC_OPEN_MAX"))
-                workers.main(command[command.index("workers") + 1 :])
+                os.environ.update(environment)
+                for low, high in pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):
+                    os.closerange(low + 1, high)
+                work()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -163,6 +166,36 @@ class ForkedNursery:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
-        if self._code is None:
-            os.waitpid(self.pid, 0)
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            time.sleep(0.01)
+
+
+class ForkedNursery(ForkedChild):
+    """What a server that was forked has for `subprocess.Popen` of its workers' nursery."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: tuple[int], **others: Any) -> None:
+        def work() -> None:
+            from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+            subprocess_handler.Popen = ForkedRank  # type: ignore[assignment, attr-defined, misc]
+            workers.main(command[command.index("workers") + 1 :])
+
+        super().__init__(work, env, *pass_fds)
+
+
+class ForkedRank(ForkedChild):
+    """What a trainer of several ranks that such a nursery has forked has for torchrun's `subprocess.Popen` of a rank.
+    The ranks of a worker of replicas are started as an operator's are."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], **others: Any) -> None:
+        def work() -> None:
+            from workers.trainer.ranks import process as ranks
+
+            Path("/proc/self/comm").write_text(f"weft-rank-{env['RANK']}")
+            leave(ranks.main(args[-2], int(args[-1])))
+
+        super().__init__(work, env)

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis.pytest.lazy import get_all_tests
 from weft.wire.binary.codec import ArrayDatum
 
 from api.server.app import front
@@ -24,11 +26,11 @@ from tests.search import examples
 
 pytestmark = pytest.mark.server
 
-DOCUMENT = document(front())
-DOCUMENT["paths"] = {path: found for path, found in DOCUMENT["paths"].items() if path.startswith((PREFIX, *DOORS))}
-API = schemathesis.openapi.from_dict(DOCUMENT)
 #: Examples of each operation. All of them together take well below a minute.
 EXAMPLES = 12
+#: The operations are tried in so many tests. What is sent to them is thought of in the test: not in each process that
+#: collects it.
+PARTS = 8
 #: Statuses that say that the server is at fault; 503 is a server that is stopping.
 FAULTS = range(500, 600)
 
@@ -87,20 +89,37 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     assert "internal error" not in server.log()
 
 
-@API.parametrize()
+@cache
+def api() -> schemathesis.BaseSchema:
+    """As the document says."""
+    whole = document(front())
+    paths = {path: found for path, found in whole["paths"].items() if path.startswith((PREFIX, *DOORS))}
+    return schemathesis.openapi.from_dict(whole | {"paths": paths})
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_request_is_a_fault_of_the_server(part: int, target: Target, subtests: pytest.Subtests) -> None:
+    some = api().include(path=list(api())[part::PARTS])
+    for found in get_all_tests(schema=some, test_func=is_no_fault, settings=None, given_kwargs={}):
+        operation, attempt = found.ok()
+        with subtests.test(operation.label):
+            attempt(target=target)
+
+
 @settings(
     max_examples=examples(EXAMPLES),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_no_request_is_a_fault_of_the_server(case: schemathesis.Case[Any], target: Target) -> None:
+def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
     case.body = target.fill_in(case.body, case.path)
     if not case.path.endswith("/finish"):
         case.path_parameters = target.fill_in(case.path_parameters)
     reply = case.call(base_url=f"http://{target.client.address}", headers={"X-API-Key": target.client.key})
     assert reply.status_code not in FAULTS, f"{case.method} {case.formatted_path}: {reply.text}"
-    operation = DOCUMENT["paths"][case.path].get(case.method.lower())  # other methods are tried, too
+    operation = api().raw_schema["paths"][case.path].get(case.method.lower())  # other methods are tried, too
     assert str(reply.status_code) in (operation["responses"] if operation else {"405"}), (
         f"{case.method} {case.formatted_path}: {reply.status_code} {reply.text}"
     )

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import tinker
 
-from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, named
 from tests.e2e.data import ADAM, supervised
 from tests.e2e.test_crashes import billed
 
@@ -22,10 +22,8 @@ STEPS = 6
 
 
 def ranks_of(server: Weftd) -> list[psutil.Process]:
-    """The processes of the trainer's ranks, rank 0 first."""
-    children = server.worker("trainer").children(recursive=True)
-    ranks = [child for child in children if "workers.trainer.ranks.process" in " ".join(child.cmdline())]
-    return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+    """The processes of the trainer's ranks."""
+    return [rank for number in range(2) for rank in named(server.worker("trainer"), f"weft-rank-{number}")]
 
 
 def train(server: Weftd, seed: int, found: dict[str, list[float]], before_step: Callable[[int], None]) -> None:

@@ -9,8 +9,6 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from weft.rl.loops.rollouts import model_limits
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
+from tests.forked import Forked, run_forked
 from tests.isolation import isolated
 
 pytestmark = pytest.mark.server
@@ -294,13 +293,9 @@ def test_killed_whatever_is_killed_it_goes_on_and_trains_nothing_too_old(
     """The trainer, the generator, then the client, each with SIGKILL. The client's next life goes on where it was
     saved; and of both runs the server says, by the sequences that training named, how old tokens were."""
     server, lines, steps = own_weftd(), tmp_path / "steps.jsonl", 12
-    environment = os.environ | {
-        "WEFT_BASE_URL": server.url,
-        "WEFT_API_KEY": server.key("killed"),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-    }
-    command = [sys.executable, "-c", LIFE, str(lines), str(steps)]
-    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    environment = os.environ | {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": server.key("killed")}
+    life = ("-c", LIFE, str(lines), str(steps))
+    first = Forked(*life, env=environment)
 
     def reach(step: int) -> None:
         deadline = time.monotonic() + 200
@@ -315,7 +310,7 @@ def test_killed_whatever_is_killed_it_goes_on_and_trains_nothing_too_old(
     reach(5)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    second = run_forked(*life, env=environment)
     assert second.returncode == 0, second.stderr
     told = json.loads(second.stdout)
     assert told["resumed_at"] in (3, 6)

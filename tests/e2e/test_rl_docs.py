@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from weft.rl.loops import train as loop
 from weft.rl.sandboxes import local
 
 from tests.e2e.conftest import Weftd
+from tests.forked import run_forked
 from tests.isolation import isolated, possible
 from tests.pages import ROOT, runnable
 
@@ -123,7 +122,10 @@ def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
 
 def example(weftd: Weftd, name: str, *options: str) -> list[str]:
     environment = os.environ | {"WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("example")}
-    command = [sys.executable, str(ROOT / "examples" / name), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    file = ROOT / "examples" / name
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(file.parent)!r}); runpy.run_path({str(file)!r}, None, '__main__')"
+    )
+    done = run_forked("-c", program, *options, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
