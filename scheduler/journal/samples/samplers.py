@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from store import tables
 from store.database.db import Transactions
+
+V = TypeVar("V")
+
+#: Samplers that are remembered at a time.
+MOST = 10_000
 
 
 @dataclass(frozen=True)
@@ -19,31 +26,48 @@ class SamplerFacts:
 
 
 class Samplers:
-    """Reads the facts from the database, and remembers them."""
+    """Reads the facts from the database, and remembers those that were asked for last. Lives in the event loop."""
 
     def __init__(self, database: Transactions, *, runs_move_elsewhere: bool = False) -> None:
         """`runs_move_elsewhere`: other replicas save too, so the weights of what follows a run are looked up."""
         self._database = database
         self._runs_move_elsewhere = runs_move_elsewhere
-        self._known: dict[str, SamplerFacts] = {}
+        self._known: OrderedDict[str, SamplerFacts] = OrderedDict()
+        self._runs: OrderedDict[str, str | None] = OrderedDict()
 
     def facts(self, sampler_id: str) -> SamplerFacts:
         known = self._known.get(sampler_id)
-        if known is not None and not (known.inflight and self._runs_move_elsewhere):
-            return known
-        with self._database.read() as session:
-            row = session.get_one(tables.Sampler, sampler_id)
-            facts = SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id, row.kind == "inflight")
-        self._known[sampler_id] = facts
-        return facts
+        if known is None or (known.inflight and self._runs_move_elsewhere):
+            known = self._read(sampler_id)
+        _keep(self._known, sampler_id, known)
+        return known
 
     async def run_of(self, sampler_id: str) -> str | None:
-        """What it samples from; that never moves."""
-        known = self._known.get(sampler_id)
-        return (await asyncio.to_thread(self.facts, sampler_id) if known is None else known).run_id
+        """The run that it follows or has its weights from; that never moves. Its other facts may, while they are read
+        in a thread, so they are not remembered."""
+        if (known := self._known.get(sampler_id)) is not None:
+            return known.run_id
+        if sampler_id in self._runs:
+            run_id = self._runs[sampler_id]
+        else:
+            run_id = (await asyncio.to_thread(self._read, sampler_id)).run_id
+        _keep(self._runs, sampler_id, run_id)
+        return run_id
 
     def moved(self, run_id: str, adapter_ref: str) -> None:
         """The inflight samplers of a run are on these weights now."""
         for sampler_id, facts in self._known.items():
             if facts.inflight and facts.run_id == run_id:
                 self._known[sampler_id] = replace(facts, adapter_ref=adapter_ref)
+
+    def _read(self, sampler_id: str) -> SamplerFacts:
+        with self._database.read() as session:
+            row = session.get_one(tables.Sampler, sampler_id)
+            return SamplerFacts(row.org_id, row.base_model, row.adapter_ref, row.run_id, row.kind == "inflight")
+
+
+def _keep(known: OrderedDict[str, V], sampler_id: str, value: V) -> None:
+    known[sampler_id] = value
+    known.move_to_end(sampler_id)
+    if len(known) > MOST:
+        known.popitem(last=False)
