@@ -59,6 +59,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/billing/money/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
     ),
     "billing/metering/quotas.py": ("tests/billing/metering/test_quotas.py",),
+    "billing/metering/storage.py": ("tests/billing/metering/test_storage.py",),
     "billing/money/budgets.py": ("tests/billing/money/test_budgets.py",),
     "billing/money/grants.py": ("tests/billing/money/test_budgets.py", "tests/billing/metering/test_charges.py"),
     "billing/money/ledger.py": ("tests/billing/money/test_ledger.py",),

@@ -35,8 +35,8 @@ LINK_LIFE = timedelta(minutes=15)
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 #: How often it is noted that a session is used.
 NOTED = timedelta(minutes=1)
-#: Sessions of one organisation; the oldest give way.
-MAX_SESSIONS = 1000
+#: Sessions of one key, or of one member; the oldest give way.
+MAX_SESSIONS = 100
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def _begin(
     """A session under a new id; what is over, and what is too many, is forgotten on the way."""
     session.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
     session.execute(delete(LoginLink).where(LoginLink.expires_at <= now - ABSOLUTE))
-    newest = select(BrowserSession.sid_sha256).filter_by(org_id=org_id).order_by(BrowserSession.created_at.desc())
-    for old in session.scalars(newest.offset(MAX_SESSIONS - 1)).all():
+    theirs = select(BrowserSession.sid_sha256).filter_by(org_id=org_id, key_id=key_id, user_id=user_id)
+    for old in session.scalars(theirs.order_by(BrowserSession.created_at.desc()).offset(MAX_SESSIONS - 1)).all():
         session.execute(delete(BrowserSession).where(BrowserSession.sid_sha256 == old))
     sid = secrets.token_urlsafe(32)
     session.add(

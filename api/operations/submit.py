@@ -99,7 +99,7 @@ async def accept(
     new, in_flight = submitter.sign(new), service.journal.in_flight
     if not repeat and new.refused is None:
         await count_tokens(service.rates, submitter.limits, new.tokens)
-        check_in_flight(submitter.limits, in_flight, new)
+        await check_in_flight(submitter.limits, in_flight, new)
     try:
         with in_flight.arriving(new):
             return await service.journal.accept(new, *rows)

@@ -147,7 +147,8 @@ class Connection(HttpToolsProtocol):
             return
         in_headers, self._body_came, self.idle_since = self.headers_since is not None, False, None
         super().data_received(data)
-        if self.headers_since is None and self.cycle is not None and self.cycle.response_complete:
+        waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
+        if waits and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
         beside_body = not in_headers and self.body_since is not None and not self._body_came
         if beside_body or (in_headers and self.headers_since is not None):

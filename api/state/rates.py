@@ -144,13 +144,13 @@ async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -
         await _take(rates, [_charge(limit, "tokens_per_minute", tokens) for limit in limits])
 
 
-def check_in_flight(limits: Iterable[RateLimit], in_flight: InFlight, new: NewOperation) -> None:
+async def check_in_flight(limits: Iterable[RateLimit], in_flight: InFlight, new: NewOperation) -> None:
     """Whether `new` may be accepted beside what is in flight. Raises RateLimited."""
-    for limit in limits:
-        if limit.max_in_flight is None or in_flight.has(limit.scope, limit.id, new):
-            continue
-        open_now = in_flight.count(limit.scope, limit.id)
-        if open_now >= limit.max_in_flight:
+    held = [one for one in limits if one.max_in_flight is not None and not in_flight.has(one.scope, one.id, new)]
+    found = [await in_flight.elsewhere(limit.scope, limit.id, new) for limit in held]
+    for limit, elsewhere in zip(held, found, strict=True):
+        open_now = max(elsewhere.count, in_flight.count(limit.scope, limit.id))
+        if not elsewhere.has and limit.max_in_flight is not None and open_now >= limit.max_in_flight:
             raise RateLimited(
                 f"{open_now} samples and runs of this {limit.scope} are in flight; its limit max_in_flight is "
                 f"{limit.max_in_flight}: wait for results before you send more",

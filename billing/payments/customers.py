@@ -56,10 +56,34 @@ def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequ
 
 def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
-    subscription. Returns its id."""
-    for subscription in client.v1.subscriptions.list({"customer": customer_id, "limit": 100}).auto_paging_iter():
-        if OF_METERS.items() <= subscription.to_dict().get("metadata", {}).items():
-            return subscription.id
+    subscription; where two at once have made two, across a full hour, both keep the older. Returns its id."""
+    if not (found := _of_meters(client, customer_id)):
+        made = _make(client, customer_id, price_ids, now)
+        found = _of_meters(client, customer_id) or [made]
+    for younger in found[1:]:
+        cancel(client, younger)
+    return found[0]
+
+
+def cancel(client: StripeClient, subscription_id: str) -> None:
+    """End it without an invoice; one that has ended stays so."""
+    from stripe import InvalidRequestError
+
+    try:
+        client.v1.subscriptions.cancel(subscription_id)
+    except InvalidRequestError as error:
+        if error.code != "resource_missing":
+            raise
+
+
+def _of_meters(client: StripeClient, customer_id: str) -> list[str]:
+    """A customer's subscriptions to our meters, the oldest first."""
+    listed = client.v1.subscriptions.list({"customer": customer_id, "limit": 100}).auto_paging_iter()
+    found = [one for one in listed if OF_METERS.items() <= one.to_dict().get("metadata", {}).items()]
+    return [one.id for one in sorted(found, key=lambda one: (one.created, one.id))]
+
+
+def _make(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
     params = {
         "customer": customer_id,
         "items": [{"price": price} for price in price_ids],

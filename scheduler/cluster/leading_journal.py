@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
+
+from sqlalchemy import select
 
 from billing.prices import PriceList
 from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder, Ended, Recorder
-from scheduler.journal.recovery import recover_run, recover_runs
+from scheduler.journal.recovery import RunLog, log_of, recover_runs, take_up
 from scheduler.journal.rows import from_row, unpack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
-from scheduler.journal.weights import expected_costs_of
 from scheduler.links.messages import Done
 from scheduler.order.light_work import SizesOf, unknown_sizes
 from scheduler.order.operations import Operation, Waiting
@@ -53,12 +54,25 @@ class LeadingJournal:
         room = Room(blobs.root)
         self._database, self._meters, self._announce = database, meters, announce
         self._storing = Storing(database, blobs, room)
-        recorder = DatabaseRecorder(database, blobs, prices, room, Answers(database, blobs), Samplers(database))
-        weight = expected_costs_of(database).weight
-        self.training = Training(database, blobs, self._storing, FencedRecorder(recorder), weight, self._ended, sizes)
+        answers, samplers = Answers(database, blobs), Samplers(database)
+        recorder = FencedRecorder(DatabaseRecorder(database, blobs, prices, room, answers, samplers))
+        self._weights: dict[str, int] = {}  # of organisations that have live runs
+        self.training = Training(database, blobs, self._storing, recorder, self._weight, self._ended, sizes)
+
+    def _weight(self, org_id: str) -> int:
+        return self._weights.get(org_id, 1)
+
+    def reweigh(self) -> None:
+        """Read the shares of organisations, in a thread: they are asked for in the event loop, which waits for no
+        database."""
+        run, org = tables.Run, tables.Organisation
+        theirs = select(org.id, org.weight).join(run, run.org_id == org.id).where(run.state == "live").distinct()
+        with self._database.read() as session:
+            self._weights = {org_id: weight for org_id, weight in session.execute(theirs)}
 
     def recover(self) -> None:
         """Take up the runs that the one before has left."""
+        self.reweigh()
         recover_runs(self.training, self._database, self.training.enqueue)
 
     async def stop(self, within_s: float) -> None:
@@ -80,18 +94,24 @@ class LeadingJournal:
             self.training.enqueue(op)
         return True
 
-    def take_in(self, row: tables.Operation) -> Operation | None:
-        """An operation that some replica has accepted. Returned when its run can do nothing more."""
+    def logs_of(self, run_ids: Iterable[str]) -> dict[str, RunLog]:
+        """Of the live ones among runs; in a thread."""
+        self.reweigh()
+        with self._database.read() as session:
+            found = (session.get(tables.Run, run_id) for run_id in run_ids)
+            return {run.id: log_of(session, run) for run in found if run is not None and run.state == "live"}
+
+    def take_in(self, row: tables.Operation, logs: Mapping[str, RunLog]) -> Operation | None:
+        """An operation that some replica has accepted; `logs` has those of runs that were not in hand. Returned when
+        its run can do nothing more."""
         training = self.training
         lane = training.runs.get(row.lane)
         if training.opened(row.id) is not None or (lane is not None and lane.spent(row.seq)):
             return None
+        if lane is None and row.lane in logs:
+            take_up(training, logs[row.lane], training.enqueue)
+            return None
         if lane is None:
-            with self._database.read() as session:
-                run = session.get(tables.Run, row.lane)
-                if run is not None and run.state == "live":
-                    recover_run(training, session, run, training.enqueue)
-                    return None
             return from_row(row) if row.state == "queued" else None
         if row.state == "queued":
             training.enqueue(from_row(row))

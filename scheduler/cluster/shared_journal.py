@@ -102,7 +102,7 @@ class SharedJournal:
         self.completions = SharedFeeds(broadcasts.reserve)
         self.streams = SharedStreams(lambda op_id: self.reach(broadcasts.drawn_before, op_id))
         self.meters = Meters()
-        self.in_flight = SharedInFlight(database)
+        self.in_flight = SharedInFlight(database, self.run)
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database, runs_move_elsewhere=True)
         self.draining = False

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
+from typing import Any
 
 from sqlalchemy import ColumnElement, and_, case, distinct, func, select
 
 from scheduler.journal.accepting.backlog import LocalBacklog
-from scheduler.journal.accepting.in_flight import LocalInFlight, Work
+from scheduler.journal.accepting.in_flight import Elsewhere, LocalInFlight, Work
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.order.operations import SAMPLE
@@ -103,26 +105,30 @@ class BacklogBoard:
 
 
 class SharedInFlight:
-    """Of all replicas: what the database has, or what is only being accepted here."""
+    """Of all replicas: what the database has, or what is only being accepted here. `run` calls in a thread."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, run: Callable[..., Coroutine[Any, Any, Elsewhere]]) -> None:
         self._here = LocalInFlight()
-        self._database = database
+        self._database, self._run = database, run
 
     def count(self, scope: str, id: str) -> int:
-        unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
-        query = select(func.count(distinct(unit))).where(_row.state == "queued", _owner(scope, id))
-        with self._database.read() as session:
-            return max(self._here.count(scope, id), session.scalar(query) or 0)
+        return self._here.count(scope, id)
 
     def has(self, scope: str, id: str, work: Work) -> bool:
-        here = self._here.has(scope, id, work)
-        if here or work.kind == SAMPLE:
-            return here
-        same = and_(_row.lane == work.lane, _row.kind != SAMPLE)
-        query = select(_row.id).where(_row.state == "queued", same, _owner(scope, id)).limit(1)
+        return self._here.has(scope, id, work)
+
+    async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
+        return await self._run(self._look, scope, id, work)
+
+    def _look(self, scope: str, id: str, work: Work | None) -> Elsewhere:
+        mine = _row.state == "queued", _owner(scope, id)
+        unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
         with self._database.read() as session:
-            return session.scalar(query) is not None
+            if work is not None and work.kind != SAMPLE:
+                same = select(_row.id).where(*mine, _row.lane == work.lane, _row.kind != SAMPLE)
+                if session.scalar(same.limit(1)) is not None:
+                    return Elsewhere(has=True)
+            return Elsewhere(session.scalar(select(func.count(distinct(unit))).where(*mine)) or 0)
 
     def add(self, work: Work) -> None:
         self._here.add(work)

@@ -180,7 +180,9 @@ class Term:
 
     async def _take_in(self, op_ids: list[str]) -> None:
         rows = await self._run(self._rows, op_ids) if op_ids else []
-        closed = [op for row in rows if (op := self.journal.take_in(row)) is not None]
+        unknown = {row.lane for row in rows} - self.journal.training.runs.keys()
+        logs = await self._run(self.journal.logs_of, unknown) if unknown else {}
+        closed = [op for row in rows if (op := self.journal.take_in(row, logs)) is not None]
         for op in closed:
             failure = Failure(f"run {op.lane} was closed before this operation reached it", "user")
             await self._shared.journal.end(op, Done(op.id, failure=failure))
@@ -221,6 +223,7 @@ class Term:
 
     def _look(self) -> tuple[list[str], set[str], list[str]]:
         """Operations of runs that may not have arrived, samples that are queued, and runs whose session has ended."""
+        self.journal.reweigh()
         row, run, owner = tables.Operation, tables.Run, tables.Session
         gaps = self.journal.gaps()
         lanes = dict(self.journal.training.runs)

@@ -7,7 +7,8 @@ session ended meanwhile finishes what was accepted and is then forgotten.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,7 +17,7 @@ from scheduler.journal.journal import Journal
 from scheduler.journal.rows import from_row, plan_of
 from scheduler.journal.samples.versions import policy_of
 from scheduler.journal.training import Training
-from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot
+from scheduler.links.messages import MUTATING, OpKind, PolicyMoved, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
@@ -41,8 +42,29 @@ def recover_runs(training: Training, database: Transactions, enqueue: Callable[[
 
 
 def recover_run(training: Training, session: Session, run: tables.Run, enqueue: Callable[[Operation], None]) -> None:
+    take_up(training, log_of(session, run), enqueue)
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run as the database has it: its operations in order, whether its session is over, and its policy."""
+
+    run: tables.Run
+    rows: Sequence[tables.Operation]
+    over: bool
+    policy: PolicyMoved
+
+
+def log_of(session: Session, run: tables.Run) -> RunLog:
     query = select(tables.Operation).filter(tables.Operation.lane == run.id, tables.Operation.kind != SAMPLE)
     rows = session.scalars(query.order_by(tables.Operation.seq)).all()
+    over = session.get_one(tables.Session, run.session_id).state != "active"
+    return RunLog(run, rows, over, policy_of(session, run.id, run.session_id))
+
+
+def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None]) -> None:
+    """In the event loop, of a run that is not in hand."""
+    run, rows, policy = log.run, log.rows, log.policy
     ended = {row.seq for row in rows if row.state != "queued"}
     next_seq = next(seq for seq in itertools.count() if seq not in ended)
     snapshot = snapshot_of(run)
@@ -50,9 +72,8 @@ def recover_run(training: Training, session: Session, run: tables.Run, enqueue: 
     priority = created.priority if isinstance(created, Create) else INTERACTIVE
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.broken, lane.broken_category = run.broken, "server"
-    lane.closing = session.get_one(tables.Session, run.session_id).state != "active"
+    lane.closing = log.over
     training.runs[run.id] = lane
-    policy = policy_of(session, run.id, run.session_id)
     training.versions[run.id] = policy.version
     for desk in training.desks:
         desk.policy_moved(policy)

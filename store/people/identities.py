@@ -8,6 +8,7 @@ verified, unless another account is that user already. What is refused is a `Peo
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -17,7 +18,7 @@ from sqlalchemy.orm import Session
 from store.database import audit
 from store.people import organisations
 from store.people.oidc_settings import GroupRole
-from store.people.organisations import PeopleError, check_email
+from store.people.organisations import IsMember, PeopleError, check_email
 from store.people.roles import ROLES
 from store.tables import Identity, Membership, Organisation, User
 
@@ -78,7 +79,8 @@ def follow_groups(session: Session, user: User, issuer: str, wanted: dict[str, s
     not let in by it. Returns organisation's id -> why it does not let them in."""
     rows = session.scalars(select(Membership).filter_by(user_id=user.id).order_by(Membership.org_id)).all()
     for org_id in sorted(wanted.keys() - {row.org_id for row in rows}):
-        organisations.add_member(session, org_id, user.email, wanted[org_id], issuer=issuer)
+        with suppress(IsMember):  # given by somebody at the same moment
+            organisations.add_member(session, org_id, user.email, wanted[org_id], issuer=issuer)
     refused: dict[str, str] = {}
     for row in (row for row in rows if row.issuer is not None):
         row.issuer = issuer

@@ -31,6 +31,11 @@ class PeopleError(ValueError):
     """A change that cannot be made."""
 
 
+class IsMember(PeopleError):
+    def __init__(self, email: str) -> None:
+        super().__init__(f"email: {email} is a member already; change the role instead")
+
+
 class NoSuch(PeopleError):
     """It names something that is not there, or not in this organisation."""
 
@@ -93,11 +98,13 @@ def add_member(
     check_role(role)
     user = user_with(session, check_email(email))
     if session.get(Membership, (org_id, user.id)) is not None:
-        raise PeopleError(f"email: {user.email} is a member already; change the role instead")
+        raise IsMember(user.email)
     if _count(session, Membership, org_id) >= MAX_MEMBERS:
         raise PeopleError(f"the organisation has {MAX_MEMBERS} members, which is the limit: remove some first")
-    session.add(Membership(org_id=org_id, user_id=user.id, role=role, issuer=issuer, created_at=datetime.now(UTC)))
-    session.flush()
+    new = {"org_id": org_id, "user_id": user.id, "role": role, "issuer": issuer, "created_at": datetime.now(UTC)}
+    made = insert_into(session, Membership).values(**new).on_conflict_do_nothing().returning(Membership.user_id)
+    if session.scalar(made) is None:  # somebody else has, at the same moment: an admin, or a first sign-in
+        raise IsMember(user.email)
     how = {"by_groups_of": issuer} if issuer is not None else {}
     _note(session, org_id, key_id, "member_added", user.id, role=role, email=user.email, **how)
     return user

@@ -211,6 +211,24 @@ class TestTheEnd:
         console.get("/audit")
 
 
+def test_nobody_signs_others_out_by_signing_in_often(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a leaked key of least rights could keep those out who would revoke it. Of each the oldest give way."""
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    console.sign_in("viewer")
+    first = dict(console.http.cookies)
+    console.sign_in("owner")
+    owners = dict(console.http.cookies)
+    for _ in range(4):
+        console.sign_in("viewer")
+    console.get("/")
+    with console.database.read() as session:
+        assert session.query(BrowserSession).count() == 3 + 1
+    for cookies, status in (owners, 200), (first, 303):
+        console.http.cookies.clear()
+        console.http.cookies.update(cookies)
+        console.get("/", status)
+
+
 class TestLinks:
     def link(self, console: Console, role: str = "billing-admin", operator: bool = False) -> str:
         made = console.made

@@ -121,7 +121,8 @@ class Front:
         except BadRequest as error:
             return 400, error.body
         except NotFound as error:
-            return 404, {"error": {"type": "invalid_request_error", "message": f"No such object: {error}"}}
+            missing = {"type": "invalid_request_error", "code": "resource_missing"}
+            return 404, {"error": {**missing, "message": f"No such object: {error}"}}
 
 
 def _error(status: int, message: str, kind: str) -> Response:
@@ -206,7 +207,24 @@ def _subscription(stripe: Stripe, form: Form, _id: str) -> Form:
         metadata=form.get("metadata", {}),
         billing_cycle_anchor=int(form["billing_cycle_anchor"]),
         items=_list(items),
+        created=int(stripe.now),
     )
+
+
+def _cancelled(stripe: Stripe, _form: Form, subscription_id: str) -> Form:
+    """Once: then it is not there for those who cancel it."""
+    subscription = stripe.get("subscription", subscription_id)
+    if subscription["status"] == "canceled":
+        raise NotFound(subscription_id)
+    subscription["status"] = "canceled"
+    return subscription
+
+
+def _subscriptions(stripe: Stripe, form: Form, _id: str) -> Form:
+    """Those that were cancelled are told only to who asks for them by their status."""
+    _known_customer(stripe, form)
+    rows = [row for row in stripe.all("subscription") if row["customer"] == form.get("customer")]
+    return _list([row for row in rows if row["status"] != "canceled"])
 
 
 def _price(stripe: Stripe, form: Form, _id: str) -> Form:
@@ -233,14 +251,6 @@ def _thin(stripe: Stripe, _form: Form, event_id: str) -> Form:
     return stripe.thin[event_id]
 
 
-def _of_customer(kind: str) -> Handler:
-    def rows(stripe: Stripe, form: Form, _id: str) -> Form:
-        _known_customer(stripe, form)
-        return _list([row for row in stripe.all(kind) if row["customer"] == form.get("customer")])
-
-    return rows
-
-
 def _prices(stripe: Stripe, form: Form, _id: str) -> Form:
     return _list([row for row in stripe.all("price") if row["lookup_key"] in form.get("lookup_keys", [])])
 
@@ -263,8 +273,9 @@ API: dict[str, dict[str, tuple[type | None, Handler]]] = {
     "/v1/invoices/{id}": {"GET": (v1.InvoiceRetrieveParams, _get("invoice"))},
     "/v1/subscriptions": {
         "POST": (v1.SubscriptionCreateParams, _subscription),
-        "GET": (v1.SubscriptionListParams, _of_customer("subscription")),
+        "GET": (v1.SubscriptionListParams, _subscriptions),
     },
+    "/v1/subscriptions/{id}": {"DELETE": (v1.SubscriptionCancelParams, _cancelled)},
     "/v1/products": {
         "POST": (v1.ProductCreateParams, lambda stripe, form, _id: stripe.add("prod", "product", name=form["name"])),
     },

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 
 from api.console.pages.sso import _enter
+from api.errors import Forbidden
 from api.oidc.flow import Flow
 from api.routes.people import keys
+from api.who.inviting import join
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
 from store.people.identities import Account
 from store.people.oidc_settings import GroupRole, OidcSettings
-from store.people.organisations import PeopleError, organisation_named
+from store.people.organisations import PeopleError, organisation_named, user_with
 from store.settings import Settings
 from tests.api.conftest import World, open_world
 from tests.tenancy.conftest import member
@@ -141,6 +144,35 @@ def test_somebody_who_signs_in_for_the_first_time(replicas: tuple[World, World],
         first, second = sorted(both(*tabs))
         assert first == "in"
         assert second == "in" if accounts == "one" else "belongs to another account" in second
+
+
+def test_somebody_who_signs_in_while_they_are_made_a_member(replicas: tuple[World, World]) -> None:
+    """A person who is known from elsewhere: who makes them known is waited for."""
+    for number in range(ROUNDS):
+        body = {"email": f"p{number}@corp.example", "role": "member"}
+        replicas[0].database.write_now(partial(user_with, email=body["email"]))
+        account = Account("https://idp.example", f"s{number}", body["email"], frozenset({"all"}))
+        add = partial(replicas[0].call, "POST", "weft/members", json=body)
+        added, entered = both(add, partial(sign_in, replicas[1], account))
+        assert entered == "in"
+        assert added.status_code in (200, 400), added.text
+
+
+def test_an_invitation_that_is_used_in_two_tabs(replicas: tuple[World, World]) -> None:
+    now = datetime.now(UTC)
+    for number in range(ROUNDS):
+        body = {"role": "member", "days": 1, "email": f"p{number}@corp.example"}
+        secret = replicas[0].post("weft/invitations", body)["link"].rsplit("/", 1)[1]
+        replicas[0].database.write_now(partial(user_with, email=body["email"]))
+
+        def use(world: World, secret: str = secret, email: Any = body["email"]) -> str:
+            try:
+                world.database.write_now(lambda session: join(session, secret, user_with(session, email), now))
+            except (Forbidden, PeopleError):
+                return "refused"
+            return "member"
+
+        assert sorted(both(*(partial(use, world) for world in replicas))) == ["member", "refused"]
 
 
 def test_an_organisation_that_two_commands_make(replicas: tuple[World, World]) -> None:

@@ -122,8 +122,9 @@ def test_each_limit_of_what_is_in_flight_holds_also_when_it_was_lowered() -> Non
     for seq in range(3):
         in_flight.add(NewOperation("acme", "s", "sampler", seq, SAMPLE, MODEL, 0, key_id=1))
     free, held = RateLimit("key", "1", None, None, None), RateLimit("organisation", "acme", None, None, 2)
+    new = NewOperation("acme", "s", "sampler", 3, SAMPLE, MODEL, 0, key_id=1)
     with pytest.raises(RateLimited, match="3 samples and runs of this organisation") as refused:
-        check_in_flight([free, held], in_flight, NewOperation("acme", "s", "sampler", 3, SAMPLE, MODEL, 0, key_id=1))
+        asyncio.run(check_in_flight([free, held], in_flight, new))
     assert refused.value.headers["retry-after"] == "1"
 
 

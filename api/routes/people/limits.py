@@ -53,7 +53,7 @@ async def rate_limits(service: ServiceDep, who: PrincipalDep) -> RateLimitsRespo
         rows += session.scalars(keys.order_by(tables.ApiKey.id))
         return [(str(row.id), RateLimit.of(row)) for row in rows]
 
-    return RateLimitsResponse(limits=[_row(service, id, limit) for id, limit in await service.read(read)])
+    return RateLimitsResponse(limits=[await _row(service, id, limit) for id, limit in await service.read(read)])
 
 
 @router.put("/{scope}/{id:path}", **declare(scope="admin", limit="call"))
@@ -72,20 +72,22 @@ async def set_rate_limits(
         organisations.set_limits(session, row, body.model_dump(), who.key_id)
         return str(row.id), RateLimit.of(row)
 
-    return _row(service, *await service.database.write(write))
+    return await _row(service, *await service.database.write(write))
 
 
 def _limited(table: type[tables.Project | tables.ApiKey]) -> ColumnElement[bool]:
     return or_(*(getattr(table, name).is_not(None) for name in organisations.LIMITS))
 
 
-def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:
+async def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:
     """`id` is that of the database; in flight is counted by the limit's own."""
+    in_flight = service.journal.in_flight
+    elsewhere = await in_flight.elsewhere(limit.scope, limit.id)
     return RateLimitsRow(
         scope=limit.scope,
         id=id,
         requests_per_minute=limit.requests_per_minute,
         tokens_per_minute=limit.tokens_per_minute,
         max_in_flight=limit.max_in_flight,
-        in_flight=service.journal.in_flight.count(limit.scope, limit.id),
+        in_flight=max(elsewhere.count, in_flight.count(limit.scope, limit.id)),
     )

@@ -86,7 +86,8 @@ class Acceptance:
         if `maybe_stored`. Raises SequenceReused."""
         entry = self._entries.get((new.lane, new.seq))
         if entry is None and maybe_stored:
-            entry = self._stored(new.lane, new.seq)
+            there = await asyncio.to_thread(self._stored, new.lane, new.seq)
+            entry = self._entries.get((new.lane, new.seq), there)  # it may be accepted meanwhile
         if entry is None:
             return None
         entry.check(new)
@@ -142,8 +143,9 @@ class Acceptance:
                 await asyncio.sleep(pause_s)
                 again = True
             except (IntegrityError, OutOfMoney, QuotaReached):
-                there = self._stored(taking.row["lane"], taking.row["seq"]) if again else None
-                if there is None or there.id != taking.row["id"]:
+                row = taking.row
+                there = await asyncio.to_thread(self._stored, row["lane"], row["seq"]) if again else None
+                if there is None or there.id != row["id"]:
                     raise
                 return
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.order.operations import SAMPLE
@@ -30,13 +31,25 @@ class Work(Protocol):
     def kind(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What other processes, too, have in flight of a scope, and whether a run is part of it."""
+
+    count: int = 0
+    has: bool = False
+
+
 class InFlight(Protocol):
     """Units of work by (scope, id), where scope is organisation, project or key. Lives in the event loop."""
 
-    def count(self, scope: str, id: str) -> int: ...
+    def count(self, scope: str, id: str) -> int:
+        """Of this process."""
 
     def has(self, scope: str, id: str, work: Work) -> bool:
-        """Whether `work` would not count: its run is in flight already."""
+        """Whether `work` would not count: its run is in flight here already."""
+
+    async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
+        """To be asked first: what is judged by `count` has to be `arriving` before anything else happens here."""
 
     def add(self, work: Work) -> None: ...
 
@@ -57,6 +70,9 @@ class LocalInFlight:
 
     def has(self, scope: str, id: str, work: Work) -> bool:
         return _unit(work) in self._units.get((scope, id), ())
+
+    async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
+        return Elsewhere()
 
     def add(self, work: Work) -> None:
         unit = _unit(work)

@@ -129,6 +129,73 @@ def test_a_checkpoint_from_before_is_metered_from_now_on(till: Till) -> None:
     assert span.started_at >= now
 
 
+def sampler(till: Till, ref: str, model_path: str | None = None) -> None:
+    """A sampler of the run's session on weights in a folder: without a name, or those of a checkpoint."""
+
+    def write(session: Session) -> None:
+        row = tables.Sampler(
+            id=f"{ref} {model_path}", org_id="a", session_id="s", sampling_session_seq_id=0, base_model="m",
+            model_path=model_path, adapter_ref=f"weights/{ref}", run_id="r", kind="snapshot", created_at=NOON,
+        )  # fmt: skip
+        session.add(row)
+        if model_path is None:
+            storage.begin_sampler(session, row.adapter_ref, "r", GB, NOON)
+
+    till.database.write_now(write)
+
+
+def leave(till: Till) -> None:
+    """The session is over, and nothing has been told to storage."""
+
+    def write(session: Session) -> None:
+        session.get_one(tables.Session, "s").state = "finished"
+
+    till.database.write_now(write)
+
+
+def test_weights_without_a_name_are_billed_until_their_session_is_over(till: Till) -> None:
+    sampler(till, "u")
+    meter(till.database, till.prices, NOON + timedelta(minutes=61))
+    till.database.write_now(lambda session: storage.end_session(session, "s", NOON + timedelta(minutes=90)))
+    leave(till)
+    meter(till.database, till.prices, NOON + timedelta(minutes=200))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB, GB // 2]
+    assert till.rows(tables.StorageSpan) == []
+    sampler(till, "v")  # a save that ends after the session: nobody can sample from it
+    assert till.rows(tables.StorageSpan) == []
+
+
+def test_weights_whose_session_ended_unseen_are_billed_no_longer(till: Till) -> None:
+    sampler(till, "u")
+    meter(till.database, till.prices, NOON)
+    assert [span.checkpoint_id for span in till.rows(tables.StorageSpan)] == ["u"]
+    leave(till)
+    meter(till.database, till.prices, NOON + timedelta(minutes=30))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
+    assert till.rows(tables.StorageSpan) == []
+
+
+def test_a_checkpoint_is_billed_on_when_the_session_of_its_samplers_ends(till: Till) -> None:
+    save(till, NOON, "c")
+    sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+    till.database.write_now(lambda session: storage.end_session(session, "s", NOON + timedelta(minutes=30)))
+    leave(till)
+    meter(till.database, till.prices, NOON + timedelta(minutes=60))
+    assert ("12:00", GB, GB_HOUR_NUSD) in billed(till)
+
+
+def test_bytes_and_hours_are_rounded_half_up() -> None:
+    half = timedelta(minutes=30)
+    assert [byte_hours(size, NOON, NOON + half) for size in (0, 1, 2, 3)] == [0, 1, 1, 2]
+
+
+def test_who_saved_is_told_with_what_is_billed(till: Till) -> None:
+    till.database.write_now(lambda session: setattr(session.get_one(tables.Session, "s"), "user_id", "u1"))
+    save(till, NOON)
+    meter(till.database, till.prices, NOON + timedelta(minutes=60))
+    assert [event.user_id for event in till.rows(tables.UsageEvent)] == ["u1"]
+
+
 def test_many_at_once(till: Till) -> None:
     for number in range(storage.AT_A_TIME + 5):
         save(till, NOON, f"c{number}", 10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from billing.money.alerts import read_gauges
-from billing.payments import sender, setup
+from billing.payments import customers, sender, setup
 from billing.payments.client import stripe_client
 from billing.payments.meters import METERS
 from billing.payments.periods import period_of
@@ -327,6 +327,39 @@ def test_an_error_of_stripes_is_not_kept_for_a_day(payments: Payments) -> None:
         put_meter_events(payments.context)
     assert {row.org_id for row in payments.outbox()} == {org_id, other}
     assert len(payments.fake.stripe.all("subscription")) == 2
+
+
+def test_two_who_subscribe_at_once_at_a_full_hour_make_one_subscription(
+    payments: Payments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what was used would be invoiced twice. Their idempotency keys differ, by the hour."""
+    _subscribing(payments)
+    assert payments.settings is not None
+    org_id, prices, client = payments.organisation(), payments.settings.price_ids, stripe_client(payments.settings)
+    customer, at, once = payments.customer(org_id), payments.now, customers._once
+    others = list[str]()
+
+    def after_the_other(what: str, now: datetime) -> Any:
+        monkeypatch.undo()
+        others.append(customers.subscribe(client, customer, prices, at - timedelta(seconds=1)))
+        return once(what, now)
+
+    monkeypatch.setattr(customers, "_once", after_the_other)
+    mine = customers.subscribe(client, customer, prices, at)
+    assert others == [mine]
+    assert [row["id"] for row in payments.fake.stripe.all("subscription") if row["status"] == "active"] == [mine]
+
+
+def test_a_subscription_that_another_cancels_first_is_cancelled(payments: Payments) -> None:
+    _subscribing(payments)
+    assert payments.settings is not None
+    client = stripe_client(payments.settings)
+    subscription = customers.subscribe(
+        client, payments.customer(payments.organisation()), payments.settings.price_ids, payments.now
+    )
+    for _ in range(2):
+        customers.cancel(client, subscription)
+    assert payments.fake.stripe.get("subscription", subscription)["status"] == "canceled"
 
 
 def test_the_outbox_is_watched(payments: Payments) -> None:

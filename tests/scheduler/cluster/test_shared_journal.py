@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 import redis
 from msgspec.structs import replace
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.exc import NoResultFound, OperationalError
 from weft.wire import decode_sample_response
 
 from api.state.fetched import Fetched
+from api.state.rates import check_in_flight
+from api.who.principal import RateLimit
 from billing.prices import load_prices
 from scheduler.cluster import cancels, election, fence, policy_desk, shared_journal, shared_limits, term
 from scheduler.cluster.answers import SampleAnswers
@@ -441,10 +443,16 @@ def test_no_replica_waits_for_the_database_in_its_event_loop(
 
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
+        limits = [RateLimit("organisation", "org", None, None, 9), RateLimit("key", "7", None, None, 9)]
+        monkeypatch.setattr(Database, "read", noted)
         async with trainer(url, blobs):
-            assert (await one.result(await accepted(two, create(), run_row()))).error is None
-            monkeypatch.setattr(Database, "read", noted)
-            assert (await one.result(await accepted(two, train(1)))).error is None
+            for new, rows in (create(), (run_row(),)), (train(1), ()):
+                await check_in_flight(limits, two.journal.in_flight, new)
+                request_id = await accepted(two, new, *rows)
+                assert (await one.result(request_id)).error is None
+                two.journal.answers.clear()
+                assert await two.journal.taken(new.lane, new.seq)
+                assert await two.journal.accept(new) == request_id
         async with generator(url, blobs):
             for replica, other in ((one, two), (two, one)):
                 for samples in replica.journal.samplers, other.journal.samplers:
@@ -458,6 +466,28 @@ def test_no_replica_waits_for_the_database_in_its_event_loop(
 
     play(scenario)
     assert sorted(set(waited)) == []
+
+
+def test_a_leader_goes_by_the_shares_of_organisations_as_they_are_now(
+    play: Play, postgres_database: Database, url: str, blobs: FolderBlobs
+) -> None:
+    def share(weight: int) -> None:
+        with_weight = update(tables.Organisation).where(tables.Organisation.id == "org").values(weight=weight)
+        postgres_database.write_now(lambda session: session.execute(with_weight) and None)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        await asyncio.to_thread(share, 3)
+        async with trainer(url, blobs):
+            assert (await two.result(await two.journal.accept(create(), run_row()))).error is None
+            term = one.leadership.term
+            assert term is not None
+            assert term.journal._weight("org") == 3
+            await asyncio.to_thread(share, 5)
+            await until(lambda: term.journal._weight("org") == 5)
+        assert term.journal._weight("nobody") == 1
+
+    play(scenario)
 
 
 def test_a_leader_takes_answers_only_where_the_others_do_not_keep_up(url: str) -> None:
@@ -734,15 +764,16 @@ def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: Fold
             await two.journal.accept(sample(1, b"x" * 4001))
         for replica in (one, two):
             in_flight = replica.journal.in_flight
-            assert in_flight.count("organisation", "org") == 2
-            assert in_flight.count("organisation", "other") == in_flight.count("key", "7") == 0
-            assert in_flight.has("organisation", "org", train(1))  # its run waits for it: it is always let in
-            assert not in_flight.has("organisation", "org", sample(1))
+            for scope, count in (("organisation", "org"), 2), (("organisation", "other"), 0), (("key", "7"), 0):
+                assert (await in_flight.elsewhere(*scope)).count == count
+            # Its run waits for it: it is always let in.
+            assert (await in_flight.elsewhere("organisation", "org", train(1))).has
+            assert not (await in_flight.elsewhere("organisation", "org", sample(1))).has
         await one.lead()
         async with generator(url, blobs), trainer(url, blobs):
             assert all([(await two.result(request_id)).error is None for request_id in ids])
         await until(lambda: two.journal._backlog.of("org") == (0, 0))
-        assert two.journal.in_flight.count("organisation", "org") == 0
+        assert (await two.journal.in_flight.elsewhere("organisation", "org")).count == 0
         await two.journal.accept(sample(1, b"x" * 4001))
 
     play(scenario)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 from scheduler.cluster.shared_limits import SharedBacklog, SharedInFlight
+from scheduler.journal.accepting.in_flight import Elsewhere
 from scheduler.order.operations import NewOperation
 from store import tables
 from store.database.db import Database
@@ -31,15 +33,18 @@ def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_
             )  # fmt: skip
 
     any_database.write_now(put)
-    in_flight = SharedInFlight(any_database)
+    in_flight = SharedInFlight(any_database, asyncio.to_thread)
 
     def work(lane: str, kind: str) -> NewOperation:
         return NewOperation("org", "s", lane, 9, kind, "m", 1, key_id=7, project_id="p")
 
+    def elsewhere(scope: tuple[str, str], work: NewOperation | None = None) -> Elsewhere:
+        return asyncio.run(in_flight.elsewhere(*scope, work))
+
     scopes = [("organisation", "org"), ("project", "org p"), ("key", "7"), ("key", "8"), ("project", "other p")]
-    assert [in_flight.count(*scope) for scope in scopes] == [3, 2, 2, 1, 0]
-    assert [in_flight.has(*scope, work("run", "forward")) for scope in scopes] == [True, True, True, False, False]
-    assert not in_flight.has("organisation", "org", work("one", "sample"))
+    assert [elsewhere(scope).count for scope in scopes] == [3, 2, 2, 1, 0]
+    assert [elsewhere(scope, work("run", "forward")).has for scope in scopes] == [True, True, True, False, False]
+    assert elsewhere(("organisation", "org"), work("one", "sample")) == Elsewhere(3)
     with in_flight.arriving(work("new run", "create")):
         assert in_flight.has("key", "7", work("new run", "forward"))
         assert in_flight.count("key", "9") == 0
