@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, WeftError
+from weft.rl import checks
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
@@ -214,6 +215,8 @@ class Chat:
     def _for_next(self, max_tokens: int | None, stop: Any) -> SamplingParams:
         if not self._new:
             raise ValueError("nothing was added since the last sample: chat.user(...) or chat.tool(...) first")
+        if max_tokens is not None:
+            checks.count("max_tokens", max_tokens)
         seed = random.Random(f"{self._seed}#{self._turns}").getrandbits(40)
         update = {"max_tokens": max_tokens, "stop": stop}
         given = {name: value for name, value in update.items() if value is not None}

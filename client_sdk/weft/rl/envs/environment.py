@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from weft.rl import checks
 from weft.rl.chat.chat import FATAL, Chat, Reply, answers_together
 from weft.rl.chat.render import Tool
 from weft.rl.sandboxes.sandbox import Sandboxes, opened
@@ -58,6 +59,11 @@ class Function:
     expected: Size | None = None
     advantage: Advantage | None = None
 
+    def __post_init__(self) -> None:
+        checks.tasks(self.tasks)
+        if self.timeout_s is not None:
+            checks.number("timeout_s", self.timeout_s, above=True)
+
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
         return list(await asyncio.gather(*(self._one(task, chat) for chat in chats)))
 
@@ -106,6 +112,11 @@ class Prompts:
     stop: Any = None
     expected: Size | None = None
     advantage: Advantage | None = None
+
+    def __post_init__(self) -> None:
+        checks.tasks(self.tasks)
+        if self.max_tokens is not None:
+            checks.count("max_tokens", self.max_tokens)
 
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
         for chat in chats:

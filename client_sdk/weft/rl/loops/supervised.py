@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from weft.future import APIFuture
+from weft.rl import checks
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.loops import money
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
@@ -16,6 +17,7 @@ from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
 from weft.training_client import TrainingClient
+from weft.wire.base import MIN_SEED
 from weft.wire.training import AdamParams
 
 logger = logging.getLogger("weft")
@@ -35,6 +37,14 @@ class Recipe:
     checkpoint: Checkpoints | None = None
     budget_usd: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.count("batch", self.batch)
+        checks.finite("epochs", self.epochs, above=True)
+        checks.rate("learning_rate", self.learning_rate)
+        checks.count("seed", self.seed, least=MIN_SEED)
+        if self.budget_usd is not None:
+            checks.finite("budget_usd", self.budget_usd)
 
 
 #: What to show of a gradient, once it is computed.

@@ -8,9 +8,10 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from weft.loss_handle import LossHandle
+from weft.rl import checks
 from weft.rl.chat.chat import Policy
 from weft.rl.chat.purse import BudgetSpent
 from weft.rl.chat.render import Renderer
@@ -21,7 +22,7 @@ from weft.rl.loops.checkpoint import Checkpoints, advantage_state, load_advantag
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, params_of
-from weft.rl.loops.rollouts import Groups, Rollouts
+from weft.rl.loops.rollouts import Groups, Rollouts, on_policy
 from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.losses.loss import Loss, importance_sampling, ppo
 from weft.rl.schedule.concurrency import Concurrency
@@ -30,6 +31,7 @@ from weft.rl.signal.advantages import Advantage, dr_grpo
 from weft.rl.signal.lengths import Penalty
 from weft.rl.tasks.sources import Source
 from weft.training_client import TrainingClient
+from weft.wire.base import MIN_SEED
 from weft.wire.inputs import Datum
 from weft.wire.sampling import SamplingParams
 from weft.wire.training import AdamParams
@@ -74,6 +76,16 @@ class Recipe:
     checkpoint: Checkpoints | None = None
     budget_usd: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.count("steps", self.steps, least=0)
+        if self.sampling is not None:
+            on_policy(self.sampling)
+        checks.one_of("reduce", self.reduce, get_args(Reduce))
+        checks.rate("learning_rate", self.learning_rate)
+        checks.count("seed", self.seed, least=MIN_SEED)
+        if self.budget_usd is not None:
+            checks.finite("budget_usd", self.budget_usd)
 
     def chosen_loss(self) -> Loss:
         """On-policy plain importance sampling; with a lag PPO, which bounds what old tokens do."""
