@@ -196,7 +196,7 @@ class Loop:
         data = await self._data(batch)
         update = None
         if data:
-            self.purse.pay(self._price(data))
+            self.purse.pay(self._price(data, handle))
             params = params_of(self.recipe.optim, self.recipe.learning_rate, step)
             backward = self.loss.forward_backward(self.run, data, handle)
             update = self.run.optim_step(params)
@@ -241,9 +241,12 @@ class Loop:
         """More of the step, for loops that know more."""
         return {}
 
-    def _price(self, data: Sequence[Datum]) -> int:
-        """What it costs to train on `data`, whose requests may each be rounded up."""
-        return self.purse.price(train=sum(datum.model_input.length for datum in data)) + len(data)
+    def _price(self, data: Sequence[Datum], handle: LossHandle | None) -> int:
+        """What it costs to train on `data`, whose requests may each be rounded up. A traced loss that the server does
+        not run itself takes a forward pass before."""
+        tokens = sum(datum.model_input.length for datum in data)
+        twice = handle is not None and handle.loss_id is None
+        return self.purse.price(train=tokens, prefill=tokens * twice) + len(data) * (1 + twice)
 
     async def _evaluate(self, step: int, policy: Policy, evaluation: Evaluation) -> None:
         """Start it with the weights of now, at batch priority; training goes on meanwhile, and goes first."""
