@@ -24,6 +24,8 @@ from api.state.threads import Threads
 
 #: Characters of a long text that are made into tokens together, to find whether it can fit at all.
 PIECE = 1 << 16
+#: Tokens of a prompt that its completion is read behind.
+CONTEXT = 8
 #: What OpenAI's API knows.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 #: What a message may say beside its content.
@@ -80,6 +82,12 @@ class ModelText:
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of tokens; special tokens are spelled out with `special`."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
+
+    def context_of(self, prompt: Sequence[int], *, special: bool = False) -> tuple[int, ...]:
+        """What a completion of `prompt` is read behind: some tokenizers leave out the space before a word that nothing
+        is before. Nothing where the prompt ends within a character."""
+        last = tuple(prompt[-CONTEXT:])
+        return () if self.decode(last, special=special).endswith("\ufffd") else last
 
     def word(self, token: int) -> str:
         """One token as text within others, spelled out: some decoders leave out a space before the first."""
