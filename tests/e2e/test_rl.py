@@ -471,6 +471,20 @@ def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned
         rl.train(fresh(service), ONE_TURN, steps=0, schedule=rl.Async(3), sinks=[])
 
 
+def test_what_a_teacher_cannot_read_with_its_hint_is_left_out_of_a_distillation(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rollout may fill the context; with the hint before it, it does not fit, and the others' steps are paid for."""
+    asked = [{"prompt": "?", "answer": ""}, {"prompt": "word " * 1500, "answer": ""}]
+    hint = [{"role": "system", "content": "word " * 600}]
+    teacher = service.create_sampling_client(base_model=BASE_MODEL)
+    env, groups = rl.prompts(asked, max_tokens=4), rl.Groups(batch=2, size=2)
+    report = rl.distill(fresh(service), env, teacher, hint=lambda task: hint, steps=2, groups=groups, sinks=[])
+    assert [step["data"] for step in report.steps] == [2, 2]
+    assert [step["too_long_for_teacher"] for step in report.steps] == [2, 2]
+    assert "the teacher takes 2048 tokens, and a rollout with its hint has" in caplog.text
+
+
 def test_a_conversation_that_fills_the_context_says_so(service: weft.ServiceClient) -> None:
     run = fresh(service)
     limit = asyncio.run(model_limits(run)).context_length
