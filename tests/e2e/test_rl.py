@@ -24,6 +24,7 @@ import weft
 from weft import rl
 from weft.rl.loops import rollouts
 from weft.rl.loops.rollouts import model_limits
+from weft.rl.loops.sft import nll
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
@@ -254,6 +255,19 @@ def test_sft_then_distillation_to_it_halves_the_reverse_kl(service: weft.Service
     )
     gaps = report.curve("reverse_kl")
     assert sum(gaps[-3:]) < 0.5 * sum(gaps[:3])
+
+
+def test_data_that_are_fewer_than_a_batch_are_each_in_it_once(service: weft.ServiceClient) -> None:
+    """As a DataLoader of torch has it: the step is on the mean over the data, and an epoch is one step."""
+    run = fresh(service)
+    answers = ["8", "It is nine, I think.", "ten"]
+    talks = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    data = rl.conversations(talks, run.get_tokenizer())
+    expected = nll(run, data)
+    report = rl.sft(run, data, epochs=2, sinks=[])
+    assert len(report.steps) == 2
+    assert report.steps[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert report.steps[0]["tokens"] == sum(float(d.loss_fn_inputs["weights"].to_numpy().sum()) for d in data)
 
 
 def test_the_budget_is_never_passed(service: weft.ServiceClient) -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How fixed data are gone through."""
+    """How fixed data are gone through. Where they are fewer than `batch`, each batch has all of them."""
 
     batch: int = 32
     epochs: float = 1.0
@@ -63,12 +63,13 @@ def go(
     """One optimizer step for each batch; `between` is asked for more numbers after each."""
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
-    steps = max(1, round(len(items) * recipe.epochs / recipe.batch))
+    size = min(recipe.batch, len(items))
+    steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
     state = _resume(run, recipe, steps)
     spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
     purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
-    order.drawn = state["step"] * recipe.batch
+    order.drawn = state["step"] * size
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))
     sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
@@ -83,7 +84,7 @@ def go(
     try:
         for step in range(report.resumed_at, steps):
             params = params_of(recipe.optim, recipe.learning_rate, step)
-            shown = backward([items[order.draw()] for _ in range(recipe.batch)], purse)
+            shown = backward([items[order.draw()] for _ in range(size)], purse)
             # Sent before anything is waited for: a Ctrl-C between them would leave the gradient to the next step.
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
