@@ -22,6 +22,7 @@ import weft
 from weft import rl
 from weft.rl.loops import rollouts
 from weft.rl.loops.rollouts import model_limits
+from weft.rl.loops.sft import nll
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
@@ -255,6 +256,19 @@ def test_sft_then_distillation_to_it_halves_the_reverse_kl(service: weft.Service
     assert sum(gaps[-3:]) < 0.5 * sum(gaps[:3])
 
 
+def test_data_that_are_fewer_than_a_batch_are_each_in_it_once(service: weft.ServiceClient) -> None:
+    """As a DataLoader of torch has it: the step is on the mean over the data, and an epoch is one step."""
+    run = fresh(service)
+    answers = ["8", "It is nine, I think.", "ten"]
+    talks = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    data = rl.conversations(talks, run.get_tokenizer())
+    expected = nll(run, data)
+    report = rl.sft(run, data, epochs=2, sinks=[])
+    assert len(report.steps) == 2
+    assert report.steps[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert report.steps[0]["tokens"] == sum(float(d.loss_fn_inputs["weights"].to_numpy().sum()) for d in data)
+
+
 def test_the_budget_is_never_passed(service: weft.ServiceClient) -> None:
     run = fresh(service)
     groups = rl.Groups(batch=4, size=4)
@@ -464,6 +478,20 @@ def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rl.train(fresh(service), ONE_TURN, steps=0, schedule=rl.Async(3), sinks=[])
+
+
+def test_what_a_teacher_cannot_read_with_its_hint_is_left_out_of_a_distillation(
+    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rollout may fill the context; with the hint before it, it does not fit, and the others' steps are paid for."""
+    asked = [{"prompt": "?", "answer": ""}, {"prompt": "word " * 1500, "answer": ""}]
+    hint = [{"role": "system", "content": "word " * 600}]
+    teacher = service.create_sampling_client(base_model=BASE_MODEL)
+    env, groups = rl.prompts(asked, max_tokens=4), rl.Groups(batch=2, size=2)
+    report = rl.distill(fresh(service), env, teacher, hint=lambda task: hint, steps=2, groups=groups, sinks=[])
+    assert [step["data"] for step in report.steps] == [2, 2]
+    assert [step["too_long_for_teacher"] for step in report.steps] == [2, 2]
+    assert "the teacher takes 2048 tokens, and a rollout with its hint has" in caplog.text
 
 
 def test_a_conversation_that_fills_the_context_says_so(service: weft.ServiceClient) -> None:

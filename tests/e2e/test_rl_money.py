@@ -10,7 +10,7 @@ import weft
 from weft import rl
 
 from tests.e2e.conftest import Weftd
-from tests.e2e.test_rl import ONE_TURN, fresh, rows
+from tests.e2e.test_rl import ONE_TURN, fresh, rows, sums
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
@@ -37,3 +37,17 @@ def test_a_budget_counts_whom_a_loop_asks_in_all_its_lives(own_weftd: Callable[.
         again = life()
         assert (len(first.steps), again.steps) == (1, [])
         assert bill <= again.spent_nusd <= first.spent_nusd
+
+
+def test_a_traced_loss_that_the_server_does_not_run_is_two_passes_of_the_budget(weftd: Weftd) -> None:
+    """As of an older server: the client computes the loss between a forward and a backward."""
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("two-passes")) as service:
+        run = fresh(service)
+        assert run.get_info().model_id
+        session = run._run.session
+        session.config = session.config.model_copy(update={"custom_loss_server_side": False})
+        groups, reward = rl.Groups(batch=2, size=4), lambda text, task: float(len(text))
+        env = rl.prompts(sums(), reward, max_tokens=6)
+        report = rl.train(run, env, loss=rl.losses.icepop(), steps=2, groups=groups, sinks=[], budget_usd=1.0)
+        assert sum(report.curve("data")) > 0
+        assert run.cost().result(60).total_nusd <= report.spent_nusd

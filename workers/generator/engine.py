@@ -59,8 +59,8 @@ class SamplingParams:
     probable token. `top_k` -1 (or 0) and `top_p` 1 keep every token; with both, top-k cuts first and top-p works on
     what is left, renormalised.
     A token that stops a sequence is kept as its last token: EOS (any of the model's, unless `stop_at_eos` is false)
-    and `stop_token_ids` alike. A sequence also ends when its decoded text contains one of `stop_strings`; the tokens
-    which complete the string are kept.
+    and `stop_token_ids` alike. A sequence also ends when its decoded text contains one of `stop_strings`, with special
+    tokens spelled out or left out; the tokens which complete the string are kept.
     """
 
     max_tokens: int | None = None

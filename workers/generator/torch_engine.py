@@ -238,7 +238,7 @@ class TorchEngine:
         limit = self._context - len(request.prompt) + 1
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.sampling.max_tokens)
-        rule = StopRule(request.sampling, self._eos_token_ids, limit, self._decode_text)
+        rule = StopRule(request.sampling, self._eos_token_ids, limit, self._decode_text, request.prompt)
         scores = PromptScores(request, self._decoder.config.vocab_size)
         adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None
         return RequestProgress(request, rule, adapter, scores, next(self._numbers))

@@ -29,7 +29,7 @@ _DIGITS = np.frombuffer(
 class Form:
     """How an answer is to look. `logprobs` are told with `top` likeliest tokens at each place; `ids` are told too;
     `spelled`: special tokens are part of the text; `numbered`: logprobs name tokens by their ids; `one_call`: of
-    several calls of tools the first is told."""
+    several calls of tools the first is told; `before`: tokens that the text goes on from."""
 
     text: ModelText
     chat: bool
@@ -41,6 +41,7 @@ class Form:
     spelled: bool = False
     numbered: bool = False
     one_call: bool = False
+    before: tuple[int, ...] = ()
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.text.decode(tokens, special=self.spelled)
@@ -61,11 +62,11 @@ class Form:
     def stream(self) -> TextStream:
         """The text of one sequence; what may be a tool call is kept back."""
         hold, alone = beginning(self.text.template) if self.tools else ("", False)
-        return TextStream(self.decode, self.stops, hold, alone=alone)
+        return TextStream(self.decode, self.stops, hold, alone=alone, before=self.before)
 
     def places(self) -> Places:
         """Where the tokens of one sequence begin in its text."""
-        return Places(self.decode)
+        return Places(self.decode, self.before)
 
 
 def envelope(form: Form, request_id: str, model: str, *, chunk: bool = False) -> Json:
@@ -88,7 +89,7 @@ def whole(form: Form, request_id: str, model: str, prompt: list[int], result: Sa
 
 def choice_of(form: Form, index: int, sequence: SequenceResult) -> Json:
     tokens = sequence.tokens.tolist()
-    text = whole_text(form.decode, tokens, form.stops)
+    text = whole_text(form.decode, tokens, form.stops, form.before)
     choice: Json = {"index": index, "finish_reason": sequence.stop_reason, "stop_reason": None}
     choice["logprobs"] = logprobs_of(form, *rows_of(sequence)) if form.logprobs else None
     if not form.chat:

@@ -59,6 +59,7 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
     target = await target_of(service, who, body.model)
     tokens = await in_turn(who.org_id, lambda: prompt_of(body, target.text))
     top = body.logprobs or 0
+    spelled = body.skip_special_tokens is False
     form = Form(
         target.text,
         chat=False,
@@ -66,8 +67,9 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         top=top,
         ids=bool(body.return_token_ids),
         stops=stops_of(body),
-        spelled=body.skip_special_tokens is False,
+        spelled=spelled,
         numbered=bool(body.return_tokens_as_token_ids),
+        before=target.text.context_of(tokens, special=spelled),
     )
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
     asked = await ask(service, who, request, priority, target, tokens, params_of(body, most, target), body.n or 1,

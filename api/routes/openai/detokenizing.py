@@ -12,14 +12,22 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
-    """The text of one sequence. `stops` end it and are left out; text from `hold` on is kept back until the end, with
-    `alone` only where nothing but space is before it."""
+    """The text of one sequence, which goes on from tokens `before`. `stops` end it and are left out; text from `hold`
+    on is kept back until the end, with `alone` only where nothing but space is before it."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = (), hold: str = "", *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str] = (),
+        hold: str = "",
+        *,
+        alone: bool = False,
+        before: Sequence[int] = (),
+    ) -> None:
         self._decode, self._stops, self._hold = decode, [stop for stop in stops if stop], hold
         self._alone = alone
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens from _start to _read are the context of those behind
+        self._tokens = list(before)
+        self._start, self._read = 0, len(before)  # tokens from _start to _read are the context of those behind
         self._waited = 0  # pushes in a row that ended within a character
         self._waiting = ""  # decoded and not given out
         self._over = False
@@ -69,8 +77,8 @@ class Places:
     """Where tokens begin in the text of their sequence, in characters. Parts of a character begin where it does, and
     special tokens that are left out of the text where it goes on."""
 
-    def __init__(self, decode: Decode) -> None:
-        self._text, self._length = TextStream(decode), 0
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
+        self._text, self._length = TextStream(decode, before=before), 0
 
     def push(self, tokens: Sequence[int]) -> list[int]:
         """The places of the next tokens. Each by itself, so that they do not hang on what came together."""
@@ -86,7 +94,7 @@ def _beginning(text: str, mark: str) -> int:
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def whole_text(decode: Decode, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
+def whole_text(decode: Decode, tokens: Sequence[int], stops: Sequence[str] = (), before: Sequence[int] = ()) -> str:
     """The text of a sequence that has ended."""
-    stream = TextStream(decode, stops)
+    stream = TextStream(decode, stops, before=before)
     return stream.push(tokens) + stream.end()

@@ -24,10 +24,14 @@ from api.state.threads import Threads
 
 #: Characters of a long text that are made into tokens together, to find whether it can fit at all.
 PIECE = 1 << 16
+#: Tokens of a prompt that its completion is read behind.
+CONTEXT = 8
 #: What OpenAI's API knows.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 #: What a message may say beside its content.
 SAID = ("audio", "function_call", "refusal", "tool_calls")
+#: Where a template tells who of several users says something.
+_NAMED = re.compile(r"\b(?:message|msg|m)(?:\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name['\"])")
 #: A byte as tokenizers with a fallback to bytes spell it.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 #: The signs that byte-level tokenizers have for bytes: what can be seen stands for itself, the rest follows from 256 on
@@ -81,6 +85,12 @@ class ModelText:
         """Text of tokens; special tokens are spelled out with `special`."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
+    def context_of(self, prompt: Sequence[int], *, special: bool = False) -> tuple[int, ...]:
+        """What a completion of `prompt` is read behind: some tokenizers leave out the space before a word that nothing
+        is before. Nothing where the prompt ends within a character."""
+        last = tuple(prompt[-CONTEXT:])
+        return () if self.decode(last, special=special).endswith("\ufffd") else last
+
     def word(self, token: int) -> str:
         """One token as text within others, spelled out: some decoders leave out a space before the first."""
         if token not in self._words:
@@ -112,6 +122,7 @@ class ModelText:
         if tools and "tools" not in self.template:
             raise Refused("tools: the chat template of this model has no place for them", "tools")
         said = [self._plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+        self._tell_apart(said)
         try:
             text = self._chat.render(
                 messages=said,
@@ -129,6 +140,15 @@ class ModelText:
                 what = f"the chat template of this model leaves out what role {quote(role)} says"
                 raise Refused(f"messages[{place}].role: {what}", f"messages[{place}].role", "unsupported_value")
         return self.encode(text, special=False)
+
+    def _tell_apart(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises Refused for users of several names, which the template does not tell: to the model they are one."""
+        users = ((place, each.get("name")) for place, each in enumerate(messages) if each["role"] == "user")
+        named = {name: f"messages[{place}].name" for place, name in users if isinstance(name, str)}
+        if len(named) > 1 and not _NAMED.search(self.template):
+            where = list(named.values())[-1]
+            what = "the chat template of this model does not tell users apart; begin what each says with its name"
+            raise Refused(f"{where}: {what}", where, "unsupported_content")
 
     def _plain(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A message as templates expect it: text in one piece, and a tool call's arguments as an object. A developer's

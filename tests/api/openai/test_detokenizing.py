@@ -4,6 +4,7 @@ before the first word, and falls back to bytes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -81,3 +82,26 @@ def test_offsets_are_places_in_the_text_that_is_sent(form: Form, tokens: list[in
     places = form.places().push(tokens)
     assert [TEXT[place:].split(" ")[0] for place in (places[0], places[4], places[12])] == ["Paris", "😀", "."]
     assert places == [0, 5, 7, 7, 9, 9, 9, 9, 10, 12, 12, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "drawn", "text"),
+    [
+        ("▁Paris ▁a", "▁b ▁c", " b c"),
+        ("▁Paris", ". ▁b", ". b"),
+        ("<s>", "▁b", "b"),
+        ("▁a <0xF0> <0x9F> <0x98>", "<0x80> ▁b", "\ufffd b"),
+    ],
+)
+def test_a_completion_goes_on_from_its_prompt_as_the_whole_text_does(
+    form: Form, prompt: str, drawn: str, text: str
+) -> None:
+    """Prompt and completion put together are what all tokens say: the space that joins them is the completion's."""
+    read, tokens = ids(form, prompt.split()), ids(form, drawn.split())
+    behind = replace(form, before=form.text.context_of(read))
+    assert whole_text(behind.decode, tokens, before=behind.before) == text
+    stream = behind.stream()
+    assert "".join(stream.push([token]) for token in tokens) + stream.end() == text
+    if "\ufffd" not in text:
+        assert form.decode(read) + text == form.decode([*read, *tokens])
+        assert behind.places().push(tokens)[-1] == len(text) - len(form.text.word(tokens[-1])) + (prompt == "<s>")

@@ -75,6 +75,20 @@ def test_what_a_template_has_no_place_for_is_refused(tmp_path: Path, field: str,
     assert text.render([asked, {**answered, field: None}]) == text.render([asked, answered])
 
 
+def test_users_whom_a_template_does_not_tell_apart_are_refused(text: ModelText, tmp_path: Path) -> None:
+    """One name changes nothing, and an assistant's or a tool's is what frameworks send beside the role."""
+    asked = [{"role": "user", "name": name, "content": "?"} for name in ("Ann", "Bob")]
+    with pytest.raises(Refused, match=r"messages\[1\]\.name: .* does not tell users apart; begin what each says with"):
+        text.render(asked)
+    plain = {"role": "user", "content": "?"}
+    said = {"role": "assistant", "name": "Carl", "content": "!"}
+    assert text.render([asked[0], said, asked[0], {**plain, "name": {}}]) == text.render([plain, said, plain, plain])
+    (tmp_path / "tokenizer.json").write_text((TINY_PATH / "tokenizer.json").read_text())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['name'] }}: {{ m.content }}{% endfor %}")
+    telling = ModelText(tmp_path, CONTEXT)
+    assert telling.decode(telling.render(asked)) == "Ann: ?Bob: ?"
+
+
 def test_a_clients_messages_are_made_plain(text: ModelText) -> None:
     given = [
         {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]},

@@ -3,12 +3,14 @@ what they make of a text hangs on whether anything is before it."""
 
 from __future__ import annotations
 
+import random
+import re
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from weft.rl.chat.render import TemplateRenderer
+from weft.rl.chat.render import TemplateRenderer, _apart
 from weft.rl.loops.dpo import pairs
 
 from tests.client_sdk.rl.kit import tokenizer
@@ -83,3 +85,17 @@ def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str
     drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
     bridged = renderer.bridge_to_next_turn(prompt, drawn, [TALK[2]])
     assert bridged == renderer.render_ids(TALK[:3], add_generation_prompt=True)
+
+
+def test_calls_are_those_that_the_format_has_also_in_text_that_is_no_call() -> None:
+    form, chance = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S), random.Random(0)
+    pieces = ["<tool_call>", "</tool_call>", "{", "}", '"a"', " ", "\n", "{}"]
+    for _ in range(5000):
+        text = "".join(chance.choices(pieces, k=chance.randint(1, 14)))
+        assert _apart(text) == (form.sub("", text), [found[1] for found in form.finditer(text)])
+
+
+@pytest.mark.parametrize("piece", ["<tool_call>{", "<tool_call>{}", "<tool_call> ", "<tool_call>{ } "])
+def test_calls_that_a_model_begins_over_and_over_are_read_once(piece: str) -> None:
+    """Every other rollout waits meanwhile: with the square of their number it would be for minutes."""
+    assert _apart(piece * 20_000) == (piece * 20_000, [])

@@ -10,11 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from weft import rl
+from weft.errors import APIConnectionError, InternalServerError, RateLimitError, RequestFailedError
 from weft.rl.chat.purse import BudgetSpent
-from weft.rl.envs.environment import Outcome
+from weft.rl.envs.environment import Outcome, checked
 from weft.rl.rollout import Group
 
-from tests.client_sdk.rl.kit import policy
+from tests.client_sdk.rl.kit import Said, Scripted, policy
 
 NOBODY = cast(Any, None)
 
@@ -132,3 +133,65 @@ def test_tasks_of_a_batch_are_tried_again_unless_it_was_trained(trained: bool) -
 
     again = asyncio.run(life())
     assert len(again) == (0 if trained else 3)
+
+
+class Failing(Scripted):
+    """Says what it is told to, and raises what is an error."""
+
+    def _next(self) -> Said:
+        if isinstance(error := self.answers[0], Exception):
+            self.answers.pop(0)
+            raise error
+        return super()._next()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RateLimitError("too much at once", 429),
+        InternalServerError("away", 503),
+        APIConnectionError("the connection was reset"),
+        RequestFailedError("the generator died", "op", "server"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_sample_that_failed_is_no_reward_of_zero_though_code_goes_on_from_any_error(error: Exception) -> None:
+    async def solve(task: int, chat: rl.Chat) -> float:
+        try:
+            await chat.user("?").sample()
+            reply = await chat.user("sure?").sample()
+        except Exception:
+            return 0.0
+        return float(reply.text == "8")
+
+    async def life() -> tuple[rl.Batch, rl.Rollouts]:
+        env = rl.function(solve, range(1))
+        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=1, size=3))
+        rollouts.policy = policy()[0]
+        rollouts.policy.sampler = cast(Any, Failing("7", "7", "7", "8", cast(Any, error), "9"))
+        async with asyncio.timeout(10):
+            return await rollouts.batch(), rollouts
+
+    batch, rollouts = asyncio.run(life())
+    assert sorted(batch.groups[0].rewards) == [0.0, 1.0]
+    assert rollouts.waste["failed_rollouts"] == 1
+
+
+def test_a_sample_that_is_made_good_by_another_try_keeps_its_reward() -> None:
+    async def solve(task: int, chat: rl.Chat) -> float:
+        chat.user("?")
+        while True:
+            try:
+                return float((await chat.sample()).text)
+            except RateLimitError:
+                continue
+
+    async def reward(*answers: Any) -> Outcome:
+        who = policy()[0]
+        who.sampler = cast(Any, Failing(*answers))
+        chat = rl.Chat(who)
+        [found] = await rl.function(solve, ["?"]).group("?", [chat])
+        return checked(found, chat)
+
+    busy = RateLimitError("too much at once", 429)
+    assert asyncio.run(reward(busy, busy, "8")) == rl.Reward(8.0)

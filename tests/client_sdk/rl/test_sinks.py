@@ -4,7 +4,9 @@ import math
 from pathlib import Path
 
 import orjson
+import pytest
 from weft import rl
+from weft.rl.loops.sinks import Sink, close, tell
 from weft.rl.loops.train import plain
 
 
@@ -15,6 +17,20 @@ def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:
     sink.close()
     [line] = (tmp_path / "steps.jsonl").read_bytes().splitlines()
     assert orjson.loads(line) == {"step": 0, "reward": 0.5, "ratio": None, "judged": None}
+
+
+def test_a_sink_is_good_for_the_next_loop_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops close their sinks at their end; a list of them is often given to several."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    bar = rl.Progress()
+    sinks: list[Sink] = [rl.JsonLines(tmp_path / "steps.jsonl"), bar]
+    for loop in range(2):
+        tell(sinks, loop, 4, {"reward": 0.5})
+        assert bar._bar.tasks[0].completed == loop + 1
+        close(sinks)
+        close(sinks)
+    lines = (tmp_path / "steps.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(line)["step"] for line in lines] == [0, 1]
 
 
 def test_numbers_that_differ_in_their_reduction_alone_are_both_told() -> None:

@@ -96,7 +96,7 @@ def test_ratios_hold_to_within_one(shares: dict[str, float], draws: int) -> None
     ],
 )
 def test_refused_where_it_is_made(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"tasks|order|weights|shares"):
+    with pytest.raises(ValueError, match=r"tasks|order|unseen|ratios"):
         make()
 
 

@@ -92,7 +92,7 @@ def until_read(engine: Engine) -> None:
         engine._install()
 
 
-def spell(tokens: object) -> str:
+def spell(tokens: object, *, special: bool = True) -> str:
     """A tokenizer: token n is spelled <n>."""
     return "".join(f"<{token}>" for token in tokens)  # type: ignore[attr-defined]
 

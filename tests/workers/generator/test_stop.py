@@ -10,13 +10,18 @@ from workers.generator.tokens.stop import StopRule
 EOS = (0, 9)
 
 
-def spell(tokens: Sequence[int]) -> str:
+#: A special token.
+MARK = 1
+
+
+def spell(tokens: Sequence[int], *, special: bool = True) -> str:
     """Bytes as tokens, so that a character may take several."""
-    return bytes(tokens).decode(errors="replace")
+    text = bytes(token for token in tokens if special or token != MARK).decode(errors="replace")
+    return text.replace(chr(MARK), "<mark>")
 
 
-def rule(limit: int = 1000, **sampling: object) -> StopRule:
-    return StopRule(SamplingParams(**sampling), EOS, limit, spell)  # type: ignore[arg-type]
+def rule(limit: int = 1000, prompt: Sequence[int] = (), **sampling: object) -> StopRule:
+    return StopRule(SamplingParams(**sampling), EOS, limit, spell, prompt)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("eos", EOS)
@@ -61,6 +66,32 @@ def test_window_holds_a_stop_string_of_characters_of_many_bytes(character: str) 
     stop, tokens = rule(stop_strings=(string,)), list((" " * 50 + string).encode())
     assert stop.check(tokens) == "stop"
     assert stop.check(tokens[:-1]) is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("END", [*b"E", *[MARK] * 9, *b"N", MARK, *b"D"]),
+        ("<mark>END", [MARK, *b"END"]),
+        ("N<mark>D", [MARK, *b"EN", MARK, *b"D"]),
+    ],
+)
+def test_stop_string_is_found_with_special_tokens_and_without_them(stop: str, text: list[int]) -> None:
+    """A text that is read without them is cut at its stop string: what is drawn beyond is billed, and not seen."""
+    tokens, held = [*b"x" * 100, *text], rule(stop_strings=(stop,))
+    assert next(n for n in range(1, len(tokens) + 1) if held.check(tokens[:n]) == "stop") == len(tokens)
+
+
+def test_stop_string_is_of_what_is_drawn_behind_the_prompt() -> None:
+    """Some tokenizers leave out the space before a word that nothing is before."""
+
+    def words(tokens: Sequence[int], *, special: bool = True) -> str:
+        return spell(tokens).removeprefix(" ")
+
+    drawn = StopRule(SamplingParams(stop_strings=(" a",)), EOS, 99, words, list(b"is"))
+    assert drawn.check(list(b" a")) == "stop"
+    assert rule(prompt=list(b"EN"), stop_strings=("END",)).check(list(b"D")) is None
+    assert rule(prompt=list("é".encode()[:1]), stop_strings=("a",)).check(list("é".encode()[1:] + b"a")) == "stop"
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

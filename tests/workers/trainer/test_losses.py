@@ -246,3 +246,15 @@ def test_maximum_and_empty_mean() -> None:
     merge_measures(merged, {"a:max": Measure(2.0), "b:mean": Measure(0.0, 0.0)})
     merge_measures(merged, {"a:max": Measure(1.0), "b:mean": Measure(0.0, 0.0)})
     assert metric_values(merged) == {"a:max": 2.0, "b:mean": 0.0}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("loss_fn", ["ppo", "gspo"])
+def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss_fn: str, advantage: float) -> None:
+    """As a ratio of e^80 has none, where A > 0; where A < 0 nothing clips it, and it is not finite."""
+    lp_P, inputs = rl([-1.0], [-300.0], [advantage])
+    loss, _ = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
+    loss.backward()
+    assert lp_P.grad.tolist() == ([0.0] if advantage > 0 else [math.inf])
+    _, high = clip_of(LOSSES[loss_fn])
+    assert loss.item() == pytest.approx(-high if advantage > 0 else math.inf)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from workers.generator.engine import SamplingParams, StopReason
 
-#: Turns token ids into text with special tokens spelled out.
-DecodeText = Callable[[Sequence[int]], str]
-
 #: Extra tokens of the decoded window beyond the longest stop string: a window that starts inside a character or a word
 #: may decode its first characters differently.
 WINDOW_MARGIN_TOKENS = 8
+#: A text that special tokens are left out of lies within as many times the tokens.
+LEFT_OUT = 4
+
+
+class DecodeText(Protocol):
+    """Turns token ids into text, with special tokens spelled out, or left out."""
+
+    def __call__(self, tokens: Sequence[int], *, special: bool = True) -> str: ...
 
 
 class NoTokenizer(ValueError):
@@ -26,9 +32,15 @@ class StopRule:
     length: a stop token at the last allowed position is a "stop"."""
 
     def __init__(
-        self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], limit: int, decode_text: DecodeText | None
+        self,
+        sampling: SamplingParams,
+        eos_token_ids: tuple[int, ...],
+        limit: int,
+        decode_text: DecodeText | None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """`limit` is the most tokens a sequence may have. `decode_text` is needed only with stop strings."""
+        """`limit` is the most tokens a sequence may have. `decode_text` is needed only with stop strings, and `prompt`
+        where the text goes on from it: some tokenizers leave out the space of a text that nothing is before."""
         self.limit = limit
         eos = eos_token_ids if sampling.stop_at_eos else ()
         self._token_ids = frozenset((*eos, *sampling.stop_token_ids))
@@ -39,6 +51,9 @@ class StopRule:
         # Every token spells at least one byte, so a string of n bytes lies within the last n tokens.
         longest = max((len(text.encode()) for text in self._strings), default=0)
         self._window = longest + WINDOW_MARGIN_TOKENS
+        self._before = tuple(prompt[-WINDOW_MARGIN_TOKENS:]) if self._strings else ()
+        if self._read(self._before, True).endswith("\ufffd"):  # within a character, which the first token ends
+            self._before = ()
 
     def check(self, tokens: Sequence[int]) -> StopReason | None:
         """Why the sequence ends with its newest token, or None. `tokens` are the generated ones, at least one."""
@@ -47,24 +62,32 @@ class StopRule:
         return "length" if len(tokens) >= self.limit else None
 
     def _has_stop_string(self, tokens: Sequence[int]) -> bool:
-        if not self._strings or self._decode_text is None:
+        """Of the text with special tokens spelled out, and of that without them: who reads it has either."""
+        if not self._strings:
             return False
-        text = self._decode_text(tokens[-self._window :])
-        return any(stop in text for stop in self._strings)
+        texts = (self._text(tokens, self._window, True), self._text(tokens, LEFT_OUT * self._window, False))
+        return any(stop in text for stop in self._strings for text in texts)
+
+    def _text(self, tokens: Sequence[int], window: int, special: bool) -> str:
+        """Of the last tokens, behind what is before the first."""
+        before = self._before if len(tokens) <= window else ()
+        return self._read([*before, *tokens[-window:]], special)[len(self._read(before, special)) :]
+
+    def _read(self, tokens: Sequence[int], special: bool) -> str:
+        return self._decode_text(tokens, special=special) if tokens and self._decode_text else ""
 
 
 def text_decoder(model_folder: Path) -> DecodeText | None:
-    """A decoder by the model's tokenizer.json, read on first use; None when the model has none. Special tokens are
-    spelled out, so that a stop string may contain one."""
+    """A decoder by the model's tokenizer.json, read on first use; None when the model has none."""
     file = model_folder / "tokenizer.json"
     if not file.is_file():
         return None
     loaded: list[Tokenizer] = []
 
-    def decode(tokens: Sequence[int]) -> str:
+    def decode(tokens: Sequence[int], *, special: bool = True) -> str:
         if not loaded:
             loaded.append(Tokenizer.from_file(str(file)))
-        text: str = loaded[0].decode(list(tokens), skip_special_tokens=False)
+        text: str = loaded[0].decode(list(tokens), skip_special_tokens=not special)
         return text
 
     return decode

@@ -182,7 +182,7 @@ class VllmEngine:
         limit = self._context - len(request.prompt) + 1
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.sampling.max_tokens)
-        rule = StopRule(request.sampling, self._eos, limit, self._decode_text)
+        rule = StopRule(request.sampling, self._eos, limit, self._decode_text, request.prompt)
         return RequestProgress(request, rule, self._config.vocab_size)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> Future[T]:

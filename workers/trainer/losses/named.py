@@ -23,6 +23,9 @@ from weft.wire.checks.losses import LOSSES, THRESHOLDS, clip_of
 
 from workers.trainer.metrics import Measure
 
+#: exp of it is still a float32.
+MAX_LOG_RATIO = 88.0
+
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float | str]
 Loss = Callable[[Tensor, Inputs, Config], tuple[Tensor, dict[str, Measure]]]
@@ -49,8 +52,8 @@ def ppo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str,
     advantages_P, inside_P = inputs["advantages"], _pushed(inputs)
     log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("ppo", inputs, config)
-    free_P = log_ratio_P.exp() * advantages_P
-    clamped_P = log_ratio_P.exp().clamp(low, high) * advantages_P
+    ratio_P = _clipped_exp(log_ratio_P, advantages_P)
+    free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
     metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
     metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inside_P)
@@ -94,7 +97,7 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     mean_P = (sums_S / sizes_S.clamp(min=1)).repeat_interleave(lengths_S, output_size=len(lp_P))
     # Outside the loss the value must not matter, even where exp would overflow.
     mean_P = torch.where(inside_P, mean_P, torch.zeros_like(mean_P))
-    ratio_P = (mean_P + lp_P - lp_P.detach()).exp()
+    ratio_P = _clipped_exp(mean_P + lp_P - lp_P.detach(), advantages_P)
     free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
     metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
@@ -151,6 +154,12 @@ def _pushed_or_sampled(inputs: Inputs) -> Tensor:
 def _log_ratio(lp_P: Tensor, inputs: Inputs, inside_P: Tensor) -> Tensor:
     """lp - q, and 0 with no gradient outside the loss."""
     return torch.where(inside_P, lp_P - inputs["logprobs"], torch.zeros_like(lp_P))
+
+
+def _clipped_exp(log_ratio_P: Tensor, advantages_P: Tensor) -> Tensor:
+    """r, for a loss that clips it from above where A > 0. Beyond float32 r would be inf, whose gradient there, 0 times
+    inf, is NaN; where A < 0 nothing clips it, and its overflow is the user's to hear of."""
+    return torch.where(advantages_P > 0, log_ratio_P.clamp(max=MAX_LOG_RATIO), log_ratio_P).exp()
 
 
 def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from weft.errors import AuthenticationError, BillingError, PermissionDeniedError
+from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, WeftError
+from weft.rl import checks
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
@@ -136,8 +137,9 @@ class Chat:
         self.messages: list[Message] = []
         #: Turns of all agents of the rollout, in the order in which they ended.
         self.recorded: list[Turn] = [] if recorded is None else recorded
-        #: What ended samples of all agents for good: who caught it has no reward to tell.
+        #: What ended samples of all agents, without another try that went well: who caught it has no reward to tell.
         self.ended: list[Exception] = [] if ended is None else ended
+        self._failed: list[Exception] = []  # of these, what this chat's next sample makes good
         self._ids: list[int] = []  # read and sampled so far, to the end of the last turn
         self._new: list[Message] = []
         self._turns = 0
@@ -199,14 +201,22 @@ class Chat:
         params, prompt = self._for_next(max_tokens, stop), self.prompt()
         try:
             got = await self._policy.draw(self._sampler, prompt, 1, params, prune)
-            return self._take(prompt, got.sequences[0])
-        except (*FATAL, StaleError) as error:
+            reply = self._take(prompt, got.sequences[0])
+        except (WeftError, StaleError) as error:
             self.ended.append(error)
+            if not isinstance(error, (*FATAL, StaleError)):
+                self._failed.append(error)
             raise
+        for made_good in self._failed:
+            self.ended.remove(made_good)
+        self._failed = []
+        return reply
 
     def _for_next(self, max_tokens: int | None, stop: Any) -> SamplingParams:
         if not self._new:
             raise ValueError("nothing was added since the last sample: chat.user(...) or chat.tool(...) first")
+        if max_tokens is not None:
+            checks.count("max_tokens", max_tokens)
         seed = random.Random(f"{self._seed}#{self._turns}").getrandbits(40)
         update = {"max_tokens": max_tokens, "stop": stop}
         given = {name: value for name, value in update.items() if value is not None}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
+_CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 _THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S)
 #: Stands for what was sampled while a template is asked what it puts behind it.
 _SAMPLED = "\u2402sampled\u2403"
@@ -118,9 +118,9 @@ class TemplateRenderer:
         text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
         thought = _THOUGHT.match(text)
         rest = text[thought.end() :] if thought else text
-        calls = tuple(_tool_call(found[1]) for found in _TOOL_CALL.finditer(rest))
-        content = _TOOL_CALL.sub("", rest).strip() if calls else rest
-        return Parsed(content, thought[1].strip() if thought else None, calls)
+        said, written = _apart(rest)
+        calls = tuple(map(_tool_call, written))
+        return Parsed(said.strip() if calls else rest, thought[1].strip() if thought else None, calls)
 
     def example(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -161,6 +161,17 @@ def text_of(message: Message) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+
+
+def _apart(text: str) -> tuple[str, list[str]]:
+    """What is said beside calls of tools, and the calls. In one pass: a model may begin calls over and over and end
+    none, and all other rollouts wait meanwhile."""
+    said, calls, at = list[str](), list[str](), 0
+    while (begun := _CALL.search(text, at)) and (ended := _CALLED.search(text, begun.end())):
+        said.append(text[at : begun.start()])
+        calls.append(text[begun.end() : ended.start() + 1])
+        at = ended.end()
+    return "".join([*said, text[at:]]), calls
 
 
 def _tool_call(text: str) -> ToolCall:

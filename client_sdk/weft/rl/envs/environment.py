@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from weft.rl.chat.chat import Chat, Reply, answers_together
+from weft.rl import checks
+from weft.rl.chat.chat import FATAL, Chat, Reply, answers_together
 from weft.rl.chat.render import Tool
 from weft.rl.sandboxes.sandbox import Sandboxes, opened
 from weft.rl.signal.advantages import Advantage
@@ -57,6 +58,11 @@ class Function:
     sandboxes: Sandboxes | None = None
     expected: Size | None = None
     advantage: Advantage | None = None
+
+    def __post_init__(self) -> None:
+        checks.tasks(self.tasks)
+        if self.timeout_s is not None:
+            checks.number("timeout_s", self.timeout_s, above=True)
 
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
         return list(await asyncio.gather(*(self._one(task, chat) for chat in chats)))
@@ -106,6 +112,11 @@ class Prompts:
     stop: Any = None
     expected: Size | None = None
     advantage: Advantage | None = None
+
+    def __post_init__(self) -> None:
+        checks.tasks(self.tasks)
+        if self.max_tokens is not None:
+            checks.count("max_tokens", self.max_tokens)
 
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
         for chat in chats:
@@ -158,9 +169,9 @@ def reward_of(found: Any) -> Reward:
 
 def checked(outcome: Outcome, chat: Chat) -> Outcome:
     """The outcome of whichever environment: a reward that cannot be learnt from is an error of its rollout, and so is
-    what ended a sample of it for good, though code that goes on from any error has made a reward of it."""
+    what ended a sample of it, though code that goes on from any error has made a reward of it."""
     if chat.ended:
-        return chat.ended[0]
+        return next((error for error in chat.ended if isinstance(error, FATAL)), chat.ended[0])
     try:
         return reward_of(outcome) if isinstance(outcome, Reward) else outcome
     except (TypeError, ValueError) as error:

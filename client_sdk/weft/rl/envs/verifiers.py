@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.rl import checks
 from weft.rl.chat.chat import Chat, Reply
 from weft.rl.envs.environment import Outcome, Reward
 from weft.rl.signal.advantages import Advantage
@@ -30,6 +31,8 @@ def verifiers(
         raise ValueError(
             f"sampling: {others[0]!r} is said to the loop: rl.train(sampling=SamplingParams(...)); here goes max_tokens"
         )
+    if (most := (sampling or {}).get("max_tokens")) is not None:
+        checks.count("sampling['max_tokens']", most)
     return Verifiers(env, dict(sampling or {}), expected, advantage)
 
 

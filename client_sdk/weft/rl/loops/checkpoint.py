@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from weft.errors import WeftError
 from weft.rest_client import RestClient
+from weft.rl import checks
 from weft.training_client import TrainingClient
 from weft.wire.shown import arguments
 from weft.wire.weights import SaveWeightsRequest
@@ -41,8 +42,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         """Refuses what the server would refuse, at the first save, with the steps before it lost."""
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, got {self.every}")
+        checks.count("every", self.every)
         with arguments(path="name"):
             SaveWeightsRequest(model_id="", path=self._named(0), ttl_seconds=self.ttl_seconds)
 

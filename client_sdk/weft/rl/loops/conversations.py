@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.rl import checks
 from weft.rl.chat.render import TemplateRenderer, Tool
 from weft.wire.inputs import Datum, ModelInput
 
@@ -25,6 +26,8 @@ def conversations(
     schemas that the template shows, and answers may be calls of them. What is longer than `max_length` tokens is cut at
     the end.
     """
+    if max_length is not None:
+        checks.count("max_length", max_length, least=2)
     renderer = TemplateRenderer(tokenizer)
     made = []
     for number, messages in enumerate(rows):

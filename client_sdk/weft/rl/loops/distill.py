@@ -8,6 +8,7 @@ same vocabulary, a checkpoint, or the policy itself that has read a hint (`hint`
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ from weft.rl.signal.advantages import reinforce
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
 from weft.wire.inputs import Datum, ModelInput
+
+logger = logging.getLogger("weft")
 
 
 def distill(
@@ -71,14 +74,18 @@ class _Distill(Loop):
         super().__init__(run, env, recipe)
         self.teacher, self.hint = teacher, hint
         self._gaps: list[float] = []
+        self._too_long = 0
 
     async def go(self) -> Report:
         self.prices = await money.prices_of(self.teacher)
+        limits = await self.teacher.create_rest_client().get_limits()
+        self._context = limits.models[await self.teacher.get_base_model_async()].context_length
         return await super().go()
 
     async def _data(self, batch: Batch) -> list[Datum]:
         rollouts = [(group.task, rollout) for group in batch.groups for rollout in group.rollouts]
         pairs = [(task, datum) for task, rollout in rollouts for datum in data_of(rollout, 1.0)]
+        pairs = self._readable(pairs)
         scored = await asyncio.gather(*(self._score(task, datum) for task, datum in pairs))
         whole = sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for _, datum in pairs)
         gaps = sum(float(gap.sum()) for _, gap in scored)
@@ -87,6 +94,19 @@ class _Distill(Loop):
             _taught(self.loss, datum, ref, gap, 1 / max(1.0, whole))
             for (_, datum), (ref, gap) in zip(pairs, scored, strict=True)
         ]
+
+    def _readable(self, pairs: list[tuple[Any, Datum]]) -> list[tuple[Any, Datum]]:
+        """What the teacher has room for, with its hint; the first that it has not is told."""
+        lengths = [len(self._hint_ids(task)) + datum.model_input.length + 1 for task, datum in pairs]
+        before, self._too_long = self._too_long, sum(length > self._context for length in lengths)
+        if self._too_long and not before:
+            logger.warning(
+                "the teacher takes %d tokens, and a rollout with its hint has %d: such rollouts are left out"
+                " (`too_long_for_teacher` counts them); a smaller max_tokens or a shorter hint keeps them",
+                self._context,
+                max(lengths),
+            )
+        return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= self._context]
 
     async def _score(self, task: Any, datum: Datum) -> tuple[Any, Any]:
         """The teacher's logprob of each target, and what it has more than the policy's where a token was drawn."""
@@ -106,7 +126,8 @@ class _Distill(Loop):
         return self.rollouts.policy.renderer.render_ids(list(self.hint(task)))
 
     def _numbers(self) -> dict[str, float]:
-        return {"reverse_kl": self._gaps[-1]} if self._gaps else {}
+        numbers = {"reverse_kl": self._gaps[-1]} if self._gaps else {}
+        return numbers | ({"too_long_for_teacher": float(self._too_long)} if self._too_long else {})
 
 
 def _taught(loss: Loss, datum: Datum, ref: Any, gap: Any, weight: float) -> Datum:

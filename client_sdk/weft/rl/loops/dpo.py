@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.rl import checks
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.loops import money
@@ -80,6 +81,8 @@ def dpo(
     **recipe: Any,
 ) -> Report:
     """Train on pairs, the mean over each batch. `reference` is most often the base model. The rest is `Recipe`'s."""
+    checks.finite("beta", beta, above=True)
+    going = Recipe(**recipe)
     context, asked = _Scorer(reference), wait(money.prices_of(reference))
     known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id
 
@@ -115,7 +118,7 @@ def dpo(
 
         return shown
 
-    return go(run, data, backward, Recipe(**recipe))
+    return go(run, data, backward, going)
 
 
 class _Scorer:

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from weft.rl import checks
 from weft.rl.chat.chat import FATAL, Chat, Policy
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
@@ -30,8 +31,10 @@ class Evaluation:
     name: str = "eval"
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, got {self.every}")
+        checks.count("every", self.every)
+        checks.count("size", self.size)
+        if self.tasks is not None:
+            checks.tasks(self.tasks)
 
 
 #: Entered for each task: as many at a time as there is room for.

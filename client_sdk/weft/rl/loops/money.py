@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from weft.errors import WeftError
 from weft.plan.estimate import CostEstimate, EstimatedRow
+from weft.rl import checks
 from weft.rl.chat.purse import Purse
 from weft.rl.envs.environment import Environment
 from weft.rl.loops.mixture import mixture, ratios_of
@@ -48,6 +49,7 @@ def estimate(
 
     Prompts are counted in full for each turn, as if nothing of them were cached; all data are trained.
     """
+    checks.count("steps", steps, least=0)
     groups = groups or Groups()
     mixed = mixture(env, None, 0)
     shares = ratios_of(mixed, ratios).shares

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from weft.rl.checks import count, finite
 from weft.wire.shown import arguments
 from weft.wire.training import AdamParams
 
@@ -13,11 +14,13 @@ Rate = Callable[[int], float]
 
 
 def constant(rate: float) -> Rate:
+    finite("rate", rate)
     return lambda step: rate
 
 
 def linear(peak: float, steps: int, warmup: int = 0) -> Rate:
     """Up to `peak` in `warmup` steps, then down to 0 at `steps`."""
+    _planned(peak, steps, warmup)
 
     def at(step: int) -> float:
         if step < warmup:
@@ -29,6 +32,8 @@ def linear(peak: float, steps: int, warmup: int = 0) -> Rate:
 
 def cosine(peak: float, steps: int, warmup: int = 0, floor: float = 0.0) -> Rate:
     """Up to `peak` in `warmup` steps, then down to `floor` at `steps` along half a cosine."""
+    _planned(peak, steps, warmup)
+    finite("floor", floor)
 
     def at(step: int) -> float:
         if step < warmup:
@@ -37,6 +42,12 @@ def cosine(peak: float, steps: int, warmup: int = 0, floor: float = 0.0) -> Rate
         return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
 
     return at
+
+
+def _planned(peak: float, steps: int, warmup: int) -> None:
+    finite("peak", peak)
+    count("steps", steps)
+    count("warmup", warmup, least=0)
 
 
 def rate_of(given: float | Rate) -> Rate:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import RateLimitError, WeftError
+from weft.rl import checks
 from weft.rl.chat.chat import FATAL, Chat, Policy, StaleError
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
@@ -61,6 +62,12 @@ class Groups:
     keep_rollout: Sequence[RolloutFilter] = ()
     refill: bool = False
 
+    def __post_init__(self) -> None:
+        checks.count("batch", self.batch)
+        checks.count("size", self.size)
+        checks.functions("keep", self.keep)
+        checks.functions("keep_rollout", self.keep_rollout)
+
 
 class Rollouts:
     """Rollouts of one run, from `async with` on. `state_dict` says which tasks come next and the version."""
@@ -85,7 +92,7 @@ class Rollouts:
         """`batches`: how many will be asked for, so that nothing is sampled beyond the last. `routing_replay`: training
         sends each token to the experts that it was sampled with, where the base model is a mixture of experts."""
         self.run, self.groups, self.schedule = run, groups or Groups(), schedule or Sync()
-        self.sampling = _on_policy(sampling or SamplingParams())
+        self.sampling = on_policy(sampling or SamplingParams())
         self.pacer = Pacer(self.schedule, self.groups.batch)
         self.waste: Counter[str] = Counter()
         self._envs = mixture(env, sources, seed)
@@ -388,8 +395,11 @@ def _name_of(keep: GroupFilter) -> str:
     return str(getattr(keep, "__name__", type(keep).__name__))
 
 
-def _on_policy(params: SamplingParams) -> SamplingParams:
+def on_policy(params: SamplingParams) -> SamplingParams:
+    """`params`. Raises ValueError where nothing that is drawn so can be trained on."""
     wrong = off_policy(params.temperature, params.top_p, params.top_k)
     if wrong:
         raise ValueError(f"rollouts to train on are drawn from all tokens, at a temperature above 0; got {wrong}")
+    if params.max_tokens is not None:
+        checks.count("sampling.max_tokens", params.max_tokens)
     return params

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.rl import checks
 from weft.rl.chat.purse import Purse
 from weft.rl.loops.supervised import Recipe, Shown, go
 from weft.rl.loops.train import Report
@@ -21,6 +22,7 @@ def sft(
 
     The server packs short sequences together. `test` is scored every so many steps, not trained on: `test/loss`.
     """
+    checks.count("every", every)
 
     def backward(batch: Sequence[Datum], purse: Purse) -> Shown:
         tokens = _weight(batch)

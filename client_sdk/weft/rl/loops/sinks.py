@@ -16,7 +16,7 @@ logger = logging.getLogger("weft")
 
 
 class Sink(Protocol):
-    """Takes the numbers of each step."""
+    """Takes the numbers of each step. A loop closes it at its end; the next loop that is given it logs to it again."""
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -71,16 +71,20 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+        self._bar = None
 
 
 class JsonLines:
     """A file with one JSON object for each step. What JSON has no number for is null."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a")  # noqa: SIM115 - closed by `close`
+        self._path = Path(path)
+        self._file = self._path.open("a")
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
         told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        if self._file.closed:
+            self._file = self._path.open("a")
         self._file.write(json.dumps({"step": step, **told}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -90,31 +94,46 @@ class JsonLines:
 
 class Wandb:
     """Weights & Biases. Options are those of `wandb.init`; `id` and `resume` continue a run there. The axis of its
-    curves is `step`: at steps of its own it drops what comes late, as an evaluation's numbers do."""
+    curves is `step`: at steps of its own it drops what comes late, as an evaluation's numbers do. A second loop that is
+    given it begins a run of its own there."""
 
     def __init__(self, **options: Any) -> None:
-        self._run = _package("wandb").init(**options)
-        self._run.define_metric("*", step_metric="step")
+        self._options = options
+        self._run = self._begun()
+
+    def _begun(self) -> Any:
+        run = _package("wandb").init(**self._options)
+        run.define_metric("*", step_metric="step")
+        return run
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        self._run = self._run or self._begun()
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()
+        self._run = None
 
 
 class Trackio:
     """trackio. Options are those of `trackio.init`."""
 
     def __init__(self, **options: Any) -> None:
-        self._trackio = _package("trackio")
+        self._trackio, self._options = _package("trackio"), options
         self._trackio.init(**options)
+        self._open = True
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        if not self._open:
+            self._trackio.init(**self._options)
+            self._open = True
         self._trackio.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        if self._open:
+            self._trackio.finish()
+        self._open = False
 
 
 class TensorBoard:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from weft.future import APIFuture
+from weft.rl import checks
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.loops import money
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
@@ -16,6 +17,7 @@ from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
 from weft.training_client import TrainingClient
+from weft.wire.base import MIN_SEED
 from weft.wire.training import AdamParams
 
 logger = logging.getLogger("weft")
@@ -25,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How fixed data are gone through."""
+    """How fixed data are gone through. Where they are fewer than `batch`, each batch has all of them."""
 
     batch: int = 32
     epochs: float = 1.0
@@ -35,6 +37,14 @@ class Recipe:
     checkpoint: Checkpoints | None = None
     budget_usd: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.count("batch", self.batch)
+        checks.finite("epochs", self.epochs, above=True)
+        checks.rate("learning_rate", self.learning_rate)
+        checks.count("seed", self.seed, least=MIN_SEED)
+        if self.budget_usd is not None:
+            checks.finite("budget_usd", self.budget_usd)
 
 
 #: What to show of a gradient, once it is computed.
@@ -53,12 +63,13 @@ def go(
     """One optimizer step for each batch; `between` is asked for more numbers after each."""
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
-    steps = max(1, round(len(items) * recipe.epochs / recipe.batch))
+    size = min(recipe.batch, len(items))
+    steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
     state = _resume(run, recipe, steps)
     spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
     purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
-    order.drawn = state["step"] * recipe.batch
+    order.drawn = state["step"] * size
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))
     sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
@@ -73,7 +84,7 @@ def go(
     try:
         for step in range(report.resumed_at, steps):
             params = params_of(recipe.optim, recipe.learning_rate, step)
-            shown = backward([items[order.draw()] for _ in range(recipe.batch)], purse)
+            shown = backward([items[order.draw()] for _ in range(size)], purse)
             # Sent before anything is waited for: a Ctrl-C between them would leave the gradient to the next step.
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}

@@ -8,9 +8,10 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from weft.loss_handle import LossHandle
+from weft.rl import checks
 from weft.rl.chat.chat import Policy
 from weft.rl.chat.purse import BudgetSpent
 from weft.rl.chat.render import Renderer
@@ -21,7 +22,7 @@ from weft.rl.loops.checkpoint import Checkpoints, advantage_state, load_advantag
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, params_of
-from weft.rl.loops.rollouts import Groups, Rollouts
+from weft.rl.loops.rollouts import Groups, Rollouts, on_policy
 from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.losses.loss import Loss, importance_sampling, ppo
 from weft.rl.schedule.concurrency import Concurrency
@@ -30,6 +31,7 @@ from weft.rl.signal.advantages import Advantage, dr_grpo
 from weft.rl.signal.lengths import Penalty
 from weft.rl.tasks.sources import Source
 from weft.training_client import TrainingClient
+from weft.wire.base import MIN_SEED
 from weft.wire.inputs import Datum
 from weft.wire.sampling import SamplingParams
 from weft.wire.training import AdamParams
@@ -74,6 +76,16 @@ class Recipe:
     checkpoint: Checkpoints | None = None
     budget_usd: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.count("steps", self.steps, least=0)
+        if self.sampling is not None:
+            on_policy(self.sampling)
+        checks.one_of("reduce", self.reduce, get_args(Reduce))
+        checks.rate("learning_rate", self.learning_rate)
+        checks.count("seed", self.seed, least=MIN_SEED)
+        if self.budget_usd is not None:
+            checks.finite("budget_usd", self.budget_usd)
 
     def chosen_loss(self) -> Loss:
         """On-policy plain importance sampling; with a lag PPO, which bounds what old tokens do."""
@@ -184,7 +196,7 @@ class Loop:
         data = await self._data(batch)
         update = None
         if data:
-            self.purse.pay(self._price(data))
+            self.purse.pay(self._price(data, handle))
             params = params_of(self.recipe.optim, self.recipe.learning_rate, step)
             backward = self.loss.forward_backward(self.run, data, handle)
             update = self.run.optim_step(params)
@@ -229,9 +241,12 @@ class Loop:
         """More of the step, for loops that know more."""
         return {}
 
-    def _price(self, data: Sequence[Datum]) -> int:
-        """What it costs to train on `data`, whose requests may each be rounded up."""
-        return self.purse.price(train=sum(datum.model_input.length for datum in data)) + len(data)
+    def _price(self, data: Sequence[Datum], handle: LossHandle | None) -> int:
+        """What it costs to train on `data`, whose requests may each be rounded up. A traced loss that the server does
+        not run itself takes a forward pass before."""
+        tokens = sum(datum.model_input.length for datum in data)
+        twice = handle is not None and handle.loss_id is None
+        return self.purse.price(train=tokens, prefill=tokens * twice) + len(data) * (1 + twice)
 
     async def _evaluate(self, step: int, policy: Policy, evaluation: Evaluation) -> None:
         """Start it with the weights of now, at batch priority; training goes on meanwhile, and goes first."""

@@ -17,6 +17,7 @@ import numpy as np
 from weft.future import APIFuture
 from weft.loss_handle import LossHandle
 from weft.training_client import TrainingClient
+from weft.wire.checks.batches import config_problems
 from weft.wire.checks.losses import LOSSES, OF_THE_FORWARD
 from weft.wire.inputs import Datum
 from weft.wire.tensor import TensorData
@@ -42,6 +43,11 @@ class Loss:
     config: Mapping[str, float] = field(default_factory=dict)
     bounded: bool = True
     all_data: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fn is None and self.name in LOSSES:
+            for problem in config_problems(self.name, LOSSES[self.name], self.config):
+                raise ValueError(f"the loss {self.name!r}: {problem.what}")
 
     @property
     def reads(self) -> tuple[str, ...]:

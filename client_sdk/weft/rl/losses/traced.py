@@ -14,12 +14,32 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec
 
+from weft.rl import checks
 from weft.rl.losses.loss import Loss
 
 #: A torch tensor, or what stands for it while it is traced.
 Tensor = Any
+P = ParamSpec("P")
+
+
+def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
+    """`maker`, where every number of its settings is one that is not negative; an infinite bound bounds nothing."""
+
+    @wraps(maker)
+    def made(*args: P.args, **settings: P.kwargs) -> Loss:
+        for name, value in signature(maker).bind(*args, **settings).arguments.items():
+            if isinstance(value, tuple):
+                for place, each in enumerate(value):
+                    checks.number(f"{name}[{place}]", each)
+            elif not isinstance(value, bool | None) and name != "level":
+                checks.number(name, value)
+        return maker(*args, **settings)
+
+    return made
 
 
 def _torch() -> Any:
@@ -70,6 +90,7 @@ def _outside(x: Tensor, low: float, high: float) -> Tensor:
     return ((x < low) | (x > high)).float().detach()
 
 
+@_settings
 def intellect3(
     low: float = 0.125, high: float = 8.0, veto: float = 0.0, level: Literal["token", "sequence"] = "token"
 ) -> Loss:
@@ -78,6 +99,7 @@ def intellect3(
     The bounds are its code's; the report's text has a veto of 1e-5. At level "sequence" rho is that of the whole
     sequence, exp(min(sum log rho, 10)), divided by its length, and each token takes its own share of the gradient.
     """
+    checks.one_of("level", level, ("token", "sequence"))
 
     def body(lp: Tensor, q: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
@@ -99,6 +121,7 @@ def intellect3(
     return Loss("intellect3", _named(fn, "intellect3"))
 
 
+@_settings
 def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
     """-k 1[low <= k <= high] min(r A, clamp(r) A): two ratios (Ring-1T, eq. 1, with its bounds)."""
 
@@ -111,6 +134,7 @@ def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2
     return _with_old("icepop", body, old)
 
 
+@_settings
 def tis(cap: float = 2.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
     """-min(k, cap) min(r A, clamp(r) A): truncated importance sampling (slime)."""
 
@@ -123,6 +147,7 @@ def tis(cap: float = 2.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = Fa
     return _with_old("tis", body, old)
 
 
+@_settings
 def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
     """-w 1[w <= upper] min(r A, clamp(r) A) with w = k, the proximal policy over the behaviour's (AReaL, decoupled)."""
 
@@ -135,6 +160,7 @@ def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool 
     return _with_old("areal", body, old)
 
 
+@_settings
 def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None, old: bool = False) -> Loss:
     """-min(r A, clamp(r, 1 - low, 1 + high) A), and with `dual` at most dual |A| where A < 0 (slime)."""
 
@@ -148,6 +174,7 @@ def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None, old
     return _with_old("ppo_clip", body, old)
 
 
+@_settings
 def clipped_is(low: float = 0.0, high: float = 4.0, old: bool = False) -> Loss:
     """-sg(clamp(r, low, high)) A lp: CISPO on r; `cispo` has it on rho (arXiv 2506.13585; slime)."""
 
@@ -158,6 +185,7 @@ def clipped_is(low: float = 0.0, high: float = 4.0, old: bool = False) -> Loss:
     return _with_old("clipped_is", body, old)
 
 
+@_settings
 def gspo(low: float = 3e-4, high: float = 4e-4, old: bool = False) -> Loss:
     """-min(s A, clamp(s, 1 - low, 1 + high) A), s = exp(mean of lp - q): one ratio for all tokens (arXiv 2507.18071).
 
@@ -179,6 +207,7 @@ def _kept(lp: Tensor, q: Tensor, signal: Tensor, m: Tensor, drop: Tensor, kl: fl
     return _result(term, lp, q, m, drop)
 
 
+@_settings
 def dppo_kl(low: float = 0.2, high: float = 0.2, kl: float = 1e-3) -> Loss:
     """-keep A rho + kl (log rho)^2; keep ends where a probability has moved by 0.2 in its advantage's direction.
 
@@ -193,6 +222,7 @@ def dppo_kl(low: float = 0.2, high: float = 0.2, kl: float = 1e-3) -> Loss:
     return Loss("dppo_kl", _named(fn, "dppo_kl"))
 
 
+@_settings
 def ipo(width: float = 0.1, kl: float = 1e-3) -> Loss:
     """As `dppo_kl`, with a mask of both directions at once: |exp(lp) - exp(q)| <= width (prime-rl)."""
 
@@ -204,6 +234,7 @@ def ipo(width: float = 0.1, kl: float = 1e-3) -> Loss:
     return Loss("ipo", _named(fn, "ipo"))
 
 
+@_settings
 def ref_kl(low: float = 0.2, kl: float = 1e-3) -> Loss:
     """-keep sg(ref - lp) rho + kl (log rho)^2: towards a teacher, token by token (prime-rl's distillation)."""
 
@@ -219,6 +250,7 @@ def _towards(lp: Tensor, q: Tensor, ref: Tensor, m: Tensor, low: float, kl: floa
     return _kept(lp, q, (ref - lp).detach(), m, drop, kl)
 
 
+@_settings
 def sapo(above: float = 1.0, below: float = 1.05, old: bool = False) -> Loss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau `above` for A > 0 and `below` for the rest: a soft clip (AReaL's SAPO)."""
 
@@ -231,6 +263,7 @@ def sapo(above: float = 1.0, below: float = 1.05, old: bool = False) -> Loss:
     return _with_old("sapo", body, old)
 
 
+@_settings
 def opsm(most: float = 1e-4, old: bool = False) -> Loss:
     """-r A, and nothing of a sequence with A < 0 whose mean of old - lp is above `most` (slime's OPSM).
 
@@ -246,6 +279,7 @@ def opsm(most: float = 1e-4, old: bool = False) -> Loss:
     return _with_old("opsm", body, old, sampler=True)
 
 
+@_settings
 def mixed(rl: float = 1.0, ce: float = 0.0, ref: float = 0.0) -> Loss:
     """rl (DPPO + KL) + ce (-lp) + ref (reference KL) in one pass, each times its own weight.
 

@@ -6,6 +6,8 @@ the schedule would allow, and never allows more.
 
 from __future__ import annotations
 
+from weft.rl import checks
+
 #: The limit grows by a quarter when what is allowed is nearly used and next to nothing waits.
 GROW, USED, FREE = 1.25, 0.9, 0.1
 #: A queue longer than half of what runs, seen this often in a row, is an overload.
@@ -18,6 +20,8 @@ class Concurrency:
     """A limit between `least` and `most`, moved by `observe` and `refused`."""
 
     def __init__(self, start: int = 8, least: int = 1, most: int = 1024) -> None:
+        for name, value in (("start", start), ("least", least), ("most", most)):
+            checks.count(name, value)
         if not 1 <= least <= start <= most:
             raise ValueError(f"need 1 <= least <= start <= most, got {least}, {start}, {most}")
         self.least, self.most = least, most

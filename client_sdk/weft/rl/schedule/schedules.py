@@ -7,7 +7,12 @@ version that is trained less the oldest version that drew any token of its group
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from weft.rl import checks
+
+#: Which tokens make a batch of `Partial`.
+Budget = Literal["completed", "generated"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,7 @@ class Sync:
     oversample: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.oversample < 1:
-            raise ValueError(f"oversample must be at least 1, got {self.oversample}")
+        checks.finite("oversample", self.oversample, least=1)
 
     @property
     def max_lag(self) -> int:
@@ -45,8 +49,9 @@ class Async:
     inflight: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_lag < 1:
-            raise ValueError(f"max_lag must be at least 1, got {self.max_lag}; Sync() is on-policy")
+        if self.max_lag == 0:
+            raise ValueError("max_lag must be at least 1, got 0; Sync() is on-policy")
+        checks.count("max_lag", self.max_lag)
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,12 @@ class Partial:
     tokens: int
     in_flight: int
     retention: int = 2
-    budget: Literal["completed", "generated"] = "completed"
+    budget: Budget = "completed"
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.in_flight, self.retention) < 1:
-            raise ValueError("tokens, in_flight and retention must be at least 1")
+        for name in ("tokens", "in_flight", "retention"):
+            checks.count(name, getattr(self, name))
+        checks.one_of("budget", self.budget, get_args(Budget))
 
     @property
     def max_lag(self) -> int:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable
 
+from weft.rl import checks
 from weft.rl.rollout import Group, Rollout
 
 #: True: keep it. Its `__name__` is what the count of the rejected is called.
@@ -29,6 +30,8 @@ def not_solved_or_hopeless(group: Group) -> bool:
 def spread(least: float = 1e-6) -> GroupFilter:
     """The rewards' standard deviation is above `least` (DAPO's dynamic sampling)."""
 
+    checks.finite("least", least)
+
     def spread(group: Group) -> bool:
         return len(group.rollouts) > 1 and statistics.stdev(group.rewards) > least
 
@@ -37,6 +40,9 @@ def spread(least: float = 1e-6) -> GroupFilter:
 
 def not_gibberish(vocab_size: int, rare_from: int, margin: float = 2.0) -> RolloutFilter:
     """No drawn token with an id from `rare_from` is less likely than a uniform draw by `margin` nats."""
+    checks.count("vocab_size", vocab_size)
+    checks.count("rare_from", rare_from, least=0)
+    checks.finite("margin", margin)
     least = -math.log(vocab_size) - margin
 
     def not_gibberish(rollout: Rollout) -> bool:
@@ -51,6 +57,8 @@ def not_gibberish(vocab_size: int, rare_from: int, margin: float = 2.0) -> Rollo
 
 def not_repeating(run: int = 3000, probability: float = 0.99) -> RolloutFilter:
     """No `run` tokens in a row of a turn were drawn with more than `probability`: what loops becomes certain."""
+    checks.count("run", run)
+    checks.number("probability", probability, above=True, most=1)
     certain = math.log(probability)
 
     def not_repeating(rollout: Rollout) -> bool:

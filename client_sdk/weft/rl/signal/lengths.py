@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from weft.rl import checks
+
 
 @dataclass(frozen=True)
 class Size:
@@ -14,6 +16,11 @@ class Size:
     read: int = 0
     turns: int = 1
 
+    def __post_init__(self) -> None:
+        checks.number("drawn", self.drawn)
+        checks.number("read", self.read)
+        checks.number("turns", self.turns)
+
 
 #: (rewards of a group, sizes of its rollouts) -> rewards.
 Penalty = Callable[[Sequence[float], Sequence[Size]], list[float]]
@@ -22,6 +29,8 @@ Penalty = Callable[[Sequence[float], Sequence[Size]], list[float]]
 def linear(drawn: float = 0.25, read: float = 0.1, turns: float = 0.1) -> Penalty:
     """s - max(0, mean(s)) (drawn d/max d + read r/max r + turns t/max t), as prime-rl's: nothing is taken where nobody
     succeeds. Rewards whose mean is negative stay as they are, where its formula would pay for length."""
+    for name, value in (("drawn", drawn), ("read", read), ("turns", turns)):
+        checks.finite(name, value)
 
     def penalty(rewards: Sequence[float], sizes: Sequence[Size]) -> list[float]:
         mean = max(0.0, sum(rewards) / len(rewards))

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from weft.rl import checks
+
 
 class Source(Protocol):
     """Decides which task is tried next."""
@@ -31,8 +33,7 @@ class Shuffled:
     """Every task once, in an order that depends on seed and round alone; then again, in another."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
-        if count < 1:
-            raise ValueError("there are no tasks")
+        checks.count("count of tasks", count)
         self.count, self.seed, self.drawn = count, seed, 0
         self._round, self._order = -1, list[int]()
 
@@ -65,6 +66,10 @@ class Pool:
     upto: float
     weight: float
 
+    def __post_init__(self) -> None:
+        checks.number("upto", self.upto, least=-math.inf)
+        checks.finite("weight", self.weight)
+
 
 #: Hard and easy tasks are drawn a fifth as often as those that teach most (prime-rl).
 FIFTHS = (Pool("hard", 0.25, 0.2), Pool("normal", 0.75, 1.0), Pool("easy", 1.0, 0.2))
@@ -85,12 +90,12 @@ class DifficultyPools:
         memory: float = 0.0,
         seed: int = 0,
     ) -> None:
-        if count < 1:
-            raise ValueError("there are no tasks")
+        checks.count("count of tasks", count)
         if [pool.upto for pool in pools] != sorted({pool.upto for pool in pools}) or not pools:
             raise ValueError("pools must be in the order of their `upto`, which must differ")
-        if any(pool.weight < 0 for pool in pools) or unseen < 0 or not 0 <= memory < 1:
-            raise ValueError("weights must not be negative, and memory must be in [0, 1)")
+        checks.finite("unseen", unseen)
+        if not 0 <= memory < 1:
+            raise ValueError(f"memory must be in [0, 1), got {memory}")
         self.count, self.pools, self.unseen, self.memory = count, tuple(pools), unseen, memory
         self.seed, self.drawn = seed, 0
         self.means: dict[int, float] = {}
@@ -133,9 +138,11 @@ class Ratios:
     """Draws names so that after n draws each has had n times its share, to within one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
+        for name, share in shares.items():
+            checks.finite(f"ratios[{name!r}]", share)
         total = sum(shares.values())
-        if not shares or total <= 0 or min(shares.values()) < 0:
-            raise ValueError(f"shares must be positive, got {dict(shares)}")
+        if total <= 0:
+            raise ValueError(f"ratios must have one above 0, got {dict(shares)}")
         self.shares = {name: share / total for name, share in shares.items()}
         self.drawn = dict.fromkeys(shares, 0)
 

@@ -1,0 +1,63 @@
+"""Arguments of the toolkit, looked at where they are given: later, what was sampled for them is paid for."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def count(name: str, value: Any, least: int = 1) -> None:
+    """Raises ValueError, or TypeError for what is no whole number, unless `value` is at least `least`."""
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {value!r:.80}")
+    if whole < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def number(name: str, value: Any, least: float = 0.0, *, above: bool = False, most: float = math.inf) -> None:
+    """Raises ValueError, or TypeError for what is no number, unless `value` is from `least` (with `above`: above it) to
+    `most`, which NaN is not."""
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {value!r:.80}")
+    if not least <= float(value) <= most or (above and float(value) == least):
+        bound = f"above {least:g}" if above else f"at least {least:g}"
+        raise ValueError(f"{name} must be {bound}{f' and at most {most:g}' if most < math.inf else ''}, got {value}")
+
+
+def finite(name: str, value: Any, least: float = 0.0, *, above: bool = False) -> None:
+    """`number`, and not infinite."""
+    number(name, value, least, above=above)
+    if math.isinf(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises ValueError unless `value` is one of `known`."""
+    if value not in (among := list(known)):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, got {value!r:.80}")
+
+
+def rate(name: str, value: float | Callable[[int], float]) -> None:
+    """Raises unless `value` is a learning rate, or gives one for each step."""
+    if not callable(value):
+        finite(name, value)
+
+
+def functions(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a list of functions."""
+    if not isinstance(value, list | tuple) or not all(map(callable, value)):
+        raise TypeError(f"{name} must be a list of functions, got {value!r:.80}")
+
+
+def tasks(value: Any) -> None:
+    """Raises unless `value` can be drawn from: a length, and a place for each."""
+    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")) or isinstance(value, str | dict):
+        raise TypeError(f"tasks must be a list, or what has a length and an index as one, got {value!r:.80}")
+    if len(value) == 0:
+        raise ValueError("tasks must have at least one: there are none")

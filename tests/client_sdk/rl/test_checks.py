@@ -1,0 +1,116 @@
+"""Every argument of the toolkit that can train nothing, or not end, is refused by its name where it is given: before a
+token is drawn for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import weft
+from weft import rl
+from weft.rl.tasks.sources import Ratios
+
+from tests.client_sdk.rl.kit import policy, tokenizer
+
+NOBODY, NAN, INF = cast(Any, None), math.nan, math.inf
+ENV = rl.prompts(["?"])
+POOL: dict[str, Any] = {"name": "a", "upto": 1, "weight": 1}
+GIBBERISH: dict[str, Any] = {"vocab_size": 9, "rare_from": 0}
+TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+async def solve(task: Any, chat: rl.Chat) -> float:
+    return 0.0
+
+
+def trained(**recipe: Any) -> None:
+    rl.train(NOBODY, ENV, **recipe)
+
+
+def tuned(**recipe: Any) -> None:
+    rl.sft(NOBODY, rl.conversations([TALK], tokenizer()), **recipe)
+
+
+def preferred(**recipe: Any) -> None:
+    rows = [{"prompt": "?", "chosen": "yes", "rejected": "no"}]
+    rl.dpo(NOBODY, rl.pairs(rows, tokenizer()), reference=NOBODY, **recipe)
+
+
+def sampled(max_tokens: Any) -> None:
+    asyncio.run(rl.Chat(policy("8")[0]).user("?").sample(max_tokens))
+
+
+WRONG: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
+    (rl.Groups, {"batch": [0, -1, 2.5, NAN, "16", True, None], "size": [0, -1, 8.0, NAN, "8", None]}),
+    (rl.Groups, {"keep": [rl.filters.not_all_equal, ["x"], None], "keep_rollout": [len, "x"]}),
+    (rl.prompts, {"tasks": [[], (), "What?", iter(["?"]), {"prompt": "?"}, 8]}),
+    (lambda max_tokens: rl.prompts(["?"], max_tokens=max_tokens), {"max_tokens": [0, -1, 2.5, "6"]}),
+    (lambda tasks: rl.function(solve, tasks), {"tasks": [[], range(0), "What?", None]}),
+    (lambda timeout_s: rl.function(solve, ["?"], timeout_s=timeout_s), {"timeout_s": [0, -1, NAN, "60"]}),
+    (sampled, {"max_tokens": [0, -1, 2.5]}),
+    (trained, {"steps": [-1, 2.5, NAN, "10", None], "reduce": ["token", None], "seed": [0.5, None]}),
+    (trained, {"learning_rate": [-1e-3, NAN, INF, "1e-3"], "budget_usd": [-1, NAN, INF, "1"]}),
+    (lambda **given: trained(sampling=weft.SamplingParams(**given)), {"max_tokens": [0]}),
+    (tuned, {"batch": [0, -1, 2.5, NAN, "8"], "epochs": [0, -1, NAN, INF, "2"], "every": [0, -1, NAN]}),
+    (tuned, {"learning_rate": [-1, NAN, None], "budget_usd": [-1, NAN], "seed": [NAN]}),
+    (preferred, {"batch": [0, -1], "epochs": [0, NAN], "beta": [0, -0.1, NAN, INF, "0.1"]}),
+    (lambda max_length: rl.conversations([TALK], tokenizer(), max_length=max_length), {"max_length": [1, 0, -1, 9.5]}),
+    (lambda **given: rl.Evaluation(ENV, **given), {"every": [0, NAN, 1.5], "size": [0, -1, NAN], "tasks": [[], "?"]}),
+    (lambda every: rl.Checkpoints("a", every), {"every": [0, -1, 2.5, NAN]}),
+    (lambda steps: rl.estimate(NOBODY, ENV, steps=steps), {"steps": [-1, NAN]}),
+    (lambda peak=1.0, **given: rl.linear(peak, **{"steps": 1, **given}), {"peak": [-1, NAN, INF], "steps": [0, 1.5]}),
+    (lambda **given: rl.linear(1.0, 10, **given), {"warmup": [-1, NAN]}),
+    (lambda **given: rl.cosine(1.0, **{"steps": 10, **given}), {"steps": [0], "warmup": [-1], "floor": [-1, NAN]}),
+    (rl.constant, {"rate": [-1, NAN]}),
+    (rl.Sync, {"oversample": [0.5, NAN, INF, "2"]}),
+    (rl.Async, {"max_lag": [0, -1, 1.5, NAN, "1"]}),
+    (lambda **given: rl.Partial(**{"tokens": 9, "in_flight": 2, **given}), {"tokens": [0, NAN], "budget": ["all"]}),
+    (lambda **given: rl.Partial(**{"tokens": 9, "in_flight": 2, **given}), {"in_flight": [0], "retention": [0, 1.5]}),
+    (rl.Concurrency, {"start": [0, 2.5, NAN], "least": [0, NAN], "most": [0, INF, NAN]}),
+    (rl.Shuffled, {"count": [0, -1, 2.5]}),
+    (
+        lambda **given: rl.DifficultyPools(**{"count": 3, **given}),
+        {"count": [0], "unseen": [-1, NAN], "memory": [1, NAN]},
+    ),
+    (lambda **given: rl.Pool(**{**POOL, **given}), {"weight": [-1, NAN], "upto": [NAN]}),
+    (lambda share: Ratios({"share": share, "b": 1.0}), {"share": [-1, NAN, INF, "1"]}),
+    (rl.Size, {"drawn": [-1, NAN, "8"]}),
+    (lambda **given: rl.Size(8, **given), {"read": [-1, NAN], "turns": [-1, NAN]}),
+    (rl.lengths.linear, {"drawn": [-1, NAN], "read": [NAN], "turns": [NAN, "1"]}),
+    (rl.filters.spread, {"least": [-1, NAN]}),
+    (rl.filters.not_repeating, {"run": [0, NAN], "probability": [0, NAN, 1.5]}),
+    (lambda **given: rl.filters.not_gibberish(**{**GIBBERISH, **given}), {"vocab_size": [0], "rare_from": [-1]}),
+    (lambda margin: rl.filters.not_gibberish(9, 0, margin), {"margin": [NAN]}),
+    (rl.RunningBaseline, {"decay": [1, -1, NAN]}),
+    (rl.losses.icepop, {"low": [-1, NAN, "0"], "high": [NAN], "clip": [(NAN, 0.2), (0.2, -1)]}),
+    (rl.losses.intellect3, {"veto": [NAN], "level": ["word"]}),
+    (rl.losses.dppo_kl, {"low": [NAN], "high": [NAN], "kl": [-1, NAN]}),
+    (rl.losses.mixed, {"rl": [NAN], "ce": [-1], "ref": [NAN]}),
+    (rl.losses.dro, {"beta": [-1, NAN]}),
+    (rl.losses.stable_reinforce, {"kl_coeff": [-1, NAN], "no_such": [1]}),
+]
+CASES = [(make, name, value) for make, wrong in WRONG for name, values in wrong.items() for value in values]
+
+
+@pytest.mark.parametrize(("make", "name", "value"), CASES)
+def test_an_argument_that_cannot_be_is_refused_by_its_name(make: Callable[..., Any], name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("bounds", [(1.2, 0.8), (math.nan, 1.2), (0.8, math.nan), (-1, 1.2)])
+def test_bounds_of_the_servers_losses(bounds: tuple[float, float]) -> None:
+    for loss in (rl.losses.ppo, rl.losses.cispo):
+        with pytest.raises(ValueError, match=r"clip_(low|high)_threshold"):
+            loss(*bounds)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert rl.Groups(batch=cast(Any, np.int64(2)), size=cast(Any, np.int32(3))).size == 3
+    assert rl.Async(cast(Any, np.int64(2))).max_lag == 2
+    assert rl.linear(cast(Any, np.float32(1)), steps=2)(1) == 0.5
+    assert rl.losses.tis(cap=math.inf).name == "tis"
