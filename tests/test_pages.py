@@ -124,3 +124,13 @@ def test_the_wheel_is_of_this_version() -> None:
 @pytest.mark.parametrize("first", ELSEWHERE)
 def test_what_runs_elsewhere_stands_on_one_page(first: str) -> None:
     assert sum(block.first == first for page in PAGES for block in blocks(page)) == 1
+
+
+def test_every_row_stands_in_a_table_and_has_its_columns() -> None:
+    """What an empty line cuts off its table is shown as a line of bars."""
+    for page in PAGES:
+        plain = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+        for table in re.findall(r"(?:^\|.*\n)+", plain, re.M):
+            head, *rest = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+            assert re.fullmatch(r"\|[ :|-]+\|", table.splitlines()[1:][0] if rest else ""), (page, table)
+            assert set(rest) == {head}, (page, table)
