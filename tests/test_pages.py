@@ -3,6 +3,7 @@ of which nothing is known."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -105,6 +106,32 @@ def test_commands_are_there() -> None:
     found = set(commands())
     assert len(found) > 100
     assert {command: wrong(command) for command in found if wrong(command)} == {}
+
+
+def messages() -> Iterator[str]:
+    """What the programs may say: every text in their code that is no docstring."""
+    for room in ("api", "billing", "client_sdk/weft", "migrations", "scheduler", "store", "workers"):
+        for path in (ROOT / room).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+                    yield node.value
+
+
+def test_what_messages_name_is_there() -> None:
+    """Pages, and commands: between backticks, or from the name of a command on."""
+    said = list(messages())
+    pages = {page for text in said for page in re.findall(r"docs/[\w/-]+\.md", text)}
+    assert len(pages) >= 10
+    assert [page for page in pages if not (ROOT / page).exists()] == []
+    named = {found for text in said for found in re.findall(r"\bweftd (?:(?:--)?[a-z][a-z-]*\b ?)+", text)}
+    known = weftd.list_commands(click.Context(weftd))
+    ours = {found for found in named if found.split()[1] in known}
+    assert len(ours) > 20
+    assert {command: wrong(command.strip()) for command in ours if wrong(command.strip())} == {}
 
 
 def test_targets_and_programs_are_there() -> None:
