@@ -3,6 +3,7 @@ of which nothing is known."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -107,6 +108,32 @@ def test_commands_are_there() -> None:
     assert {command: wrong(command) for command in found if wrong(command)} == {}
 
 
+def messages() -> Iterator[str]:
+    """What the programs may say: every text in their code that is no docstring."""
+    for room in ("api", "billing", "client_sdk/weft", "migrations", "scheduler", "store", "workers"):
+        for path in (ROOT / room).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+                    yield node.value
+
+
+def test_what_messages_name_is_there() -> None:
+    """Pages, and commands: between backticks, or from the name of a command on."""
+    said = list(messages())
+    pages = {page for text in said for page in re.findall(r"docs/[\w/-]+\.md", text)}
+    assert len(pages) >= 10
+    assert [page for page in pages if not (ROOT / page).exists()] == []
+    named = {found for text in said for found in re.findall(r"\bweftd (?:(?:--)?[a-z][a-z-]*\b ?)+", text)}
+    known = weftd.list_commands(click.Context(weftd))
+    ours = {found for found in named if found.split()[1] in known}
+    assert len(ours) > 20
+    assert {command: wrong(command.strip()) for command in ours if wrong(command.strip())} == {}
+
+
 def test_targets_and_programs_are_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
@@ -124,3 +151,13 @@ def test_the_wheel_is_of_this_version() -> None:
 @pytest.mark.parametrize("first", ELSEWHERE)
 def test_what_runs_elsewhere_stands_on_one_page(first: str) -> None:
     assert sum(block.first == first for page in PAGES for block in blocks(page)) == 1
+
+
+def test_every_row_stands_in_a_table_and_has_its_columns() -> None:
+    """What an empty line cuts off its table is shown as a line of bars."""
+    for page in PAGES:
+        plain = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+        for table in re.findall(r"(?:^\|.*\n)+", plain, re.M):
+            head, *rest = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+            assert re.fullmatch(r"\|[ :|-]+\|", table.splitlines()[1:][0] if rest else ""), (page, table)
+            assert set(rest) == {head}, (page, table)

@@ -113,6 +113,11 @@ class Nursery:
             os.close(output)
             os.environ.update(birth.environment)
             code = self._work(birth.role, link)
+        except SystemExit as said:  # as Python would: a line for people, and no traceback
+            if said.code is None or isinstance(said.code, int):
+                code = said.code or 0
+            else:
+                print(said.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -222,6 +222,7 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     "budget_removed": lambda fact: f"removed the budget {fact.target}",
     "credit_granted": lambda fact: f"gave {fact.dollars('amount_nusd')} of {fact.detail.get('kind', '')} credit",
     "credit_refunded": lambda fact: f"gave back {fact.dollars('amount_nusd')} for the operation {fact.target}",
+    "credit_taken": lambda fact: f"took {fact.dollars('amount_nusd')} out of the balance",
     "wallet_mode_set": lambda fact: (
         f"made the wallet {fact.detail.get('mode')} with a credit limit of {fact.dollars('overdraft_nusd')}"
     ),

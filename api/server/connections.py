@@ -20,7 +20,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -41,6 +41,10 @@ MAX_JOINED_BYTES = 65_536
 #: Files of this process that are no connections: the database, blobs, workers.
 OTHER_FILES = 256
 MOST_FILES = 65_536
+
+#: The code of each status that a connection is refused with; docs/api.md has them.
+CODES = {400: "invalid_request", 429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}
+_LONG_HEADERS = f"the headers of a request have at most {MAX_HEADERS_BYTES} bytes"
 
 _HOST = re.compile(rb"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?|")
 
@@ -120,9 +124,11 @@ class Connection(HttpToolsProtocol):
     def __init__(self, gate: Gate, **options: Any) -> None:
         super().__init__(**options)
         self._gate = gate
-        self._headers_bytes = 0
+        self._headers_bytes = 0  # that have come, of headers that are not complete
+        self._read_bytes = 0  # of the headers of the request that is being read
         self._body_came = False
         self._last: bytes | None = None
+        self._wrong = (400, "this cannot be read as a request of HTTP")
         self.address = ""
         self.headers_since: float | None = None
         self.body_since: float | None = None
@@ -158,18 +164,21 @@ class Connection(HttpToolsProtocol):
         if self._headers_bytes > MAX_HEADERS_BYTES and beside_body:  # a trailer, which the parser would collect
             self.transport.abort()  # an answer may have begun
         elif self._headers_bytes > MAX_HEADERS_BYTES:
-            self._refuse(431, f"the headers of a request have at most {MAX_HEADERS_BYTES} bytes")
+            self._refuse(431, _LONG_HEADERS)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.headers_since = self._gate.clock()
+        self.headers_since, self._read_bytes = self._gate.clock(), 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._read_bytes += len(name) + len(value) + 4
+        if self._read_bytes > MAX_HEADERS_BYTES:
+            self._stop(431, _LONG_HEADERS)
         if len(self.headers) >= MAX_HEADERS:
-            raise ValueError("too many headers")  # uvicorn answers 400
+            self._stop(400, f"a request has at most {MAX_HEADERS} headers")
         name = name.lower()
         if name == b"host" and (not _HOST.fullmatch(value) or any(known == b"host" for known, _ in self.headers)):
-            raise ValueError("no host, or two")  # links are made from it
+            self._stop(400, "Host: must be one name, or address, and at most a port")  # links are made from it
         if name == b"expect":
             super().on_header(name, value)
         else:
@@ -177,7 +186,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("too many requests at once")
+            self._stop(400, f"at most {MAX_PIPELINED} requests may wait behind one that is being answered")
         self.headers_since = None
         self.body_since, self.body_bytes = self._gate.clock(), 0
         super().on_headers_complete()
@@ -198,18 +207,22 @@ class Connection(HttpToolsProtocol):
         self.unread_since = None
         super().resume_writing()
 
-    def _refuse(self, status: int, why: str) -> None:
-        self._gate.refused[status] += 1
-        code = {429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}[status]
-        body = json.dumps({"detail": why, "code": code}).encode()
-        retry = b"retry-after: 1\r\n" if status != 431 else b""
-        head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n%s" % (status, retry)
-        self._answer_last(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
+    def _stop(self, status: int, why: str) -> NoReturn:
+        """From a callback of the parser, which then reads no further: uvicorn calls `send_400_response`."""
+        self._wrong = status, why
+        raise ValueError(why)
 
     def send_400_response(self, msg: str) -> None:
         """Uvicorn calls it for what the parser, or a callback above, refuses."""
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
-        self._answer_last(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(msg), msg.encode()))
+        self._refuse(*self._wrong)
+
+    def _refuse(self, status: int, why: str) -> None:
+        if status != 400:
+            self._gate.refused[status] += 1
+        body = json.dumps({"detail": why, "code": CODES[status]}).encode()
+        retry = b"retry-after: 1\r\n" if status in (429, 503) else b""
+        head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n%s" % (status, retry)
+        self._answer_last(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
 
     def _answer_last(self, answer: bytes) -> None:
         """To what cannot be read on, and end the connection; after the answers to the requests before it, or it would

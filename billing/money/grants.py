@@ -13,7 +13,7 @@ from billing.money import ledger
 from billing.money.accounts import Accounts, Payer
 from store.database.bulk import take_locks
 from store.database.db import Database
-from store.tables import CreditGrant
+from store.tables import CreditGrant, LedgerEntry
 
 GrantKind = Literal["promo", "paid"]
 
@@ -54,6 +54,33 @@ def give(
     session.add(grant)
     session.flush()
     return grant
+
+
+def take(session: Session, org_id: str, amount_nusd: int, memo: str) -> LedgerEntry:
+    """Take money out of a balance, which may go below zero: what came or went where nobody here could see it, or was
+    given by mistake. Credit is used up by it in the order of spending, or it would be taken once more at its end. Call
+    it in a write."""
+    if amount_nusd <= 0:
+        raise ValueError(f"what is taken must be more than 0, got {amount_nusd} nUSD")
+    entry = ledger.post(
+        session,
+        org_id=org_id,
+        type="adjustment",
+        amount_nusd=-amount_nusd,
+        ref_type="operator",
+        ref_id=uuid.uuid4().hex,
+        memo=memo,
+    )
+    assert entry is not None  # the reference is new
+    grant = CreditGrant
+    spent = (grant.kind != "promo", grant.expires_at.is_(None), grant.expires_at, grant.created_at)
+    for found in session.scalars(
+        select(grant).where(grant.org_id == org_id, grant.remaining_nusd > 0).order_by(*spent)
+    ):
+        part = min(amount_nusd, found.remaining_nusd)
+        found.remaining_nusd -= part
+        amount_nusd -= part
+    return entry
 
 
 def expire(database: Database, now: datetime | None = None) -> dict[str, int]:

@@ -199,7 +199,7 @@ def _by_hand(session: Session, what: str, ref: str, payment: Any, now: datetime)
     if owner is None:
         log.info("%s %s is of no organisation here", what, ref)
         return "ignored: of no organisation here"
-    message = f"{what} {ref} is not of a top-up, or not in US dollars: book it by hand (weftd credit)"
+    message = f"{what} {ref} is not of a top-up, or not in US dollars: book it by hand (weftd credit take)"
     raise_alert(session, kind=f"{what}_by_hand", ref=ref, message=message, now=now, detail={"org_id": owner.id})
     return "for a person to book"
 

@@ -145,7 +145,8 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
     if rest and abs(rest) <= ROUNDING_NUSD:
         ledger.post(session, type="adjustment", amount_nusd=rest, memo="rounding of an invoice to cents", **ref)
     elif rest:  # out of a balance at Stripe, or by other means: of that we know nothing
-        message = f"invoice {invoice.id} is paid, with {rest:+d} nano-USD left in our books: book them by hand"
+        remedy = "book them by hand (weftd credit grant, or take)"
+        message = f"invoice {invoice.id} is paid, with {rest:+d} nano-USD left in our books: {remedy}"
         raise_alert(
             session, kind="invoice_differs", ref=invoice.id, message=message, now=now, detail={"org": row.org_id}
         )

@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("checkpoint_",),
     "projects": ("project_",),
     "teams": ("team_", "member_"),
-    "organizations": ("key_", "organization_", "limits_"),
+    "organizations": ("key_", "organization_", "limits_", "quotas_"),
 }
 
 _PENDING = "audit"

@@ -12,10 +12,13 @@ by them too.
 from __future__ import annotations
 
 from sqlalchemy import Connection, inspect, text
+from sqlalchemy.exc import ProgrammingError
 
 from store.database.caller import APP_ROLE
 
 SERVICE_ROLE = "weft_service"
+#: SQLSTATE of what the login has no right to.
+_MAY_NOT = "42501"
 
 _MINE = "current_setting('app.org_id', true)"
 _BUDGET = f"EXISTS (SELECT 1 FROM budgets b WHERE b.id = budget_periods.budget_id AND b.org_id = {_MINE})"  # noqa: S608
@@ -49,14 +52,22 @@ def protect(connection: Connection) -> None:
 
 
 def make_roles(connection: Connection) -> None:
-    """Both roles, with the login as a member."""
-    for role in (APP_ROLE, SERVICE_ROLE):
-        _make_role(connection, role)
+    """Both roles, with the login as a member. Raises PermissionError, which says what an administrator has to run, for
+    a login that may not do so."""
+    roles = (APP_ROLE, SERVICE_ROLE)
+    try:
+        for role in roles:
+            _make_role(connection, role)
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", "") != _MAY_NOT:
+            raise
+        made = "; ".join(f"CREATE ROLE {role} NOLOGIN" for role in roles)
+        needed = f"{made}; GRANT {', '.join(roles)} TO {connection.engine.url.username}"
+        raise PermissionError(f"the login may not make its roles: let who may run {needed} (docs/tenancy.md)") from None
 
 
 def _make_role(connection: Connection, role: str) -> None:
-    """Roles are shared by all databases of a server. A user who may not create them needs an administrator to run:
-    CREATE ROLE weft_app NOLOGIN; CREATE ROLE weft_service NOLOGIN; GRANT weft_app, weft_service TO <user>."""
+    """Roles are shared by all databases of a server."""
     if connection.scalar(text("SELECT 1 FROM pg_roles WHERE rolname = :role"), {"role": role}) is None:
         made_by_another = "duplicate_object OR unique_violation"
         connection.execute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from fastapi import FastAPI, Request
 
 from api.server import serve
 from api.server.connections import (
+    CODES,
     MAX_HEADERS,
     MAX_HEADERS_BYTES,
     MAX_HELD_BYTES,
@@ -197,6 +199,29 @@ def test_strange_requests(listening: Callable[..., Listening], sent: bytes, stat
             first = connection.recv(65_536)
             assert first.split(b"\r\n")[0].split()[1] in status
     assert httpx.get(f"{here.url}/who").is_success
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "why"),
+    [
+        (b"a: b\r\n" * (MAX_HEADERS + 1), 400, f"at most {MAX_HEADERS} headers"),
+        (b"Host: x@y\r\n", 400, "Host"),
+        (b"no header\r\n", 400, "request of HTTP"),
+        (b"X-A: " + b"a" * (MAX_HEADERS_BYTES + 1) + b"\r\n", 431, f"at most {MAX_HEADERS_BYTES} bytes"),
+    ],
+    ids=["many", "a user for a host", "none", "long, and read at once"],
+)
+def test_a_refusal_says_why_in_the_form_of_the_api(
+    listening: Callable[..., Listening], sent: bytes, status: int, why: str
+) -> None:
+    here = listening()
+    with here.connect() as connection:
+        connection.sendall(b"GET /who HTTP/1.1\r\n" + sent + b"\r\n")
+        head, body = answer(connection).split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    refused = json.loads(body)
+    assert refused["code"] == CODES[status]
+    assert why in refused["detail"]
 
 
 LONG = b"GET /who HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * (MAX_HEADERS_BYTES + 1)

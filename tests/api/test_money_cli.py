@@ -32,6 +32,10 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
     assert run(tmp_path, "budget", "remove", *acme, made.output.strip()).exit_code == 0
     assert run(tmp_path, "billing", "reconcile").output == "the books agree\n"
     assert run(tmp_path, "credit", "refund", *acme, "--operation", "none").exit_code == 2
+    taken = run(tmp_path, "credit", "take", *acme, "--usd", "12", "--memo", "refund of invoice 7")
+    assert taken.output == "acme\tbalance -1.999999999\n"
+    assert run(tmp_path, "billing", "reconcile").output == "the books agree\n"
+    assert run(tmp_path, "credit", "take", *acme, "--usd", "0", "--memo", "x").exit_code == 2
     for amount in ("ten", "-1", "0.0000000001", "nan", "1e30"):
         assert run(tmp_path, "credit", "grant", *acme, "--usd", amount).exit_code == 2
     assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 1

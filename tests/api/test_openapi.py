@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from api.routes.server import probes
 from api.server import reference
 from api.server.app import front
+from api.server.connections import CODES
 from api.server.openapi import error_codes
 from tests.api.conftest import World
 from tests.tenancy.conftest import member, routes_of
@@ -96,4 +97,5 @@ def test_the_page_of_errors_has_every_code_with_its_status() -> None:
     rows = re.findall(r"^\| (`[^|]+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
     told = {(code.strip("`"), int(status)) for codes, status in rows for code in codes.split(", ")}
     of_no_class = {("method_not_allowed", 405), ("organisation_suspended", 403), ("organisation_closed", 403)}
-    assert told == set(error_codes()) | of_no_class
+    before_a_route = {(code, status) for status, code in CODES.items()}
+    assert told == set(error_codes()) | of_no_class | before_a_route

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy.orm import Session
 
 from api.cli import weftd
+from store.database.db import Database
+from store.tables import Organisation, UsageHour
 
 
 def run(*arguments: str) -> Result:
@@ -59,6 +64,26 @@ def test_it_looks_back_no_further_than_samples_are_kept(tmp_path: Path) -> None:
     refused = run("tco", "--data-dir", str(tmp_path), "--days", "91")
     assert refused.exit_code == 2
     assert "--days: samples are known for 90 days (limits.sample_days), got 91" in refused.stderr
+
+
+def test_organisations_are_called_by_name_and_models_of_long_names_are_told_apart(tmp_path: Path) -> None:
+    run("migrate", "--data-dir", str(tmp_path))
+    models = [f"Qwen/Qwen3-30B-A3B-{kind}-2507" for kind in ("Instruct", "Thinking")]
+    database = Database(f"sqlite:///{tmp_path}/weft.db")
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    names: dict[str, Any] = dict.fromkeys(("project_id", "user_id", "session_id", "run_id", "price_version"), "")
+    facts: dict[str, Any] = {"hour": now, "kind": "train", "key_id": 0, "rate_uusd": 1, "per_units": 10**6}
+    facts |= {"quantity": 9, "amount_nusd": 9, "events": 1}
+
+    def write(session: Session) -> None:
+        session.add(Organisation(id="1" * 32, name="acme", created_at=now))
+        session.flush()
+        session.add_all(UsageHour(org_id="1" * 32, base_model=model, **facts, **names) for model in models)
+
+    database.write_now(write)
+    database.close()
+    lines = run("tco", "--data-dir", str(tmp_path)).stdout.splitlines()[4:]
+    assert [line.split()[:2] for line in lines] == [["acme", model] for model in models]
 
 
 def test_ownership_is_set_in_the_settings(tmp_path: Path) -> None:

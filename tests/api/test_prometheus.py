@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatch
+from pathlib import Path
 
 from api.server.prometheus import Stored, metrics_server, render
 from api.server.serve import listening
@@ -57,6 +59,14 @@ def test_every_line_is_of_the_format_and_names_no_tenant() -> None:
     assert len(families) == len(dict(families))
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in families)
     assert "acme" not in text
+
+
+def test_every_metric_is_on_the_page_of_operators() -> None:
+    text = render(filled(), {"trainer": {"busy_s": 1.5}, "generator": {"slots_busy": 7}}, NO_MONEY)
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    said = re.findall(r"`((?:weft|process)_[a-z_]+\*?)", page)
+    told = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert [name for name in told if not any(fnmatch(name, each) for each in said)] == []
 
 
 def test_histograms_are_cumulative() -> None:

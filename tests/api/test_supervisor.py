@@ -64,10 +64,7 @@ import os, socket, sys
 from workers.nursery import Nursery
 def work(role, link_fd):
     sys.argv = [role, "--link-fd", str(link_fd)]
-    try:
-        exec(os.environ["SCRIPT"], {"__name__": "__main__"})
-    except SystemExit as end:
-        return end.code
+    exec(os.environ["SCRIPT"], {"__name__": "__main__"})
     return 0
 Nursery(socket.socket(fileno=int(sys.argv[-1])), work).serve()
 """
@@ -256,6 +253,22 @@ def test_a_worker_that_never_comes_up_is_an_error(run: Run, monkeypatch: pytest.
 
     monkeypatch.setattr("api.server.workers.supervisor.START_ATTEMPTS", 2)
     run(main, program("raise SystemExit(3)"))
+
+
+def test_a_worker_that_says_why_it_cannot_work_says_that_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a GPU that is not there: one line, in each way of starting it."""
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        with pytest.raises(WorkerFailed, match="exited with code 1"):
+            await supervisor.wait_attached()
+
+    monkeypatch.setattr("api.server.workers.supervisor.START_ATTEMPTS", 1)
+    run(main, program("raise SystemExit('there is no such device')"))
+    said = capfd.readouterr()
+    assert "there is no such device" in said.out + said.err + caplog.text
+    assert "Traceback" not in said.out + said.err + caplog.text
 
 
 def test_a_program_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from api.console.sentences import SENTENCES, Called, Fact, sentence
+from store.database.audit import GROUPS
 from tests.console.conftest import Console
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +75,15 @@ def _values(given: ast.expr) -> Iterator[str]:
 
 def test_every_event_has_a_sentence() -> None:
     assert written() == SENTENCES.keys()
+
+
+def test_every_event_stands_on_the_page_beside_the_type_that_asks_for_it() -> None:
+    page = (ROOT / "docs" / "sessions.md").read_text().partition("## Audit")[2].partition("## Traces")[0]
+    rows = re.findall(r"^\| `(\w+)`.*? \| (.*) \|$", page, re.M)
+    told = {kind: set(re.findall(r"`(\w+)`", events)) for kind, events in rows if kind != "event_type"}
+    asked = {kind: {event for event in written() if event.startswith(GROUPS[kind])} for kind in GROUPS if kind != "all"}
+    assert told == {**asked, "all": written() - set().union(*asked.values())}
+    assert {"limits_set", "quotas_set"} <= told["organizations"]
 
 
 NAMES = Called(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -13,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from api.paths import CheckpointPath
+from api.server.serve import CannotServe, open_database
 from api.who.lookup import readable_checkpoint
 from api.who.principal import Principal
 from migrations.upgrade import migrate
@@ -24,6 +26,7 @@ from store.database.db import Database
 from store.database.row_security import SERVER_ONLY
 from store.people import organisations
 from store.people.keys import new_key
+from store.settings import Settings
 from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
 
@@ -119,6 +122,22 @@ def test_a_login_that_makes_the_roles_itself_may_use_both(
     finally:
         engine.dispose()
         postgres.execute(f"DROP ROLE {', '.join(roles)}; DROP ROLE maker")
+
+
+def test_a_login_that_may_not_make_the_roles_is_told_what_to_have_run(
+    postgres: PostgresServer, migrated_postgres: str, tmp_path: Path
+) -> None:
+    """The roles are there, for `migrated_postgres` made them, and the login is a member of none."""
+    postgres.execute("CREATE ROLE humble LOGIN")
+    name = postgres.create()
+    postgres.execute(f'ALTER DATABASE "{name}" OWNER TO humble')
+    try:
+        settings = Settings(data_dir=tmp_path, database_url=postgres.url(name, "humble"))
+        with pytest.raises(CannotServe, match=r"GRANT weft_app, weft_service TO humble \(docs/tenancy.md\)"):
+            open_database(settings)
+    finally:
+        postgres.drop(name)
+        postgres.execute("DROP ROLE humble")
 
 
 def test_without_an_organisation_the_app_role_sees_nothing(two: Database) -> None:

@@ -15,7 +15,7 @@ from weft.money import usd
 
 from api.commands.places import database_of, refuse, settings_of, where
 from billing.money.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
-from billing.money.grants import GrantKind, give
+from billing.money.grants import GrantKind, give, take
 from billing.money.ledger import refund_operation
 from billing.money.wallets import MODES, Mode, available_nusd, wallet_of
 from billing.payments.meters import change_mode
@@ -77,6 +77,28 @@ def grant(
         org_id = _org_id(session, org)
         made = give(session, org_id, amount_nusd, kind=kind, expires_at=expires, memo=memo)
         _note(session, org_id, "credit_granted", made.id, amount_nusd=amount_nusd, kind=kind)
+        return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
+
+    with database_of(config, data_dir) as database:
+        click.echo(database.write_now(write))
+
+
+@credit.command("take")
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
+@click.option("--memo", required=True, help="What the ledger says of it.")
+def take_(data_dir: Path | None, config: Path | None, org: str, amount_nusd: int, memo: str) -> None:
+    """Take money out of an organisation's balance, below zero too: what was given back elsewhere, or given by mistake.
+
+    Invoices of usage stay as they are."""
+    if amount_nusd == 0:
+        refuse("--usd must be more than 0")
+
+    def write(session: Session) -> str:
+        org_id = _org_id(session, org)
+        entry = take(session, org_id, amount_nusd, memo)
+        _note(session, org_id, "credit_taken", entry.ref_id, amount_nusd=amount_nusd)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
     with database_of(config, data_dir) as database:

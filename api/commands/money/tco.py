@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,8 +32,11 @@ def tco(
     as_json: bool,
 ) -> None:
     """What a token costs to make, and what is left of its price."""
+    from sqlalchemy import select
+
     from billing.reports.ownership import ownership
     from billing.reports.tco import GpuHour, Server
+    from store.tables import Organisation
 
     settings = settings_of(config, data_dir)
     known = settings.limits.sample_days
@@ -45,7 +49,8 @@ def tco(
     since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)
     with database_of(config, data_dir) as database, database.read() as session:
         found = ownership(session, since, until, gpu_hour=hour, gpus=gpus or owned.gpus, machines=owned.machines)
-    click.echo(json.dumps(_facts(found)) if as_json else _table(found))
+        names = {org.id: org.name for org in session.scalars(select(Organisation))}
+    click.echo(json.dumps(_facts(found)) if as_json else _table(found, names))
 
 
 def _facts(found: Ownership) -> dict[str, Any]:
@@ -74,10 +79,13 @@ def _facts(found: Ownership) -> dict[str, Any]:
     }
 
 
-def _table(found: Ownership) -> str:
+def _table(found: Ownership, names: Mapping[str, str]) -> str:
     hour = found.gpu_hour
-    names = f"{'organisation':<24} {'model':<24}"
-    head = f"{names} {'Mtok':>10} {'busy s':>10} {'price/Mtok':>11} {'cost/Mtok':>11} {'margin':>10}"
+    rows = [(names.get(row.org_id, row.org_id), row.base_model, row) for row in found.margins]
+    wide = max([24, *(len(name) for name, _, _ in rows)])
+    long = max([24, *(len(model) for _, model, _ in rows)])
+    called = f"{'organisation':<{wide}} {'model':<{long}}"
+    head = f"{called} {'Mtok':>10} {'busy s':>10} {'price/Mtok':>11} {'cost/Mtok':>11} {'margin':>10}"
     lines = [
         f"GPU-hour ${hour.usd:.4f} (capital {hour.capital_usd:.4f}, running {hour.running_usd:.4f}), "
         f"{found.gpus} GPUs, {found.seconds / 3600:.1f} h: ${found.cost_usd:.2f}",
@@ -87,9 +95,9 @@ def _table(found: Ownership) -> str:
         f"${found.paid_usd - found.cost_usd:.2f}",
         head,
     ]
-    for row in found.margins:
+    for name, model, row in rows:
         lines.append(
-            f"{row.org_id[:24]:<24} {row.base_model[:24]:<24} {row.tokens / 1e6:>10.3f} {row.machine_s:>10.1f} "
+            f"{name:<{wide}} {model:<{long}} {row.tokens / 1e6:>10.3f} {row.machine_s:>10.1f} "
             f"{row.price_usd_per_mtok:>11.4f} {row.cost_usd_per_mtok:>11.4f} {row.margin_usd:>10.2f}"
         )
     return "\n".join(lines)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from billing.money.accounts import Payer
+from billing.money.grants import expire, give, take
 from billing.money.ledger import EntryType, post, refund_operation
 from store import tables
 from tests.billing.conftest import START, Till
@@ -69,3 +70,17 @@ def test_a_refund_is_all_that_the_operation_has_cost_this_organisation(till: Til
     till.end(theirs, train=3)
     assert [refunded(theirs), refunded(theirs, "b")] == [None, 3]
     assert till.agrees()
+
+
+def test_what_an_operator_takes_uses_up_credit_and_is_not_taken_again_at_its_end(till: Till) -> None:
+    end = START + timedelta(days=1)
+    till.database.write_now(lambda session: give(session, "a", 10, kind="paid", now=START) and None)
+    till.database.write_now(lambda session: give(session, "a", 10, expires_at=end, now=START) and None)
+    till.database.write_now(lambda session: take(session, "a", 12, "given by mistake") and None)
+    assert posted(till, "topup", 20)
+    assert expire(till.database, end) == {"expired": 0}
+    assert till.wallet("a").balance_nusd == 10 + 10 - 12 + 20
+    assert sorted(row.remaining_nusd for row in till.rows(tables.CreditGrant)) == [0, 8]
+    assert till.agrees()
+    with pytest.raises(ValueError, match="must be more than 0"):
+        till.database.write_now(lambda session: take(session, "a", -1, "") and None)
