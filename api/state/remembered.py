@@ -12,8 +12,8 @@ T = TypeVar("T")
 #: What has changed in the database is still used for this long as it was: a key that is revoked, a role, a scope, a
 #: limit, a status.
 REMEMBERED_S = 3.0
-#: Kept at a time.
-MOST = 10_000
+#: Kept at a time, and so many of them before the first look for those whose time is over.
+MOST, FIRST_LOOK = 10_000, 256
 
 
 class Remembered(Generic[T]):
@@ -22,15 +22,20 @@ class Remembered(Generic[T]):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[str, tuple[float, T]] = {}
+        self._look_at = FIRST_LOOK
 
     def get(self, name: str) -> T | None:
         known = self._known.get(name)
         return known[1] if known is not None and self._clock() < known[0] else None
 
     def put(self, name: str, found: T) -> None:
-        if len(self._known) >= MOST:
-            self._known.clear()
-        self._known[name] = (self._clock() + REMEMBERED_S, found)
+        now = self._clock()
+        if len(self._known) >= self._look_at:
+            self._known = {known: kept for known, kept in self._known.items() if now < kept[0]}
+            if len(self._known) >= MOST:
+                self._known = {}
+            self._look_at = min(MOST, max(FIRST_LOOK, 2 * len(self._known)))
+        self._known[name] = (now + REMEMBERED_S, found)
 
     def clear(self) -> None:
         """Look everything up again."""

@@ -145,15 +145,20 @@ class TrainerLink:
         raise EOFError("told to stop before there was a leader")
 
     def _beat(self) -> None:
-        pause_s = BEAT_S
+        pause_s, lasts_until = BEAT_S, time.monotonic() + LEASE_S
         while not self._over.wait(pause_s):
             pause_s = BEAT_S / 5  # unless Redis answers: who has lost the connection says soon that there is another
-            with suppress(QueueUnreachable), reaching():
-                sign = self._held.client_id()
-                alive = self._held.set(_key("alive", self._link), sign, px=int(LEASE_S * 1000), xx=True)
-                if not alive or self._held.get(LEADER) != self._leader:
+            now = time.monotonic()
+            try:
+                with reaching():
+                    sign = self._held.client_id()
+                    alive = self._held.set(_key("alive", self._link), sign, px=int(LEASE_S * 1000), xx=True)
+                    if not alive or self._held.get(LEADER) != self._leader:
+                        self._over.set()
+                pause_s, lasts_until = BEAT_S, now + LEASE_S
+            except QueueUnreachable:
+                if time.monotonic() > lasts_until:  # the sign is gone: what is said here reaches nobody
                     self._over.set()
-                pause_s = BEAT_S
         self._held.close()
 
 

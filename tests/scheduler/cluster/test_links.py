@@ -41,7 +41,7 @@ from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
 from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from tests.scheduler.jobs.proxy import Proxy, proxy
-from tests.servers import redis_server
+from tests.servers import OwnRedis, redis_server
 
 
 @pytest.fixture(scope="module")
@@ -339,6 +339,24 @@ def test_a_trainer_that_loses_its_connections_goes_on(
         assert await reading == PullPass(["m"])
 
     with_trainer(url, blobs, scenario)
+
+
+def test_a_trainer_whose_sign_of_life_has_ended_gives_up_though_it_cannot_ask(
+    blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is told to stop while Redis is away would wait for it, to say that it leaves."""
+    monkeypatch.setattr(train_link, "LEASE_S", 1.0)
+    gone = OwnRedis()
+    joining = Joining(gone.url, "leader")
+    joining.lead(60)
+    link = TrainerLink(gone.url, blobs)
+    gone.stop()
+    with pytest.raises(EOFError):
+        link.send(PullPass([], 0))
+    with pytest.raises(EOFError):
+        link.recv(0.1)
+    link.close()
+    joining.close()
 
 
 @pytest.mark.parametrize("behind", ["trainer", "leader"])
