@@ -25,7 +25,7 @@ router = console_router()
 
 @router.get("/ownership", **declare(scope="public", limit="poll"))
 async def cost_of_ownership(
-    request: Request, service: ServiceDep, viewer: ViewerDep, days: Annotated[int | None, Query(ge=1)] = None
+    request: Request, service: ServiceDep, viewer: ViewerDep, days: Annotated[int | None, Query(ge=1, le=366)] = None
 ) -> HTMLResponse:
     if not viewer.operator:
         raise Forbidden("this page is the operator's: weftd user login-link --operator")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import anyio.to_thread
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session, make_transient
@@ -86,7 +87,7 @@ class Acceptance:
         if `maybe_stored`. Raises SequenceReused."""
         entry = self._entries.get((new.lane, new.seq))
         if entry is None and maybe_stored:
-            there = await asyncio.to_thread(self._stored, new.lane, new.seq)
+            there = await anyio.to_thread.run_sync(self._stored, new.lane, new.seq)
             entry = self._entries.get((new.lane, new.seq), there)  # it may be accepted meanwhile
         if entry is None:
             return None
@@ -144,7 +145,7 @@ class Acceptance:
                 again = True
             except (IntegrityError, OutOfMoney, QuotaReached):
                 row = taking.row
-                there = await asyncio.to_thread(self._stored, row["lane"], row["seq"]) if again else None
+                there = await anyio.to_thread.run_sync(self._stored, row["lane"], row["seq"]) if again else None
                 if there is None or there.id != row["id"]:
                     raise
                 return
