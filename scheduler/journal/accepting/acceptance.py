@@ -1,7 +1,7 @@
 """Durable acceptance: from a new operation to its body, its row and its request id, exactly once.
 
-(lane, seq) names one operation for ever. While one is being accepted or is unfinished it is known in memory, so that
-arrivals at the same moment are one; afterwards its row in the database knows it.
+(lane, seq) names one operation for as long as its row is kept. While one is being accepted or is unfinished it is known
+in memory, so that arrivals at the same moment are one; afterwards its row in the database knows it.
 
 The most that an operation can cost is held in the commit of its row, and the row is the hold: it cannot be without
 the operation, nor outlive it. An operation that cannot be paid for leaves nothing, so its number is still free.
