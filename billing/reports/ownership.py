@@ -107,6 +107,15 @@ class Ownership:
         return usd_per_mtok(self.cost_usd, self.tokens)
 
 
+def days_back(asked: int | None, known: int) -> int:
+    """How far to look back: 30 days, or as far as samples are known, unless another time is asked for. Raises
+    ValueError for more than that."""
+    days = min(30, known) if asked is None else asked
+    if days > known:
+        raise ValueError(f"samples are known for {known} days (limits.sample_days), got {days}")
+    return days
+
+
 def ownership(
     session: Session, since: datetime, until: datetime, *, gpu_hour: GpuHour, gpus: int, machines: int = 2
 ) -> Ownership:

@@ -34,15 +34,15 @@ def tco(
     """What a token costs to make, and what is left of its price."""
     from sqlalchemy import select
 
-    from billing.reports.ownership import ownership
+    from billing.reports.ownership import days_back, ownership
     from billing.reports.tco import GpuHour, Server
     from store.tables import Organisation
 
     settings = settings_of(config, data_dir)
-    known = settings.limits.sample_days
-    days = days if days is not None else min(30, known)
-    if days > known:
-        raise click.UsageError(f"--days: samples are known for {known} days (limits.sample_days), got {days}")
+    try:
+        days = days_back(days, settings.limits.sample_days)
+    except ValueError as error:
+        raise click.UsageError(f"--days: {error}") from None
     owned = settings.ownership
     hour = Server.of(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)
     until = datetime.now(UTC)

@@ -15,7 +15,7 @@ from api.console.security import ViewerDep
 from api.errors import Forbidden, Invalid
 from api.http.access import declare
 from api.state.service import ServiceDep
-from billing.reports.ownership import ownership
+from billing.reports.ownership import days_back, ownership
 from billing.reports.tco import Server, break_even_tokens_per_s
 from store.database.caller import unrestricted
 from store.tables import Organisation
@@ -30,9 +30,10 @@ async def cost_of_ownership(
     if not viewer.operator:
         raise Forbidden("this page is the operator's: weftd user login-link --operator")
     known = service.settings.limits.sample_days
-    days = days if days is not None else min(30, known)
-    if days > known:
-        raise Invalid(f"days: samples are known for {known} (limits.sample_days), got {days}")
+    try:
+        days = days_back(days, known)
+    except ValueError as error:
+        raise Invalid(f"days: {error}") from None
     owned = service.settings.ownership
     until = datetime.now(UTC)
     since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)

@@ -54,6 +54,7 @@ class StopRule:
         self._before = tuple(prompt[-WINDOW_MARGIN_TOKENS:]) if self._strings else ()
         if self._read(self._before, True).endswith("\ufffd"):  # within a character, which the first token ends
             self._before = ()
+        self._read_before = {special: len(self._read(self._before, special)) for special in (True, False)}
 
     def check(self, tokens: Sequence[int]) -> StopReason | None:
         """Why the sequence ends with its newest token, or None. `tokens` are the generated ones, at least one."""
@@ -70,8 +71,9 @@ class StopRule:
 
     def _text(self, tokens: Sequence[int], window: int, special: bool) -> str:
         """Of the last tokens, behind what is before the first."""
-        before = self._before if len(tokens) <= window else ()
-        return self._read([*before, *tokens[-window:]], special)[len(self._read(before, special)) :]
+        if len(tokens) > window:
+            return self._read(tokens[-window:], special)
+        return self._read([*self._before, *tokens], special)[self._read_before[special] :]
 
     def _read(self, tokens: Sequence[int], special: bool) -> str:
         return self._decode_text(tokens, special=special) if tokens and self._decode_text else ""
