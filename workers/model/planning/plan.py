@@ -355,7 +355,9 @@ def _adapters(models: Sequence[Check], wanted: Wanted, room: _Room) -> int:
     if wanted.generators and not wanted.adapter_cache_bytes:
         size = max(size, min(each * max(LEAST_ADAPTER_BYTES, largest), size + room.unused_bytes // 2))
     if size:
-        note = f"of the generator: {size // largest:,} of rank {wanted.rank}"
+        count = size // largest
+        rest = f", {gib(largest)} each" + ("" if count else "; the first is let in all the same")
+        note = f"of the generator: {count:,} of rank {wanted.rank}{rest}"
         room.parts[:] = [part for part in room.parts if part.name != ADAPTERS] + [Part(ADAPTERS, size, note)]
     return wanted.adapter_cache_bytes or max(size // each, largest)
 

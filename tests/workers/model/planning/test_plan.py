@@ -21,7 +21,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.card import ModelCard, config_card
 from workers.model.native.gemm import packed
 from workers.model.planning.check import check_model
-from workers.model.planning.plan import Device, DoesNotFit, Plan, Wanted, plan
+from workers.model.planning.plan import Device, DoesNotFit, Plan, Wanted, gib, plan
 from workers.trainer.runs.arena import Arena, ArenaKind
 
 GIB = 1 << 30
@@ -91,8 +91,9 @@ def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -
     note = next(part.note for part in found.parts if part.name == "runs in training")
     assert note.startswith(f"{(1 << 20) // arena.flat.nbytes} of rank 5")
     kept_adapters = next(part for part in found.parts if part.name == "adapters in use")
-    count = kept_adapters.size_bytes // (arena.flat.nbytes // 4)  # weights without gradient and moments
-    assert kept_adapters.note == f"of the generator: {count:,} of rank 5"
+    one = arena.flat.nbytes // 4  # weights without gradient and moments
+    count = kept_adapters.size_bytes // one
+    assert kept_adapters.note == f"of the generator: {count:,} of rank 5, {gib(one)} each"
 
 
 def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
@@ -192,15 +193,19 @@ def test_adapters_have_an_eighth_of_what_is_free_or_room_for_one(folder_of: Any)
     """One of rank 32 takes 1.8 GiB. What they have more than 2 GiB is taken from keys and values, not from runs."""
     model = check_model(config_card("30B-A3B", folder_of("30B-A3B")))
     one, shared = 4 * AdapterShape(model.card.config, 32).numel, Wanted(one_base=True)
-    found = {gib: plan([model], Device("gpu", gib * GIB), shared) for gib in (78, 141)}
-    for gib, most in ((78, 1), (141, 3)):
-        size = sizes(found[gib])["adapters in use"]
-        assert size == found[gib].adapter_cache_bytes
+    found = {size_gib: plan([model], Device("gpu", size_gib * GIB), shared) for size_gib in (78, 141)}
+    for size_gib, most in ((78, 1), (141, 3)):
+        size = sizes(found[size_gib])["adapters in use"]
+        assert size == found[size_gib].adapter_cache_bytes
         assert size // one == most
     told = plan([model], Device("gpu", 141 * GIB), replace(shared, adapter_cache_bytes=2 * GIB))
     assert (told.adapter_cache_bytes, sizes(told)["adapters in use"]) == (2 * GIB, 2 * GIB)
     assert abs(told.resident_bytes - found[141].resident_bytes) < 1 << 24
     assert told.kv_tokens > found[141].kv_tokens
+    less_than_one = plan([model], Device("gpu", 75 * GIB), shared)
+    note = next(part.note for part in less_than_one.parts if part.name == "adapters in use")
+    assert less_than_one.adapter_cache_bytes == one
+    assert note == "of the generator: 0 of rank 32, 1.8 GiB each; the first is let in all the same"
     several = plan([model, model], Device("gpu", 300 * GIB), replace(shared, generators=2))
     assert sizes(several)["adapters in use"] // 4 == several.adapter_cache_bytes > 2 * GIB
     with pytest.raises(DoesNotFit, match=r"generator.adapter_cache_bytes = 32,212,254,720 takes 30.0 GiB"):
