@@ -99,3 +99,25 @@ def test_calls_are_those_that_the_format_has_also_in_text_that_is_no_call() -> N
 def test_calls_that_a_model_begins_over_and_over_are_read_once(piece: str) -> None:
     """Every other rollout waits meanwhile: with the square of their number it would be for minutes."""
     assert _apart(piece * 20_000) == (piece * 20_000, [])
+
+
+@pytest.mark.parametrize("said", ["It is 7, no, 8.</think>\n\n8<|im_end|>", "\n</think>8<|im_end|>"])
+def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: str) -> None:
+    """As of models that only think (DeepSeek-R1, Qwen3-Thinking): their prompt ends within the thought."""
+    known = made("first", CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    parsed = TemplateRenderer(known).parse_response(known.encode(said, add_special_tokens=False))
+    assert (parsed.content, parsed.reasoning_content) == ("8", said.partition("</think>")[0].strip())
+    other = TemplateRenderer(made("first", CHATML))  # which has begun none
+    assert other.parse_response(known.encode(said, add_special_tokens=False)).reasoning_content is None
+
+
+def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_whole() -> None:
+    """What is asked to go on knows no calls, and such templates raise."""
+    refusing = "{% if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    known = made("first", CHATML.replace("{{ m.content }}", refusing + "{{ m.content }}"))
+    renderer = TemplateRenderer(known)
+    result = {"role": "tool", "name": "add", "content": "8"}
+    assert renderer.bridge_to_next_turn([5], [6], [result]) is None
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    assert renderer.render_ids([*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [call]}, result])
+    assert renderer.bridge_to_next_turn([5], [6], [{"role": "user", "content": "8"}]) is not None

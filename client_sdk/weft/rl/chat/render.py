@@ -10,13 +10,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 _CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
-_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S)
+_THOUGHT, _THINK, _END_OF_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S), "<think>", "</think>"
 #: Stands for what was sampled while a template is asked what it puts behind it.
 _SAMPLED = "\u2402sampled\u2403"
 
@@ -82,6 +83,11 @@ class TemplateRenderer:
         )
         return str(made)
 
+    @cached_property
+    def _begins_thought(self) -> bool:
+        """Whether a prompt ends within a thought, so that what is sampled has its end alone."""
+        return self._text([{"role": "user", "content": "?"}], None, True).rstrip().endswith(_THINK)
+
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -105,7 +111,11 @@ class TemplateRenderer:
         tools: list[Any] | None = None,
     ) -> list[int] | None:
         head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
-        _, found, behind = self._text([*head, *new_messages], tools, True).partition(_SAMPLED)
+        try:
+            text = self._text([*head, *new_messages], tools, True)
+        except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
+            return None
+        _, found, behind = text.partition(_SAMPLED)
         if not found or _SAMPLED in behind:
             return None
         added = self._ids(behind)
@@ -116,6 +126,8 @@ class TemplateRenderer:
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
         ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids
         text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
+        if _END_OF_THOUGHT in text and not text.lstrip().startswith(_THINK) and self._begins_thought:
+            text = _THINK + text
         thought = _THOUGHT.match(text)
         rest = text[thought.end() :] if thought else text
         said, written = _apart(rest)
