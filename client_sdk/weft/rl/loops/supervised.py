@@ -58,9 +58,9 @@ def go(
     items: Sequence[T],
     backward: Backward[T],
     recipe: Recipe,
-    between: Callable[[int, Purse], Mapping[str, float]] = lambda step, purse: {},
+    between: Callable[[int, bool, Purse], Mapping[str, float]] = lambda step, last, purse: {},
 ) -> Report:
-    """One optimizer step for each batch; `between` is asked for more numbers after each."""
+    """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last."""
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     size = min(recipe.batch, len(items))
@@ -89,7 +89,7 @@ def go(
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
-            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, purse)}
+            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, done == steps, purse)}
             report.steps.append(numbers)
             run.log(numbers, step)
             tell(sinks, step, steps, numbers)
