@@ -24,6 +24,19 @@ MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
+CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}<tool_call>\n"
+#: As these models' own templates write calls.
+QWEN2_5 = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}"
+    + CALLS
+    + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>{% endfor %}',
+)
+QWEN3_CODER = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}" + CALLS + "<function={{ f.name }}>\n{% for name, value in f.arguments|items %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+)
 TALK = [
     {"role": "user", "content": "What is 3 + 5?"},
     {"role": "assistant", "content": "It is 8."},
@@ -121,3 +134,28 @@ def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_w
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     assert renderer.render_ids([*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [call]}, result])
     assert renderer.bridge_to_next_turn([5], [6], [{"role": "user", "content": "8"}]) is not None
+
+
+@pytest.mark.parametrize("template", [QWEN2_5, QWEN3_CODER], ids=["qwen2.5", "qwen3-coder"])
+def test_arguments_are_an_object_to_the_template_also_where_openai_writes_text(template: str) -> None:
+    """Templates that write JSON of them would write that of a string, and a model would learn to call so."""
+    renderer = TemplateRenderer(made("first", template))
+
+    def talk(arguments: Any, flat: bool = False) -> list[dict[str, Any]]:
+        function = {"name": "add", "arguments": arguments}
+        call = function if flat else {"id": "1", "type": "function", "function": function}
+        return [*TALK[:1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    wanted = renderer.render_ids(talk({"a": 3, "b": [5]}))
+    for flat in (False, True):
+        assert renderer.render_ids(talk('{"a": 3, "b": [5]}', flat)) == wanted
+    assert renderer.example(talk('{"a": 3, "b": [5]}'))[0][0] == wanted
+    if template == QWEN2_5:  # what is no object stays as it is
+        assert '"{a"' in renderer.tokenizer.decode(renderer.render_ids(talk("{a")))
+
+
+def test_what_a_message_does_not_have_is_not_shown_to_the_template() -> None:
+    """Rows of a data set have all fields of all rows, and templates ask which there are, as Llama 3.1's does."""
+    asking = "{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}{{ 1 / 0 }}{% endif %}{% endif %}"
+    renderer = TemplateRenderer(made("first", CHATML.replace("{{ m.content }}", asking + "{{ m.content }}")))
+    assert renderer.render_ids([{**each, "tool_calls": None} for each in TALK]) == renderer.render_ids(TALK)

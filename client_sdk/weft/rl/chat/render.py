@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class TemplateRenderer:
         self._options = dict(template_options or {})
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opened: bool) -> str:
-        given = [{**message, "content": text_of(message)} for message in messages]
+        given = [_shown(message) for message in messages]
         made = self.tokenizer.apply_chat_template(
             given,
             tools=list(tools) if tools else None,
@@ -165,6 +166,26 @@ def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
     """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own."""
     last = max((place for place, token in enumerate(answer) if token in special), default=len(answer) - 1)
     return last + 1
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, arguments of calls as objects, and nothing that is None."""
+    shown = {name: value for name, value in message.items() if value is not None} | {"content": text_of(message)}
+    if calls := shown.get("tool_calls"):
+        shown["tool_calls"] = [_with_arguments(call) for call in calls]
+    return shown
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call, or its `function`, whose arguments are not the text of JSON that OpenAI's API has them in."""
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_arguments(call["function"])}
+    if isinstance(call.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            return {**call, "arguments": json.loads(call["arguments"])}
+    return call
 
 
 def text_of(message: Message) -> str:
