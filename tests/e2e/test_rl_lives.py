@@ -95,6 +95,21 @@ def test_a_life_goes_on_with_what_would_have_come(service: weft.ServiceClient, r
             assert now.get(name) == pytest.approx(then.get(name), rel=1e-4, abs=1e-7)
 
 
+def test_steps_of_another_size_are_not_gone_on_with(service: weft.ServiceClient) -> None:
+    """Where a life goes on is a number of steps: of twice the size they leave out as many data as were trained."""
+    tokenizer = fresh(service).get_tokenizer()
+    talks = [
+        [{"role": "user", "content": t["prompt"]}, {"role": "assistant", "content": t["answer"]}] for t in sums()[:12]
+    ]
+    data, kept = rl.conversations(talks, tokenizer), rl.Checkpoints("another-size", every=1)
+    with pytest.raises(KeyboardInterrupt):
+        rl.sft(fresh(service), data, batch=2, checkpoint=kept, sinks=[Dies(3)])
+    with pytest.raises(ValueError, match="'another-size' was saved with batch=2, got 4"):
+        rl.sft(fresh(service), data, batch=4, checkpoint=kept, sinks=[])
+    rest = rl.sft(fresh(service), data, batch=2, checkpoint=kept, sinks=[])
+    assert (rest.resumed_at, len(rest.steps)) == (3, 3)
+
+
 @pytest.mark.parametrize("whose", ["loop", "environment", "mixture"])
 def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient, whose: str) -> None:
     def life(baseline: rl.RunningBaseline, steps: int) -> None:
