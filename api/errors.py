@@ -143,8 +143,14 @@ class Gone(ApiError):
 
 
 class TooLarge(ApiError):
+    """`begins` are the body's first bytes, where it was read: they may say which operation it is."""
+
     status = 413
     code = "body_too_large"
+
+    def __init__(self, detail: str, begins: bytes = b"") -> None:
+        super().__init__(detail)
+        self.begins = begins
 
 
 class Unreadable(ApiError):

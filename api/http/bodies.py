@@ -36,6 +36,8 @@ MAX_RATIO = 100
 RATIO_FLOOR_BYTES = 1 << 20
 #: Unpacked at a time.
 _PIECE = 1 << 18
+#: Of a body that is too large so much is kept as its beginning.
+_BEGINS = 256
 #: Memory that one compressed body may make the decoder keep; every usual compression level stays below.
 MAX_WINDOW_BYTES = 1 << 23
 
@@ -116,7 +118,11 @@ def _parse(body: bytes, model: type[M]) -> M:
 
 def parse_protobuf(body: bytes, form: type[P]) -> P:
     """For threads; for the event loop only up to INLINE_PROTOBUF_BYTES."""
-    check_protobuf(body, form)
+    try:
+        check_protobuf(body, form)
+    except TooLarge as error:
+        error.begins = body[:_BEGINS]
+        raise
     message = form()
     try:
         if len(body) > INLINE_PROTOBUF_BYTES:
@@ -157,13 +163,14 @@ async def _receive(request: Request, limit: int) -> bytes:
     declared = header(request.scope, b"content-length") or "0"
     too_large = not declared.isdecimal() or int(declared) > limit
     parts: list[bytes] = []
-    size, more = 0, True
+    begins, size, more = b"", 0, True
     while more:  # `Request.stream` has the event loop keep account of a generator for each body
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
+        begins += part[: _BEGINS - len(begins)]
         too_large = too_large or size > limit
         if size > 2 * limit:
             break
@@ -172,12 +179,12 @@ async def _receive(request: Request, limit: int) -> bytes:
         else:
             parts.append(part)
     if too_large:
-        raise _too_large(limit)
+        raise _too_large(limit, begins)
     return b"".join(parts)
 
 
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than the limit of {limit} bytes: send fewer data in one request")
+def _too_large(limit: int, begins: bytes = b"") -> TooLarge:
+    return TooLarge(f"the body is larger than the limit of {limit} bytes: send fewer data in one request", begins)
 
 
 def _unpacks_to_too_much(data: bytes, limit: int) -> TooLarge:

@@ -63,6 +63,26 @@ def check_protobuf(body: bytes, form: type[Message]) -> None:
             raise Invalid(f"the body is not a {form.DESCRIPTOR.name}: it breaks off") from None
 
 
+def begins_with(body: bytes, *fields: int) -> list[bytes | int] | None:
+    """The values of these first fields of a protobuf message, of which the end may be missing: bytes and varints. None
+    where it begins otherwise, which no library that writes fields in their order has it do."""
+    found, at = list[bytes | int](), 0
+    try:
+        for number in fields:
+            key, at = _varint(body, at)
+            value, at = _varint(body, at)
+            if key == number << 3 | _BYTES:
+                found.append(body[at : at + value])
+                at += value
+            elif key == number << 3 | _VARINT:
+                found.append(value)
+            else:
+                return None
+    except (IndexError, Invalid):
+        return None
+    return found
+
+
 def _walk(body: bytes, root: Any) -> None:
     """Look at every field of `root` and of the messages in it, those that stand next first."""
     known = _messages(root)

@@ -166,9 +166,10 @@ async def submit(
             raise
         refused = error
         request_id = await accept(service, submitter, operation(Checked(), refused))
-    if refused is not None:
-        refused.request_id = request_id
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id), refused
+    if refused is None:
+        return UntypedAPIFuture(request_id=request_id, model_id=run.id), None
+    refused.request_id = request_id
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id, refused=refused.detail), refused
 
 
 async def submit_json(

@@ -230,7 +230,7 @@ class SamplingClient(Pending["SamplingClient"]):
         headers = {"X-Tinker-Sampling-Backpressure": "1"} | ({"X-Weft-Priority": priority} if priority else {})
         transport = self._session.transport
         call = Call("POST", "/asample", encode(request.body()), headers=headers, patient=True)
-        future = parse(await transport.send(call, self._policy), UntypedAPIFuture)
+        future = await self._accepted(call)
         if drawing is not None:
             drawing.accepted(transport, future.request_id, stream=bool(request.stream))
 
@@ -249,9 +249,31 @@ class SamplingClient(Pending["SamplingClient"]):
                 self._completions.retrieved(future.request_id)
             return response
         except asyncio.CancelledError:
-            body = CancelFutureRequest(request_id=future.request_id).model_dump_json().encode()
-            background().run(_quietly(transport.ask_once("POST", "/cancel_future", body)))
+            background().run(_quietly(self._cancel(future.request_id)))
             raise
+
+    async def _accepted(self, call: Call) -> UntypedAPIFuture:
+        """What the server accepted. Who gives up meanwhile does not know whether it has: so it is told once it says."""
+        wanted = True
+
+        async def send() -> UntypedAPIFuture:
+            sent = await self._session.transport.send(call, self._policy, lambda: wanted)
+            return parse(sent, UntypedAPIFuture)
+
+        async def cancel() -> None:
+            await self._cancel((await sending).request_id)
+
+        sending = asyncio.ensure_future(send())
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            wanted = False
+            background().run(_quietly(cancel()))
+            raise
+
+    async def _cancel(self, request_id: str) -> None:
+        body = CancelFutureRequest(request_id=request_id).model_dump_json().encode()
+        await self._session.transport.ask_once("POST", "/cancel_future", body)
 
 
 async def _quietly(work: Coroutine[Any, Any, Any]) -> None:

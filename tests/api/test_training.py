@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from weft.wire.base import SEEDS
-from weft.wire.binary.codec import decode_train_request
+from weft.wire.binary.codec import decode_train_request, encode_train_request
 
+from api.http import structure
 from scheduler.journal.rows import plan_of
 from scheduler.order.plans import Create, ForwardBackward, Slice
 from tests.api.conftest import MODEL, PROTOBUF, World
@@ -97,6 +99,27 @@ class TestBatches:
         step = world.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": ADAM})
         reason = world.outcome(step["request_id"]).json()["queue_state_reason"]
         assert "has not arrived" not in reason
+
+    def test_what_is_too_large_fails_through_the_future_and_spends_its_number(self, world: World) -> None:
+        """Tinker's client has counted it, and all that it sends next would wait for it."""
+        run = world.run()
+        large = batch(run, 1, [datum([9] * 2_000), datum([9] * 2_000)])
+        request_id = world.train(large)["request_id"]
+        assert "larger than the limit of 20000 bytes" in world.error(request_id)
+        assert world.train(large)["request_id"] == request_id
+        many = encode_train_request(batch(run, 2)) + b"\x32\x00" * 100  # as many fields as a larger limit lets in
+        with patch.multiple(structure, HARMLESS_BYTES=100, MAX_FIELDS=50):
+            reply = world.call("POST", "forward_backward", content=many, headers=PROTOBUF)
+        assert "50 fields of protobuf" in world.error(reply.json()["request_id"])
+        step = world.post("optim_step", {"model_id": run, "seq_id": 3, "adam_params": ADAM})
+        reason = world.outcome(step["request_id"]).json()["queue_state_reason"]
+        assert "has not arrived" not in reason
+
+    def test_what_is_too_large_and_nobodys_is_refused_at_once(self, world: World) -> None:
+        large = [datum([9] * 2_000), datum([9] * 2_000)]
+        assert world.train(batch("nobody:train:0", 1, large), status=404)["detail"]
+        reply = world.call("POST", "forward_backward", content=b"\x1a" + bytes(30_000), headers=PROTOBUF)
+        assert reply.status_code == 413
 
     @pytest.mark.parametrize(
         ("content", "headers", "status"),

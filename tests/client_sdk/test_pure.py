@@ -40,9 +40,23 @@ def test_refusals_are_final(status: int) -> None:
 
 
 def test_only_429_is_waited_out_without_end() -> None:
-    patient = Attempts(POLICY, 0.0, patient=True)
-    assert patient.pause_after(429, 10_000.0) is not None
-    assert patient.pause_after(503, 10_000.0) is None
+    patient, now_s = Attempts(POLICY, 0.0, patient=True), 0.0
+    for _ in range(200):
+        now_s += 5.0
+        assert patient.pause_after(429, now_s) is not None
+    assert patient.pause_after(503, now_s) is None
+
+
+def test_a_process_that_stood_still_asks_again() -> None:
+    """A laptop that slept, a program behind Ctrl-Z: nobody has tried anything meanwhile."""
+    attempts = Attempts(POLICY, 0.0)
+    assert attempts.pause_after(None, 1000.0) == 0.5
+    assert attempts.pause_after(None, 2000.0) == 1.0
+    now_s, pauses = 2000.0, 0.0
+    while (pause_s := attempts.pause_after(503, now_s)) is not None:
+        now_s += pause_s
+        pauses += pause_s
+    assert 100 < pauses <= 180
 
 
 def test_billing_has_its_own_budget_and_restarts_the_other() -> None:
@@ -51,6 +65,7 @@ def test_billing_has_its_own_budget_and_restarts_the_other() -> None:
     assert attempts.pause_after(402, 3700.0) == 5.0
     assert attempts.pause_after(402, 3800.1) is None
     assert attempts.pause_after(503, 3900.0) == 0.5
+    assert attempts.pause_after(503, 4000.0) == 1.0
 
 
 def datum(length: int) -> Datum:
@@ -87,6 +102,17 @@ def test_metrics_join_by_their_reduction() -> None:
         "a:unique_1": 5,
     }
     assert [output["logprobs"].data for output in joined.loss_fn_outputs] == [[1.0], [3.0], [3.0], [3.0]]
+
+
+def test_means_over_tokens_join_by_tokens_and_a_custom_losss_by_data() -> None:
+    """The server's means are over the positions in the loss, and a part of few long data has most of them."""
+    short = part(100, tokens__sum=100, ratio__mean=2.0)
+    long = part(1, tokens__sum=900, ratio__mean=1.0)
+    short.metrics["custom/own:mean"], long.metrics["custom/own:mean"] = 1.0, 102.0
+    joined = join([short, long]).metrics
+    assert joined == {"tokens:sum": 1000, "ratio:mean": pytest.approx(1.1), "custom/own:mean": pytest.approx(2.0)}
+    none = join([part(1, tokens__sum=0, ratio__mean=2.0), part(3, tokens__sum=0, ratio__mean=4.0)])
+    assert none.metrics["ratio:mean"] == 3.5
 
 
 @pytest.mark.parametrize("name", ["loss", "a:b:sum", ":sum"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import pytest
 import weft
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 from weft import ModelInput, SamplingParams, ServiceClient
 
 from tests.client_sdk.stub_server import SESSION, Stub, not_yet, status
@@ -123,6 +127,51 @@ def test_cancelling_tells_the_server(service: ServiceClient, stub: Stub) -> None
     while not stub.bodies("/cancel_future") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert stub.bodies("/cancel_future") == [{"request_id": f"r-{SESSION}:sample:0-0"}]
+
+
+class Late(JSONResponse):
+    """An answer that is on its way until it may arrive."""
+
+    def __init__(self, content: object) -> None:
+        super().__init__(content)
+        self.may = threading.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.to_thread(self.may.wait, 30)
+        await super().__call__(scope, receive, send)
+
+
+def test_cancelling_what_is_being_sent_ends_it_once_it_is_accepted(service: ServiceClient, stub: Stub) -> None:
+    """The server would draw it to its end, for nobody, and bill it."""
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    late = Late({"request_id": "accepted"})
+    stub.faults["/asample"].append(late)
+    future = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams())
+    until(lambda: stub.bodies("/asample"))
+    future.cancel()
+    late.may.set()
+    until(lambda: stub.bodies("/cancel_future"))
+    assert stub.bodies("/cancel_future") == [{"request_id": "accepted"}]
+
+
+def test_what_is_cancelled_before_the_server_has_room_is_not_sent_again(service: ServiceClient, stub: Stub) -> None:
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    stub.faults["/asample"] += [Response(status_code=429, headers={"retry-after-ms": "50"})] * 9
+    future = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams())
+    until(lambda: stub.bodies("/asample"))
+    future.cancel()
+    asked = 0
+    while asked < (asked := len(stub.bodies("/asample"))):  # one may be on its way
+        time.sleep(0.3)
+    assert asked < 9
+    assert not stub.bodies("/cancel_future")
+
+
+def until(there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_compute_logprobs(service: ServiceClient, stub: Stub) -> None:

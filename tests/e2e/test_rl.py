@@ -247,6 +247,8 @@ def test_sft_then_distillation_to_it_halves_the_reverse_kl(service: weft.Service
     )
     assert report.steps[-1]["loss"] < 0.5 * report.steps[0]["loss"]
     assert len(report.curve("test/loss")) == 3
+    short = rl.sft(teacher_run, data, test=data[:16], batch=32, epochs=1, learning_rate=0.0, sinks=[])
+    assert ["test/loss" in step for step in short.steps] == [False] * (len(short.steps) - 1) + [True]
     teacher = teacher_run.save_weights_and_get_sampling_client().result(60)
     student = fresh(service, seed=2, rank=16)
     report = rl.distill(

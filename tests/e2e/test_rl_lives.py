@@ -71,6 +71,45 @@ def test_a_life_that_dies_before_its_first_checkpoint_is_paid_from_the_budget(
     assert "was saved after step 3 of 3" in warned(caplog, "has nothing left to do: more steps, or another name")[0]
 
 
+@pytest.mark.parametrize("ratios", [None, {"sums": 2, "more": 1}], ids=["one", "mixture"])
+def test_a_life_goes_on_with_what_would_have_come(service: weft.ServiceClient, ratios: dict[str, float] | None) -> None:
+    """The tasks that were under way are drawn as they would have been, and no other takes their place."""
+    own = rl.prompts(sums(), lambda text, task: float(len(text)), max_tokens=4)
+    more = rl.prompts(sums(seed=1), lambda text, task: float(len(text)), max_tokens=4)
+    env: Any = own if ratios is None else {"sums": own, "more": more}
+
+    def life(name: str, at: int = 99) -> rl.Report:
+        kept, sinks, groups = rl.Checkpoints(name, every=2), [Dies(at)], rl.Groups(batch=3, size=4)
+        run = fresh(service)
+        return rl.train(
+            run, env, ratios=ratios, steps=6, groups=groups, learning_rate=1e-3, checkpoint=kept, sinks=sinks, seed=5
+        )
+
+    undisturbed = life(f"undisturbed-{ratios is None}")
+    with pytest.raises(KeyboardInterrupt):
+        life(f"disturbed-{ratios is None}", at=2)
+    rest = life(f"disturbed-{ratios is None}")
+    assert rest.resumed_at == 2
+    for now, then in zip(rest.steps, undisturbed.steps[2:], strict=True):
+        for name in ("reward", "loss", "grad_norm"):
+            assert now.get(name) == pytest.approx(then.get(name), rel=1e-4, abs=1e-7)
+
+
+def test_steps_of_another_size_are_not_gone_on_with(service: weft.ServiceClient) -> None:
+    """Where a life goes on is a number of steps: of twice the size they leave out as many data as were trained."""
+    tokenizer = fresh(service).get_tokenizer()
+    talks = [
+        [{"role": "user", "content": t["prompt"]}, {"role": "assistant", "content": t["answer"]}] for t in sums()[:12]
+    ]
+    data, kept = rl.conversations(talks, tokenizer), rl.Checkpoints("another-size", every=1)
+    with pytest.raises(KeyboardInterrupt):
+        rl.sft(fresh(service), data, batch=2, checkpoint=kept, sinks=[Dies(3)])
+    with pytest.raises(ValueError, match="'another-size' was saved with batch=2, got 4"):
+        rl.sft(fresh(service), data, batch=4, checkpoint=kept, sinks=[])
+    rest = rl.sft(fresh(service), data, batch=2, checkpoint=kept, sinks=[])
+    assert (rest.resumed_at, len(rest.steps)) == (3, 3)
+
+
 @pytest.mark.parametrize("whose", ["loop", "environment", "mixture"])
 def test_what_an_advantage_remembers_is_kept(service: weft.ServiceClient, whose: str) -> None:
     def life(baseline: rl.RunningBaseline, steps: int) -> None:

@@ -53,10 +53,19 @@ class Twice(vf.MultiTurnEnv):
         return [{"role": "user", "content": state["prompt"][0]["content"]}]
 
 
+class Endless(vf.MultiTurnEnv):
+    """Asks for more until nothing goes into the context."""
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+        return [{"role": "user", "content": "What is 1 + 2? " * 40}]
+
+
 def environment(kind: str) -> Any:
     rubric = vf.Rubric(funcs=[exact])
     if kind == "single":
         return vf.SingleTurnEnv(dataset=questions(), rubric=rubric)
+    if kind == "endless":
+        return Endless(dataset=questions(), rubric=rubric, max_turns=1000)
     if kind in ("multi", "spent"):
         return Twice(dataset=questions(), rubric=rubric, max_turns=2)
     return vf.ToolEnv(dataset=questions(), rubric=vf.Rubric(funcs=[exact, called]), tools=[add], max_turns=3)

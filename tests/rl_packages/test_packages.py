@@ -82,6 +82,17 @@ def test_a_budget_that_ends_a_sample_of_verifiers_ends_the_loop(server: Weftd) -
     assert said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), "spent") == ["budget", "[]"]
 
 
+@made(VERIFIERS_0_1)
+def test_a_rollout_of_verifiers_that_fills_the_context_ends_there_and_is_scored(server: Weftd) -> None:
+    """As with verifiers' own clients: a loop that left out what grows too long would never learn to be brief."""
+    ended, steps = said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), "endless")
+    assert ended == "done"
+    for step in json.loads(steps):
+        assert step["rollouts"] == 36
+        assert step["turns/rollout"] > 3
+        assert "waste/failed_rollouts" not in step
+
+
 @made(VERIFIERS_0_4)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["single", "multi", "tool"])

@@ -17,12 +17,13 @@ from weft.wire.binary.codec import WireError, decode_train_request
 from api.checks.batches import check_batch, costs
 from api.checks.custom_losses import uploaded_loss
 from api.checks.provenance import named_sequences, with_recorded_logprobs
-from api.errors import Invalid, Unreadable, quote
+from api.errors import Invalid, TooLarge, Unreadable, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import INLINE_PROTOBUF_BYTES, parse, parse_protobuf, read_body
 from api.http.body_sizes import ROOM_KEY
 from api.http.json_forms import PROTOBUF, train_body
+from api.http.structure import begins_with
 from api.operations.submit import Address, Check, Checked, submit
 from api.state.service import Service, ServiceDep
 from api.who.lookup import served_model
@@ -50,9 +51,12 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
         return await _submit_json(request, service, who, forward_only=False)
     if form != PROTOBUF:
         raise Unreadable(f"forward_backward takes {PROTOBUF} or application/json, not {quote(form)}")
-    body = await read_body(request)
-    small = len(body) <= INLINE_PROTOBUF_BYTES
-    message = _parse(body) if small else await run_in_threadpool(_parse, body)
+    try:
+        body = await read_body(request)
+        small = len(body) <= INLINE_PROTOBUF_BYTES
+        message = _parse(body) if small else await run_in_threadpool(_parse, body)
+    except TooLarge as error:
+        return await _refuse_unread(request, service, who, error)
     address = Address(model_id=message.model_id, seq_id=message.seq_id)
     kind = OpKind.FORWARD if message.forward_only else OpKind.FORWARD_BACKWARD
 
@@ -60,6 +64,21 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
         return _check(service, message, body, run)
 
     return await _submit(request, service, who, address, kind, body, check)
+
+
+async def _refuse_unread(request: Request, service: Service, who: Principal, error: TooLarge) -> UntypedAPIFuture:
+    """Of a body that is too large its first fields say which operation it is. Tinker's client has counted that, and
+    what it sends next would wait for it; so its number is spent, as that of bad data."""
+    match begins_with(error.begins, 1, 2):
+        case [bytes(model_id), int(seq)]:
+            address = Address(model_id=model_id.decode(errors="replace"), seq_id=seq)
+        case _:
+            raise error
+
+    def check(run: tables.Run) -> Checked:
+        raise error
+
+    return await _submit(request, service, who, address, OpKind.FORWARD_BACKWARD, error.begins, check)
 
 
 @router.post(

@@ -1,7 +1,7 @@
 """Large operations go over the wire in parts; here they are cut, and their results joined. Pure functions.
 
 A metric is called `name:reduction`, and the reduction says how the parts' values join. mean and slack are weighted by
-the number of data in each part.
+what they are over: the number of data in each part for those of an uploaded loss, else the positions in the loss.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def split(data: Sequence[Datum], max_data: int, max_bytes: int) -> list[list[Dat
     return parts
 
 
-Reduce = Callable[[list[float], list[int]], float]
+Reduce = Callable[[list[float], list[float]], float]
 
 
-def _mean(values: list[float], weights: list[int]) -> float:
+def _mean(values: list[float], weights: list[float]) -> float:
     if not sum(weights):
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
@@ -55,17 +55,19 @@ def join(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
     A metric that a part lacks, or whose reduction is unknown, is left out.
     """
-    weights = [len(part.loss_fn_outputs) for part in parts]
+    data = [float(len(part.loss_fn_outputs)) for part in parts]
+    tokens = [part.metrics.get("tokens:sum", 0.0) for part in parts]
     metrics: dict[str, float] = {}
     for key in parts[0].metrics:
         values = [part.metrics[key] for part in parts if key in part.metrics]
         if len(values) == len(parts):
-            metrics.update(_join_metric(key, values, weights))
+            by_data = key.startswith("custom/") or not any(tokens)
+            metrics.update(_join_metric(key, values, data if by_data else tokens))
     outputs = [output for part in parts for output in part.loss_fn_outputs]
     return ForwardBackwardOutput(parts[0].loss_fn_output_type, outputs, metrics)
 
 
-def _join_metric(key: str, values: list[float], weights: list[int]) -> dict[str, float]:
+def _join_metric(key: str, values: list[float], weights: list[float]) -> dict[str, float]:
     name, colon, reduction = key.partition(":")
     if not name or not colon or ":" in reduction:
         raise APIResponseValidationError(f"metric {key!r} is not of the form name:reduction")

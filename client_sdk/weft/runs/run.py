@@ -10,7 +10,7 @@ import httpx
 import zstandard
 from pydantic import BaseModel
 
-from weft.errors import GradientMissingError
+from weft.errors import GradientMissingError, RequestFailedError
 from weft.runs.chunks import join, split
 from weft.runs.lane import Lane, Turn
 from weft.runs.session import Session
@@ -82,7 +82,8 @@ class Run:
         return await asyncio.shield(asyncio.ensure_future(take()))
 
     async def add_gradient(self, work: Callable[[Turn], Awaitable[R]]) -> R:
-        """`in_turn`, for what adds to the gradient. Where it is refused, the next optimizer step is not sent."""
+        """`in_turn`, for what adds to the gradient. Where any of it is refused, be it that its future will say so, the
+        next optimizer step is not sent."""
 
         async def noted(turn: Turn) -> R:
             try:
@@ -148,6 +149,8 @@ class Run:
             call = await asyncio.to_thread(self._forward_call, request)
             future = await self._post(turn, call)
             ids.append(future.request_id)
+            if future.refused is not None and not forward_only:
+                self._missing = RequestFailedError(future.refused, future.request_id, "user")
         return ids
 
     def _forward_call(self, request: ForwardBackwardRequest) -> Call:

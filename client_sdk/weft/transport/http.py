@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -193,8 +193,11 @@ class Transport:
         except (httpx.TransportError, OSError) as error:
             raise APIConnectionError(f"POST {url}: {error or type(error).__name__}") from error
 
-    async def send(self, call: Call, policy: RetryPolicy | None = None) -> httpx.Response:
-        """Send until it is answered well, or finally refused, or the budget is spent. Resends the same bytes."""
+    async def send(
+        self, call: Call, policy: RetryPolicy | None = None, wanted: Callable[[], bool] = lambda: True
+    ) -> httpx.Response:
+        """Send until it is answered well, or finally refused, or the budget is spent, or nobody wants it any more.
+        Resends the same bytes."""
         key = {"X-Idempotency-Key": str(uuid.uuid4())} if call.method != "GET" else {}
         call = replace(call, headers={**key, **(call.headers or {})})
         began = time.monotonic()
@@ -212,6 +215,8 @@ class Transport:
             told = told or failing
             log.log(logging.WARNING if loud else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
             await asyncio.sleep(pause_s)
+            if not wanted():
+                raise answer
 
     async def _attempt(self, call: Call) -> tuple[httpx.Response | APIStatusError | APIConnectionError, float | None]:
         """A good response, or what went wrong and when the server wants to be asked again."""

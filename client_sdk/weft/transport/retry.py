@@ -10,11 +10,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+#: What an attempt takes at most. One that took longer is of a process that stood still, as on a laptop that slept.
+ATTEMPT_S = 60.0
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
     """Pauses double from `first_pause_s` to `longest_pause_s`, shortened at random by up to a quarter so that many
-    clients do not return together. No attempt starts later than `budget_s` after the first."""
+    clients do not return together. No attempt starts later than `budget_s` after the first, where one that took longer
+    than ATTEMPT_S counts as that."""
 
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
@@ -53,7 +57,8 @@ class Attempts:
     def __init__(self, policy: RetryPolicy, now_s: float, patient: bool = False) -> None:
         self._policy = policy
         self._patient = patient
-        self._started_s = now_s
+        self._seen_s = now_s  # from when on the next attempt counts
+        self._spent_s = 0.0
         self._paused_s: float | None = None
         self._count = 0
 
@@ -65,15 +70,18 @@ class Attempts:
         if status is not None and not passes_by_itself(status):
             return None
         pause_s = self._policy.pause_s(self._count, retry_after_s)
+        self._spent_s += min(now_s - self._seen_s, ATTEMPT_S)
         endless = self._patient and status == 429
-        if not endless and now_s + pause_s - self._started_s > self._policy.budget_s:
+        if not endless and self._spent_s + pause_s > self._policy.budget_s:
             return None
         self._count += 1
+        self._seen_s = now_s + pause_s
+        self._spent_s += pause_s
         return pause_s
 
     def _pause_for_billing(self, now_s: float) -> float | None:
         self._paused_s = now_s if self._paused_s is None else self._paused_s
         if now_s + self._policy.billing_pause_s - self._paused_s > self._policy.billing_budget_s:
             return None
-        self._started_s, self._count = now_s + self._policy.billing_pause_s, 0
+        self._seen_s, self._spent_s, self._count = now_s + self._policy.billing_pause_s, 0.0, 0
         return self._policy.billing_pause_s

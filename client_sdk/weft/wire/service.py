@@ -142,11 +142,13 @@ class HealthResponse(Response):
 
 
 class UntypedAPIFuture(Response):
-    """The answer to every submitted operation: where its result will be. Samples also name their sequences."""
+    """The answer to every submitted operation: where its result will be. Samples also name their sequences. `refused`
+    says why the result will be a failure, where that is known already."""
 
     request_id: RequestID
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+    refused: str | None = None
 
 
 class FutureRetrieveRequest(Request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,24 @@ def test_a_rollout_that_takes_too_long_or_fails_is_that_rollouts_own() -> None:
     [bad] = asyncio.run(env.group("bad", [Chat(policy()[0])]))
     assert "longer than 0.05 s, after 0 turns" in str(slow)
     assert isinstance(bad, KeyError)
+
+
+def test_time_in_which_nothing_could_run_does_not_end_a_rollout() -> None:
+    """A reward that computes for long, or Ctrl-Z, holds up all rollouts; none of them has taken that time."""
+
+    async def solve(task: str, chat: Chat) -> float:
+        if task == "holds":
+            time.sleep(1.0)  # noqa: ASYNC251 (what they do)
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    env = function(solve, ["waits", "holds"], timeout_s=0.5)
+
+    async def both() -> list[Any]:
+        found = await asyncio.gather(*(env.group(task, [Chat(policy()[0])]) for task in env.tasks))
+        return [outcome for outcomes in found for outcome in outcomes]
+
+    assert [getattr(outcome, "value", outcome) for outcome in asyncio.run(both())] == [1.0, 1.0]
 
 
 def test_prompts_of_texts_messages_and_judges_that_wait() -> None:

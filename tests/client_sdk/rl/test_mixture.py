@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 from weft import rl
-from weft.rl.loops.mixture import mixture, ratios_of
+from weft.rl.loops.mixture import Tries, Try, mixture, ratios_of
 
 ENV = rl.prompts(["a", "b"])
 BOTH = {"sums": ENV, "code": rl.prompts(["c"])}
@@ -32,6 +33,13 @@ def test_each_draws_from_its_own_source() -> None:
     pools = rl.DifficultyPools(2)
     made = mixture(BOTH, {"sums": pools}, 0)
     assert made["sums"].source is pools
-    made["code"].again.append(7)
-    assert [made["code"].draw(), made["code"].draw()] == [7, 0]
+    tries = Tries(made, {"sums": 0, "code": 1})
+    first, second = tries.draw(), tries.draw()
+    state = json.loads(json.dumps({"pacer": {"numbers": 2}, **tries.state_dict([second])}))
+    later = Tries(mixture(BOTH, None, 0), {"sums": 0, "code": 1})
+    later.load_state_dict(state)
+    assert [first.number, later.draw(), later.draw()] == [1, second, tries.draw()]
+    old = Tries(mixture(BOTH, None, 0), {"sums": 0, "code": 1})
+    old.load_state_dict({**state, "draws": 7, "again": [["code", 1], ["gone", 0]]})
+    assert [old.draw(), old.draw().number] == [Try(8, "code", 1), 10]
     assert ratios_of(made, {"sums": 3, "code": 1}).shares == {"sums": 0.75, "code": 0.25}

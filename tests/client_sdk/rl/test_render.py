@@ -24,6 +24,19 @@ MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
+CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}<tool_call>\n"
+#: As these models' own templates write calls.
+QWEN2_5 = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}"
+    + CALLS
+    + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>{% endfor %}',
+)
+QWEN3_CODER = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}" + CALLS + "<function={{ f.name }}>\n{% for name, value in f.arguments|items %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+)
 TALK = [
     {"role": "user", "content": "What is 3 + 5?"},
     {"role": "assistant", "content": "It is 8."},
@@ -99,3 +112,50 @@ def test_calls_are_those_that_the_format_has_also_in_text_that_is_no_call() -> N
 def test_calls_that_a_model_begins_over_and_over_are_read_once(piece: str) -> None:
     """Every other rollout waits meanwhile: with the square of their number it would be for minutes."""
     assert _apart(piece * 20_000) == (piece * 20_000, [])
+
+
+@pytest.mark.parametrize("said", ["It is 7, no, 8.</think>\n\n8<|im_end|>", "\n</think>8<|im_end|>"])
+def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: str) -> None:
+    """As of models that only think (DeepSeek-R1, Qwen3-Thinking): their prompt ends within the thought."""
+    known = made("first", CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    parsed = TemplateRenderer(known).parse_response(known.encode(said, add_special_tokens=False))
+    assert (parsed.content, parsed.reasoning_content) == ("8", said.partition("</think>")[0].strip())
+    other = TemplateRenderer(made("first", CHATML))  # which has begun none
+    assert other.parse_response(known.encode(said, add_special_tokens=False)).reasoning_content is None
+
+
+def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_whole() -> None:
+    """What is asked to go on knows no calls, and such templates raise."""
+    refusing = "{% if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    known = made("first", CHATML.replace("{{ m.content }}", refusing + "{{ m.content }}"))
+    renderer = TemplateRenderer(known)
+    result = {"role": "tool", "name": "add", "content": "8"}
+    assert renderer.bridge_to_next_turn([5], [6], [result]) is None
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    assert renderer.render_ids([*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [call]}, result])
+    assert renderer.bridge_to_next_turn([5], [6], [{"role": "user", "content": "8"}]) is not None
+
+
+@pytest.mark.parametrize("template", [QWEN2_5, QWEN3_CODER], ids=["qwen2.5", "qwen3-coder"])
+def test_arguments_are_an_object_to_the_template_also_where_openai_writes_text(template: str) -> None:
+    """Templates that write JSON of them would write that of a string, and a model would learn to call so."""
+    renderer = TemplateRenderer(made("first", template))
+
+    def talk(arguments: Any, flat: bool = False) -> list[dict[str, Any]]:
+        function = {"name": "add", "arguments": arguments}
+        call = function if flat else {"id": "1", "type": "function", "function": function}
+        return [*TALK[:1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    wanted = renderer.render_ids(talk({"a": 3, "b": [5]}))
+    for flat in (False, True):
+        assert renderer.render_ids(talk('{"a": 3, "b": [5]}', flat)) == wanted
+    assert renderer.example(talk('{"a": 3, "b": [5]}'))[0][0] == wanted
+    if template == QWEN2_5:  # what is no object stays as it is
+        assert '"{a"' in renderer.tokenizer.decode(renderer.render_ids(talk("{a")))
+
+
+def test_what_a_message_does_not_have_is_not_shown_to_the_template() -> None:
+    """Rows of a data set have all fields of all rows, and templates ask which there are, as Llama 3.1's does."""
+    asking = "{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}{{ 1 / 0 }}{% endif %}{% endif %}"
+    renderer = TemplateRenderer(made("first", CHATML.replace("{{ m.content }}", asking + "{{ m.content }}")))
+    assert renderer.render_ids([{**each, "tool_calls": None} for each in TALK]) == renderer.render_ids(TALK)

@@ -19,6 +19,19 @@ def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:
     assert orjson.loads(line) == {"step": 0, "reward": 0.5, "ratio": None, "judged": None}
 
 
+def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
+    """A full disk takes a part of a line; the life that wrote it is killed, and the next appends."""
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"step": 0, "reward": 0.5}\n{"step": 1, "rew')
+    for step in (1, 2):
+        sink = rl.JsonLines(path)
+        sink.log(step, 3, {"reward": 0.5})
+        sink.close()
+    first, cut, *rest = path.read_bytes().splitlines()
+    assert cut == b'{"step": 1, "rew'
+    assert [orjson.loads(line)["step"] for line in (first, *rest)] == [0, 1, 2]
+
+
 def test_a_sink_is_good_for_the_next_loop_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops close their sinks at their end; a list of them is often given to several."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from weft.loss_handle import trace
 from weft.rl import losses
+from weft.rl.loops.train import plain as numbers
 from weft.rl.losses import Loss
 from weft.wire.checks.custom_format import decode_custom_loss, encode_custom_loss
 from weft.wire.inputs import Datum, ModelInput
@@ -97,6 +98,39 @@ def test_golden_shares_of_what_is_masked() -> None:
         case, loss = GOLDEN["cases"][name], CASES[name[:-4]]
         _, metrics = interpreted(loss, torch.tensor(LP), given(loss, case["adv"]))
         assert metrics["custom/masked:sum"] / metrics["custom/tokens:sum"] == pytest.approx(case["is_masked"])
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 1e-3])
+def test_what_a_traced_loss_tells_is_of_its_tokens_whatever_the_loop_divides_by(weight: float) -> None:
+    loss = losses.icepop(old=True)
+    inputs = given(loss, 1.0)
+    _, metrics = interpreted(loss, torch.tensor(LP), {**inputs, "mask": inputs["mask"] * weight})
+    told = numbers({**metrics, "tokens:sum": float(len(LP))})
+    drawn = [(lp - q, old - q) for lp, q, old, m in zip(LP, Q, OLD, MASK, strict=True) if m]
+    kl = sum(math.exp(log_rho) - 1 - log_rho for log_rho, _ in drawn) / len(drawn)
+    masked = sum(not 0.5 <= math.exp(log_k) <= 5 for _, log_k in drawn) / len(drawn)
+    assert told == pytest.approx({"mismatch_kl": kl, "masked": masked, "tokens": len(drawn)}, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "pull"),
+    [
+        (losses.icepop(), 1.0, 0.0),
+        (losses.icepop(old=True), -1.0, 0.0),
+        (losses.intellect3(), 1.0, 0.0),
+        (losses.areal(), -1.0, 0.0),
+        (losses.areal(old=True), 1.0, 0.0),
+        (losses.dppo_kl(kl=0.5), 1.0, 999.0),
+        (losses.ipo(kl=0.5), -1.0, 999.0),
+    ],
+    ids=lambda given: getattr(given, "name", given),
+)
+def test_a_token_that_is_masked_has_no_ratio_however_large_it_is(loss: Loss, advantage: float, pull: float) -> None:
+    """exp overflows from 88.7 on, and 0 times infinity would be the gradient of the whole batch."""
+    given = {"q": -1000.0, "old": -1.0, "advantages": advantage, "mask": 1.0}
+    inputs = {name: torch.tensor([given[name], {"q": -1.0}.get(name, given[name])]) for name in loss.reads}
+    _, grad = gradient(interpreted, loss, [-1.0, -1.0], inputs)
+    assert grad.tolist() == pytest.approx([pull, -advantage])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

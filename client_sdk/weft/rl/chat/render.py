@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 _CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
-_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S)
+_THOUGHT, _THINK, _END_OF_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S), "<think>", "</think>"
 #: Stands for what was sampled while a template is asked what it puts behind it.
 _SAMPLED = "\u2402sampled\u2403"
 
@@ -72,7 +74,7 @@ class TemplateRenderer:
         self._options = dict(template_options or {})
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opened: bool) -> str:
-        given = [{**message, "content": text_of(message)} for message in messages]
+        given = [_shown(message) for message in messages]
         made = self.tokenizer.apply_chat_template(
             given,
             tools=list(tools) if tools else None,
@@ -81,6 +83,11 @@ class TemplateRenderer:
             **self._options,
         )
         return str(made)
+
+    @cached_property
+    def _begins_thought(self) -> bool:
+        """Whether a prompt ends within a thought, so that what is sampled has its end alone."""
+        return self._text([{"role": "user", "content": "?"}], None, True).rstrip().endswith(_THINK)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -105,7 +112,11 @@ class TemplateRenderer:
         tools: list[Any] | None = None,
     ) -> list[int] | None:
         head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
-        _, found, behind = self._text([*head, *new_messages], tools, True).partition(_SAMPLED)
+        try:
+            text = self._text([*head, *new_messages], tools, True)
+        except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
+            return None
+        _, found, behind = text.partition(_SAMPLED)
         if not found or _SAMPLED in behind:
             return None
         added = self._ids(behind)
@@ -116,6 +127,8 @@ class TemplateRenderer:
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
         ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids
         text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
+        if _END_OF_THOUGHT in text and not text.lstrip().startswith(_THINK) and self._begins_thought:
+            text = _THINK + text
         thought = _THOUGHT.match(text)
         rest = text[thought.end() :] if thought else text
         said, written = _apart(rest)
@@ -153,6 +166,26 @@ def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
     """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own."""
     last = max((place for place, token in enumerate(answer) if token in special), default=len(answer) - 1)
     return last + 1
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, arguments of calls as objects, and nothing that is None."""
+    shown = {name: value for name, value in message.items() if value is not None} | {"content": text_of(message)}
+    if calls := shown.get("tool_calls"):
+        shown["tool_calls"] = [_with_arguments(call) for call in calls]
+    return shown
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call, or its `function`, whose arguments are not the text of JSON that OpenAI's API has them in."""
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_arguments(call["function"])}
+    if isinstance(call.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            return {**call, "arguments": json.loads(call["arguments"])}
+    return call
 
 
 def text_of(message: Message) -> str:

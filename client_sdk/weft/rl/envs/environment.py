@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,6 +46,10 @@ class Environment(Protocol):
 
 Solve = Callable[..., Awaitable[Any]]
 
+#: A rollout's time is counted in so many pieces: while nothing runs here (another's reward computes for long, the
+#: machine sleeps), however long that is, one of them passes.
+PIECES = 60
+
 
 @dataclass
 class Function:
@@ -70,7 +75,7 @@ class Function:
     async def _one(self, task: Any, chat: Chat) -> Outcome:
         chat.tools = list(self.tools)
         try:
-            async with asyncio.timeout(self.timeout_s) as limit:
+            async with _within(self.timeout_s) as limit:
                 if self.sandboxes is None:
                     return reward_of(await self.solve(task, chat))
                 async with opened(self.sandboxes) as sandbox:
@@ -84,6 +89,24 @@ class Function:
             )
         except Exception as error:  # one rollout's own: the group is trained without it
             return error
+
+
+@asynccontextmanager
+async def _within(timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """`asyncio.timeout` of time in which this process runs."""
+
+    async def lapse(seconds: float) -> None:
+        for _ in range(PIECES):
+            await asyncio.sleep(seconds / PIECES)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    async with asyncio.timeout(None) as limit:
+        lapsing = asyncio.ensure_future(lapse(timeout_s)) if timeout_s is not None else None
+        try:
+            yield limit
+        finally:
+            if lapsing is not None:
+                lapsing.cancel()
 
 
 def function(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.rl import checks
-from weft.rl.chat.chat import Chat, Reply
+from weft.rl.chat.chat import Chat, ContextFullError, Reply
 from weft.rl.envs.environment import Outcome, Reward
 from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Size
@@ -68,7 +68,7 @@ class Verifiers:
 
 def _client(chat: Chat) -> Any:
     """A `verifiers.clients.Client` that samples through `chat`, or an agent of it where a conversation is new."""
-    clients, types = importlib.import_module("verifiers.clients"), importlib.import_module("verifiers.types")
+    clients, errors, types = (importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types"))
 
     class ChatClient(clients.Client):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -98,6 +98,8 @@ def _client(chat: Chat) -> Any:
             self.held = [pair for pair in self.held if pair[1] is not talk]
             try:
                 reply = await talk.add(*prompt[len(known) :]).sample(sampling_args.get("max_tokens"))
+            except ContextFullError as error:  # which ends a rollout there, and is scored
+                raise errors.OverlongPromptError from error
             except Exception as error:
                 self.failed = error
                 raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from weft.rl.envs.environment import Environment
 from weft.rl.tasks.sources import Ratios, Shuffled, Source
@@ -15,10 +16,6 @@ class Mixed:
 
     env: Environment
     source: Source
-    again: list[int] = field(default_factory=list)
-
-    def draw(self) -> int:
-        return self.again.pop(0) if self.again else self.source.draw()
 
 
 def mixture(
@@ -42,6 +39,52 @@ def ratios_of(envs: Mapping[str, Mixed], ratios: Mapping[str, float] | None) -> 
     if missing := [name for name in envs if name not in given]:
         raise ValueError(f"ratios: no share for {missing[0]!r}; 0 leaves an environment out")
     return Ratios(given)
+
+
+@dataclass(frozen=True, order=True)
+class Try:
+    """A task that a group tries. `number` counts the draws, and the group's samples are seeded by it: what is tried
+    again in another life is drawn as it would have been."""
+
+    number: int
+    name: str
+    index: int
+
+
+class Tries:
+    """What is tried next: first what an earlier life has not ended, then what ratios and sources draw."""
+
+    def __init__(self, envs: Mapping[str, Mixed], ratios: Mapping[str, float] | None) -> None:
+        self._envs, self._ratios = envs, ratios_of(envs, ratios)
+        self._draws, self._again = 0, list[Try]()
+
+    def draw(self) -> Try:
+        if self._again:
+            return self._again.pop(0)
+        self._draws += 1
+        name = self._ratios.draw()
+        return Try(self._draws, name, self._envs[name].source.draw())
+
+    def state_dict(self, tried: Iterable[Try]) -> dict[str, Any]:
+        """`tried` has not ended, and is tried again."""
+        return {
+            "ratios": self._ratios.state_dict(),
+            "sources": {name: each.source.state_dict() for name, each in self._envs.items()},
+            "draws": self._draws,
+            "again": [(each.name, each.index, each.number) for each in sorted([*tried, *self._again])],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ratios.load_state_dict(state["ratios"])
+        for name, source in state["sources"].items():
+            if name in self._envs:
+                self._envs[name].source.load_state_dict(source)
+        # Older clients have saved no numbers: theirs go on from that of the last group.
+        self._draws = int(state.get("draws", state["pacer"]["numbers"]))
+        for name, index, *number in state["again"]:
+            self._draws += not number
+            if name in self._envs:
+                self._again.append(Try(int(number[0]) if number else self._draws, name, int(index)))
 
 
 def _known(what: str, given: Collection[str], envs: Collection[str]) -> None:

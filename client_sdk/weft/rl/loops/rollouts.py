@@ -27,7 +27,7 @@ from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.failures import Failures
-from weft.rl.loops.mixture import mixture, ratios_of
+from weft.rl.loops.mixture import Tries, Try, mixture
 from weft.rl.rollout import Group, Rollout, off_policy
 from weft.rl.sandboxes.sandbox import Sandboxes, require
 from weft.rl.schedule.concurrency import Concurrency
@@ -96,12 +96,12 @@ class Rollouts:
         self.pacer = Pacer(self.schedule, self.groups.batch)
         self.waste: Counter[str] = Counter()
         self._envs = mixture(env, sources, seed)
-        self._ratios = ratios_of(self._envs, ratios)
+        self._next = Tries(self._envs, ratios)
         self._renderer, self._concurrency, self._seed = renderer, concurrency, seed
         self._replay = routing_replay
         self._purse = purse or Purse({})
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._tried: dict[int, tuple[str, int]] = {}
+        self._tried: dict[int, Try] = {}
         self._ready: dict[int, Group] = {}
         self._training = list[int]()
         self._drawn: Counter[int] = Counter()
@@ -219,15 +219,13 @@ class Rollouts:
             room = min(room, self._concurrency.limit - self.pacer.flying)
         for _ in range(room):
             number = self.pacer.start()
-            name = self._ratios.draw()
-            index = self._envs[name].draw()
-            self._tried[number] = (name, index)
-            self._tasks[number] = asyncio.ensure_future(self._group(number, name, index))
+            self._tried[number] = tried = self._next.draw()
+            self._tasks[number] = asyncio.ensure_future(self._group(number, tried))
 
-    async def _group(self, number: int, name: str, index: int) -> None:
+    async def _group(self, number: int, tried: Try) -> None:
         """One group, from its first sample to its reward."""
         try:
-            found = await self._roll(number, name, index)
+            found = await self._roll(number, tried)
         except Exception as error:
             self._tasks.pop(number, None)
             if not isinstance(error, FATAL):  # which ends this life, and the next tries the task again
@@ -238,17 +236,15 @@ class Rollouts:
         else:
             self._tasks.pop(number, None)
             try:
-                self._ended(number, name, index, found)
+                self._ended(number, found)
             except Exception as error:  # of a filter or a source, which the next group would meet, too
                 self._error = error
         self._news.set()
 
-    async def _roll(self, number: int, name: str, index: int) -> Group:
-        env = self._envs[name].env
-        chats = [
-            Chat(self.policy, f"{self._seed}/{number}/{each}", params=self.sampling) for each in range(self.groups.size)
-        ]
-        task = env.tasks[index]
+    async def _roll(self, number: int, tried: Try) -> Group:
+        env, seed = self._envs[tried.name].env, f"{self._seed}/{tried.number}"
+        chats = [Chat(self.policy, f"{seed}/{each}", params=self.sampling) for each in range(self.groups.size)]
+        task = env.tasks[tried.index]
         watching = self._watch(number, chats)
         try:
             outcomes = await env.group(task, chats)
@@ -267,7 +263,7 @@ class Rollouts:
                 self._told.tell(outcome)
         if not rollouts:
             raise last
-        return Group(task, rollouts, name, index)
+        return Group(task, rollouts, tried.name, tried.index)
 
     def _watch(self, number: int, chats: Sequence[Chat]) -> asyncio.Task[None]:
         """Tells the pacer how far a group is, for budgets of generated tokens."""
@@ -283,11 +279,11 @@ class Rollouts:
 
         return asyncio.ensure_future(look())
 
-    def _ended(self, number: int, name: str, index: int, group: Group) -> None:
+    def _ended(self, number: int, group: Group) -> None:
         """A group is complete: observe it, filter it, and give it to the pacer."""
         self._failed = 0
         self._drawn.pop(number, None)
-        self._envs[name].source.observe(index, group.mean)
+        self._envs[group.source].source.observe(group.index, group.mean)
         oldest = group.oldest
         if self._base is None and oldest is not None:
             self._base = oldest - self.pacer.version
@@ -365,23 +361,11 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Tasks that were under way, or in a batch that has had no step, are tried again."""
-        waiting = [(name, index) for name, each in self._envs.items() for index in each.again]
-        return {
-            "pacer": self.pacer.state_dict(),
-            "ratios": self._ratios.state_dict(),
-            "sources": {name: each.source.state_dict() for name, each in self._envs.items()},
-            "again": sorted([*self._tried.values(), *waiting]),
-        }
+        return {"pacer": self.pacer.state_dict(), **self._next.state_dict(self._tried.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.pacer.load_state_dict(state["pacer"])
-        self._ratios.load_state_dict(state["ratios"])
-        for name, source in state["sources"].items():
-            if name in self._envs:
-                self._envs[name].source.load_state_dict(source)
-        for name, index in state["again"]:
-            if name in self._envs:
-                self._envs[name].again.append(int(index))
+        self._next.load_state_dict(state)
 
 
 async def model_limits(run: TrainingClient) -> ModelLimits:

@@ -20,7 +20,8 @@ def sft(
 ) -> Report:
     """Train on `data`, the mean over the trained tokens of each batch by their weights. The rest is `Recipe`'s.
 
-    The server packs short sequences together. `test` is scored every so many steps, not trained on: `test/loss`.
+    The server packs short sequences together. `test` is scored every so many steps and after the last, not trained on:
+    `test/loss`.
     """
     checks.count("every", every)
 
@@ -31,8 +32,8 @@ def sft(
         computed = run.forward_backward(scaled, "cross_entropy")
         return lambda: {"loss": computed.result().metrics["loss:sum"], "tokens": tokens}
 
-    def between(step: int, purse: Purse) -> dict[str, float]:
-        if not test or (step + 1) % every:
+    def between(step: int, last: bool, purse: Purse) -> dict[str, float]:
+        if not test or not (last or (step + 1) % every == 0):
             return {}
         purse.pay(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
         return {"test/loss": nll(run, test)}

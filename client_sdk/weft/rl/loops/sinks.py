@@ -9,8 +9,9 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from os import SEEK_END
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 logger = logging.getLogger("weft")
 
@@ -79,12 +80,24 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._file = self._path.open("a")
+        self._file = self._opened()
+
+    def _opened(self) -> TextIO:
+        """The file, behind its last line, which a full disk and a kill may have left without its end."""
+        cut = False
+        if self._path.is_file() and self._path.stat().st_size:
+            with self._path.open("rb") as file:
+                file.seek(-1, SEEK_END)
+                cut = file.read() != b"\n"
+        opened = self._path.open("a")
+        if cut:
+            opened.write("\n")
+        return opened
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
         told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         if self._file.closed:
-            self._file = self._path.open("a")
+            self._file = self._opened()
         self._file.write(json.dumps({"step": step, **told}, allow_nan=False) + "\n")
         self._file.flush()
 

@@ -58,15 +58,15 @@ def go(
     items: Sequence[T],
     backward: Backward[T],
     recipe: Recipe,
-    between: Callable[[int, Purse], Mapping[str, float]] = lambda step, purse: {},
+    between: Callable[[int, bool, Purse], Mapping[str, float]] = lambda step, last, purse: {},
 ) -> Report:
-    """One optimizer step for each batch; `between` is asked for more numbers after each."""
+    """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last."""
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     size = min(recipe.batch, len(items))
     steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
-    state = _resume(run, recipe, steps)
+    state = _resume(run, recipe, steps, size)
     spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
     purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
     order.drawn = state["step"] * size
@@ -77,7 +77,8 @@ def go(
 
     def save() -> None:
         assert recipe.checkpoint is not None
-        wait(recipe.checkpoint.save(run, done, {"step": done, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}))
+        state = {"step": done, "batch": size, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}
+        wait(recipe.checkpoint.save(run, done, state))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
         save()  # so that a life that dies before its next is counted, too
@@ -89,7 +90,7 @@ def go(
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
-            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, purse)}
+            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, done == steps, purse)}
             report.steps.append(numbers)
             run.log(numbers, step)
             tell(sinks, step, steps, numbers)
@@ -107,10 +108,18 @@ def go(
     return report
 
 
-def _resume(run: TrainingClient, recipe: Recipe, steps: int) -> dict[str, Any]:
+def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> dict[str, Any]:
+    """What an earlier life has saved. Raises ValueError where its steps had another size: so many of this one would
+    leave data out, or train them twice."""
     found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
     if found is None:
         return {"step": 0, "runs": []}
+    if (saved := found[1].get("batch", size)) != size:
+        assert recipe.checkpoint is not None
+        raise ValueError(
+            f"{recipe.checkpoint.name!r} was saved with batch={saved}, got {size}: what is trained is counted in"
+            f" steps. Give batch={saved}, or the checkpoints another name"
+        )
     run.load_state_with_optimizer(found[0]).result()
     tell_resumed(recipe.checkpoint, found[0], found[1]["step"], steps)
     return found[1]

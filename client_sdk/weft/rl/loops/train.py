@@ -24,7 +24,7 @@ from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, params_of
 from weft.rl.loops.rollouts import Groups, Rollouts, on_policy
 from weft.rl.loops.sinks import Progress, Sink, close, tell
-from weft.rl.losses.loss import Loss, importance_sampling, ppo
+from weft.rl.losses.loss import Loss, importance_sampling, means, ppo
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.schedules import Schedule, Sync
 from weft.rl.signal.advantages import Advantage, dr_grpo
@@ -289,6 +289,7 @@ class Loop:
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float]:
     """Server metrics without their reduction: `loss:sum` is `loss`. Of several, what is no mean keeps it: `x/max`."""
+    metrics = means(metrics)
     parts = {told: told.removeprefix("custom/").partition(":") for told in metrics}
     several = Counter(name for name, _, _ in parts.values())
     kept = {told: several[name] > 1 and how != "mean" for told, (name, _, how) in parts.items()}

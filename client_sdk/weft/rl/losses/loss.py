@@ -28,6 +28,20 @@ from weft.wire.training import ForwardBackwardOutput
 PULLS = {"dro": "beta", "stable_reinforce": "kl_coeff"}
 
 
+#: What a traced loss tells of its tokens, as sums over so many of them.
+_OF_TOKENS, _TOKENS = ("custom/mismatch_kl:sum", "custom/masked:sum"), "custom/tokens:sum"
+
+
+def means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a traced loss as the server's own losses tell theirs: means over the tokens that it trained. The
+    server by itself counts all positions of such a loss."""
+    if _TOKENS not in metrics:
+        return dict(metrics)
+    found = {name: value for name, value in metrics.items() if name != _TOKENS}
+    found |= {name: found[name] / max(1.0, metrics[_TOKENS]) for name in _OF_TOKENS if name in found}
+    return found | {"tokens:sum": metrics[_TOKENS]}
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss and its settings.

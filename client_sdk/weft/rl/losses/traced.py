@@ -6,8 +6,9 @@
     A, m advantages, mask (times the loop's weight)         sg   without its gradient
 
 With one optimizer step for each batch `old` is lp itself, without its gradient, and no pass is needed for it; then r is
-1 and its clip does nothing. `old=True` reads it from the data, for several steps on one batch. Every loss tells
-`custom/mismatch_kl:sum`, the sum of m (rho - 1 - log rho), and `custom/masked:sum`, what its mask leaves out.
+1 and its clip does nothing. `old=True` reads it from the data, for several steps on one batch. Every loss tells sums
+over the positions where m is not 0, whatever it weighs: `custom/tokens:sum`, how many these are, and
+`custom/mismatch_kl:sum`, of rho - 1 - log rho; most also `custom/masked:sum`, how many the loss's own mask leaves out.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def _torch() -> Any:
 
 def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | None = None) -> Any:
     torch = _torch()
-    log_rho = lp - q
-    kl = (m * (torch.exp(log_rho) - 1 - log_rho)).sum()
-    metrics = {"custom/mismatch_kl:sum": kl, "custom/tokens:sum": m.sum()}
+    log_rho, on = lp - q, (m != 0).float()
+    kl = (on * (torch.exp(log_rho) - 1 - log_rho)).sum()
+    metrics = {"custom/mismatch_kl:sum": kl, "custom/tokens:sum": on.sum()}
     if masked is not None:
-        metrics["custom/masked:sum"] = (m * masked).sum()
+        metrics["custom/masked:sum"] = (on * masked).sum()
     return (m * loss).sum(), metrics
 
 
@@ -86,6 +87,11 @@ def _clip(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     return torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
 
 
+def _kept_ratio(log: Tensor, drop: Tensor) -> Tensor:
+    """exp(log), and 0 where it is dropped: there it may have overflowed, and 0 times infinity is not 0."""
+    return (1 - drop) * _torch().exp((1 - drop) * log)
+
+
 def _outside(x: Tensor, low: float, high: float) -> Tensor:
     return ((x < low) | (x > high)).float().detach()
 
@@ -113,7 +119,7 @@ def intellect3(
             return _result(-(1 - drop) * rho / on.sum() * a, lp, q, m, drop)
         vetoed = ((on * (rho < veto).float()).sum() > 0).float().detach()
         drop = torch.clamp(_outside(rho, low, high) + vetoed, max=1.0)
-        return _result(-(1 - drop) * rho * a, lp, q, m, drop)
+        return _result(-_kept_ratio(log_rho, drop) * a, lp, q, m, drop)
 
     def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         return body(logprobs, q, advantages, mask)
@@ -127,9 +133,8 @@ def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
-        k = torch.exp(old - q)
-        drop = _outside(k, low, high)
-        return _result(-(1 - drop) * k * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
+        drop = _outside(torch.exp(old - q), low, high)
+        return _result(-_kept_ratio(old - q, drop) * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
 
     return _with_old("icepop", body, old)
 
@@ -153,9 +158,8 @@ def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool 
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
-        w = torch.exp(old - q)
-        drop = (w > upper).float()
-        return _result(-(1 - drop) * w * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
+        drop = (torch.exp(old - q) > upper).float()
+        return _result(-_kept_ratio(old - q, drop) * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
 
     return _with_old("areal", body, old)
 
@@ -203,7 +207,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4, old: bool = False) -> Loss:
 def _kept(lp: Tensor, q: Tensor, signal: Tensor, m: Tensor, drop: Tensor, kl: float) -> Any:
     """-(1 - drop) signal rho + kl (log rho)^2."""
     log_rho = lp - q
-    term = -(1 - drop) * signal * _torch().exp(log_rho) + kl * log_rho * log_rho
+    term = -_kept_ratio(log_rho, drop) * signal + kl * log_rho * log_rho
     return _result(term, lp, q, m, drop)
 
 
