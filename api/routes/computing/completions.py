@@ -135,4 +135,8 @@ async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
         # One that is no longer kept shows as failed: fetching it says so.
         return [Completion(id, size_bytes) for id, size_bytes in ended]
 
-    service.journal.completions.add(key, await service.read(read))
+    try:
+        service.journal.completions.add(key, await service.read(read))
+    except BaseException:  # else the next poll would take for all what comes from now on
+        service.journal.completions.forget(key)
+        raise
