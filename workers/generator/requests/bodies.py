@@ -106,9 +106,12 @@ def read_sampling(wire: WireSamplingParams) -> SamplingParams:
 
 def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
     """The message to the queue about a request that ended."""
+    facts, targets = finished.facts, None
+    counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
+    if finished.error is not None and finished.error.ran:
+        return Done(finished.id, facts=counts, failure=Failure(finished.error.message, "user", ran=True))
     if finished.error is not None:
         return _refusal(finished.id, finished.error)
-    facts, targets = finished.facts, None
     if pending.targets is not None and finished.target_logprobs is not None:
         targets = _like(pending.targets, finished.target_logprobs)
     payload = encode_sample_response(
@@ -120,7 +123,6 @@ def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
         finished.prompt_alt_tokens,
         SampleUsage(facts.prefill, facts.cached_prefill, facts.sample),
     )
-    counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
     return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else ())
 
 
