@@ -112,5 +112,7 @@ def test_targets_are_answered_in_their_layout(
 def test_recorded_logprobs_are_found_by_their_sequence(blobs: FolderBlobs) -> None:
     pending = pending_of(blobs, record_stability_info=True)
     assert pending.record_stability
-    record_stability(pending.op, [SEQUENCE], blobs)
+    nothing = replace(SEQUENCE, tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
+    record_stability(pending.op, [SEQUENCE, nothing], blobs)
+    assert [*blobs.listed("stability/*/*")] == ["stability/s/op:0"]  # a file for nothing would be one for no money
     assert np.frombuffer(blobs.get("stability/s/op:0"), "<f4").tolist() == [-1, -2]

@@ -144,8 +144,12 @@ def _refusal(op_id: str, error: RequestError) -> Done | Declined:
 
 
 def record_stability(op: SampleOp, sequences: Sequence[SequenceResult], blobs: Blobs) -> None:
-    """Store the logprobs of each sequence for training. Before the answer: a client that has it may train at once."""
+    """Store the logprobs of each sequence for training. Before the answer: a client that has it may train at once. Of a
+    sequence of no tokens there are none, and a thousand of them cost no more than their prompt: a file for each could
+    be had for nothing."""
     for sample, sequence in enumerate(sequences):
+        if not sequence.tokens.size:
+            continue
         logprobs = np.asarray(sequence.logprobs, dtype="<f4")
         blobs.put(stability_ref(op.session_id, sequence_id(op.op_id, sample)), logprobs.tobytes())
 
