@@ -60,8 +60,9 @@ def end_session(session: Session, session_id: str, at: datetime) -> None:
     """A session is over, and with it the samplers on weights that have no name."""
     unnamed = Sampler.session_id == session_id, Sampler.model_path.is_(None), Sampler.adapter_ref != ""
     end_samplers(session, session.scalars(select(Sampler.adapter_ref).where(*unnamed).distinct()).all(), at)
-    held = select(StorageSpan).where(StorageSpan.session_id == session_id, StorageSpan.ended_at.is_(None), _NAMELESS)
-    _pass_on(session, session.scalars(held).all(), at)
+    org = select(tables.Session.org_id).where(tables.Session.id == session_id).scalar_subquery()  # for the index
+    held = select(StorageSpan).where(StorageSpan.org_id == org, StorageSpan.ended_at.is_(None))
+    _pass_on(session, session.scalars(held.where(StorageSpan.session_id == session_id, _NAMELESS)).all(), at)
 
 
 def _weights_of(adapter_ref: str) -> str:
