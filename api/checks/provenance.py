@@ -49,8 +49,8 @@ def named_sequences(batch: TrainBatch) -> dict[str, int]:
     named: dict[str, int] = {}
     for datum in batch.data:
         for span in datum.loss_fn_input_spans or ():
-            if not isinstance(span, SampledProvenanceSpan) or len(span.sequence_id) > MAX_NAME:
-                continue
+            if not isinstance(span, SampledProvenanceSpan) or not span.length or len(span.sequence_id) > MAX_NAME:
+                continue  # a name that no token has would be kept for nothing
             if span.sequence_id in named or len(named) < MAX_NAMED:
                 named[span.sequence_id] = named.get(span.sequence_id, 0) + span.length
     return named

@@ -4,14 +4,15 @@ it. What a crash loses counts as never fetched, and is kept for longer."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 
 from sqlalchemy import select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
+from api.who.may_change import is_own
+from api.who.principal import Principal
 from store.database.db import Database
 from store.tables import Operation
 
@@ -27,34 +28,38 @@ class Fetched:
     def __init__(self, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._database = database
         self._clock = clock
-        self._noted: defaultdict[str, set[str]] = defaultdict(set)
+        #: By organisation: who had which result.
+        self._noted: defaultdict[str, dict[str, Principal]] = defaultdict(dict)
 
-    def note(self, org_id: str, request_ids: Iterable[str]) -> None:
-        """A client of this organisation has these results. Ids that are none of its results mean nothing."""
-        noted = self._noted[org_id]
-        noted.update(
-            islice((request_id for request_id in request_ids if request_id not in noted), MAX_NOTED - len(noted))
-        )
+    def note(self, who: Principal, request_ids: Iterable[str]) -> None:
+        """A client of `who` has these results. Ids that are none of its results mean nothing; nor do those of
+        colleagues', who still want them, from a member that looks at them."""
+        noted = self._noted[who.org_id]
+        for request_id in request_ids:
+            if len(noted) >= MAX_NOTED and request_id not in noted:
+                break
+            noted[request_id] = who
 
     async def flush(self) -> int:
         """Write what is new; how many results that were."""
-        noted, self._noted = self._noted, defaultdict(set)
+        noted, self._noted = self._noted, defaultdict(dict)
         written, now = 0, self._clock()
-        for org_id, request_ids in noted.items():
-            ids = sorted(request_ids)
+        for by in noted.values():
+            ids = sorted(by)
             for start in range(0, len(ids), FLUSH_ROWS):
-                part = ids[start : start + FLUSH_ROWS]
-                written += await self._database.write(partial(_write, org_id=org_id, request_ids=part, now=now))
+                part = {request_id: by[request_id] for request_id in ids[start : start + FLUSH_ROWS]}
+                written += await self._database.write(partial(_write, noted=part, now=now))
         return written
 
 
-def _write(session: Session, org_id: str, request_ids: list[str], now: datetime) -> int:
+def _write(session: Session, noted: Mapping[str, Principal], now: datetime) -> int:
     """In order of the rows, and past those that another server has in hand, so that no two wait for each other."""
     row = Operation
     # Looked up by id alone: SQLite would rather go through all operations of the organisation.
-    fresh = select(row.id, row.org_id).where(row.id.in_(request_ids), row.state != "queued", row.fetched_at.is_(None))
-    found = session.execute(fresh.order_by(row.id).with_for_update(skip_locked=True))
-    ids = [request_id for request_id, owner in found if owner == org_id]
+    fresh = select(row).options(load_only(row.org_id, row.key_id, row.user_id))
+    fresh = fresh.where(row.id.in_(noted), row.state != "queued", row.fetched_at.is_(None))
+    found = session.scalars(fresh.order_by(row.id).with_for_update(skip_locked=True))
+    ids = [op.id for op in found if op.org_id == (who := noted[op.id]).org_id and is_own(who, op)]
     if ids:
         session.execute(update(row).where(row.id.in_(ids)).values(fetched_at=now))
     return len(ids)

@@ -11,6 +11,7 @@ from api.errors import Forbidden, Invalid
 from api.paths import CheckpointPath
 from api.who.lookup import checkpoint_at, operation_by_id, run_by_id, session_by_id
 from api.who.principal import Principal
+from scheduler.order.operations import Operation
 from store import tables
 
 
@@ -23,7 +24,7 @@ def own_session(session: Session, who: Principal, session_id: str) -> tables.Ses
 
 def check_own(who: Principal, row: tables.Session) -> None:
     """Raises Forbidden for a colleague's session."""
-    if not _is_own(who, row):
+    if not is_own(who, row):
         raise Forbidden(
             f"session {row.id} is somebody else's, and a member changes only their own: use a session of your own "
             "(weights of other runs can be loaded, copied and sampled), or ask an admin"
@@ -55,10 +56,11 @@ def own_checkpoint(session: Session, who: Principal, path: CheckpointPath) -> ta
 def own_operation(session: Session, who: Principal, request_id: str) -> tables.Operation:
     """An operation, to be cancelled by `who`: one that they asked for."""
     row = operation_by_id(session, who, request_id)
-    if not _is_own(who, row):
+    if not is_own(who, row):
         raise Forbidden(f"request {row.id} is somebody else's, and a member cancels only what they have asked for")
     return row
 
 
-def _is_own(who: Principal, row: tables.Session | tables.Operation) -> bool:
+def is_own(who: Principal, row: tables.Session | tables.Operation | Operation) -> bool:
+    """Whether `who` may change what is of a session, or of an operation, that they see."""
     return who.role != "member" or who.owns(row)

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from api.who.reach import Reach
 from api.who.tokens import owner_urn
+from scheduler.order.operations import Operation
 from store import tables
 from store.people.keys import earlier
 from store.people.roles import BEYOND_A_PROJECT, SCOPES, effective
@@ -74,7 +75,7 @@ class Principal:
         by_key = tables.Session.key_id == self.key_id
         return by_key if self.user_id is None else or_(by_key, tables.Session.user_id == self.user_id)
 
-    def owns(self, row: tables.Session | tables.Operation) -> bool:
+    def owns(self, row: tables.Session | tables.Operation | Operation) -> bool:
         """`made`, of one session; or of one operation."""
         by_key = self.key_id is not None and row.key_id == self.key_id
         return by_key or (self.user_id is not None and row.user_id == self.user_id)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
+from sqlalchemy import ColumnElement, Row, Select, and_, false, func, null, or_, select
 from sqlalchemy.orm import Session
 from weft.wire.sessions import (
     ClientFinishedSessionStatusQuery,
@@ -22,6 +22,7 @@ from weft.wire.sessions import (
     UserSearchOwner,
 )
 
+from api.checks.runs import check_text
 from api.checks.times import check_utc
 from api.errors import Invalid, quote
 from api.who.lookup import live_checkpoints, plain_id, visible
@@ -31,28 +32,38 @@ from store import tables
 
 #: The project of sessions that were put into no other.
 DEFAULT_PROJECT = "default"
-#: Sessions read at a time while a page fills.
-BATCH = 500
+#: Sessions whose names or metadata are compared for one page, and how many are read at a time: a thousand may take a
+#: second, in which the interpreter does little else.
+MOST_LOOKED_AT, BATCH = 1000, 100
+#: Characters that are looked for in names, which have no more; and statuses in one search.
+MAX_NAME, MAX_STATUSES = 256, 64
 
 S = tables.Session
 
 
 def search(session: Session, who: Principal, wanted: SessionSearchRequest) -> SessionSearchResponse:
-    """One page, newest first, and where the next one starts."""
-    found: list[tables.Session] = []
+    """One page, newest first, and where the next one starts. Where names or metadata are compared, a page may have
+    fewer sessions than asked for, and none: it ends with the last that was looked at."""
+    matches = _comparison(wanted)
+    most = wanted.limit if matches is None else MOST_LOOKED_AT
+    ids: list[str] = []
+    last: Row[Any] | None = None  # that was looked at: the next page starts behind it
     more = False
-    for row in _candidates(session, who, wanted):
-        if not _matches(row, wanted):
-            continue
-        if len(found) == wanted.limit:
+    for number, row in enumerate(_candidates(session, who, wanted, most + 1)):
+        if number == most:
             more = True
             break
-        found.append(row)
-    stored = _stored(session, [row.id for row in found])
-    last = found[-1] if more else None
+        if matches is None or matches(row):
+            if len(ids) == wanted.limit:
+                more = True
+                break
+            ids.append(row.id)
+        last = row
+    rows = {row.id: row for row in session.scalars(select(S).where(S.id.in_(ids)))}
+    stored = _stored(session, ids)
+    cursor = SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.id) if more and last else None
     return SessionSearchResponse(
-        sessions=[_summary(row, stored.get(row.id, _NOTHING)) for row in found],
-        next_cursor=SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.id) if last else None,
+        sessions=[_summary(rows[id], stored.get(id, _NOTHING)) for id in ids if id in rows], next_cursor=cursor
     )
 
 
@@ -61,16 +72,13 @@ def text_values(metadata: dict[str, Any]) -> dict[str, str]:
     return {str(key): value if isinstance(value, str) else str(value) for key, value in metadata.items()}
 
 
-def _candidates(session: Session, who: Principal, wanted: SessionSearchRequest) -> Iterator[tables.Session]:
-    query = select(S).where(visible(who, S), *_conditions(who, wanted))
-    query = query.order_by(S.created_at.desc(), S.id.desc()).limit(BATCH)
-    after = wanted.cursor
-    while True:
-        rows = list(session.scalars(_after(query, after)))
-        yield from rows
-        if len(rows) < BATCH:
-            return
-        after = SessionSearchCursor(last_created_at=rows[-1].created_at, last_session_id=rows[-1].id)
+def _candidates(session: Session, who: Principal, wanted: SessionSearchRequest, most: int) -> Iterator[Row[Any]]:
+    """Of each session what is compared: a session's metadata are up to 16 KB, of which the reader may want nothing."""
+    compared = S.user_metadata if wanted.user_metadata else null().label("user_metadata")
+    query = select(S.id, S.created_at, S.display_name, compared)
+    query = query.where(visible(who, S), *_conditions(who, wanted))
+    query = query.order_by(S.created_at.desc(), S.id.desc()).limit(most)
+    yield from session.execute(_after(query, wanted.cursor).execution_options(yield_per=BATCH))
 
 
 def _after(query: Select[Any], cursor: SessionSearchCursor | None) -> Select[Any]:
@@ -94,6 +102,8 @@ def _conditions(who: Principal, wanted: SessionSearchRequest) -> list[ColumnElem
         in_default = S.project_id.is_(None) if DEFAULT_PROJECT in named else false()
         conditions.append(or_(S.project_id.in_(named), in_default))
     if wanted.statuses is not None:
+        if len(wanted.statuses) > MAX_STATUSES:
+            raise Invalid(f"statuses: {len(wanted.statuses)} statuses, the limit is {MAX_STATUSES}")
         conditions.append(or_(*(_has_status(status) for status in wanted.statuses)))
     if wanted.session_id is not None and wanted.display_name is None:
         conditions.append(S.id == wanted.session_id if plain_id(wanted.session_id) else false())
@@ -115,13 +125,21 @@ def _has_status(status: SessionStatusQuery) -> ColumnElement[bool]:
     return S.state == "active" if status.type == "active" else false()
 
 
-def _matches(row: tables.Session, wanted: SessionSearchRequest) -> bool:
-    if wanted.display_name is not None and row.id != wanted.session_id:
-        name = (row.display_name or "").casefold()
-        if not all(word in name for word in wanted.display_name.casefold().split()):
-            return False
-    metadata = text_values(row.user_metadata)
-    return all(metadata.get(key) == value for key, value in wanted.user_metadata.items())
+def _comparison(wanted: SessionSearchRequest) -> Callable[[Row[Any]], bool] | None:
+    """What SQL cannot say of a candidate; None where that is nothing."""
+    if wanted.display_name is None and not wanted.user_metadata:
+        return None
+    words = dict.fromkeys((check_text(wanted.display_name, "display_name", MAX_NAME) or "").casefold().split())
+
+    def matches(row: Row[Any]) -> bool:
+        if words and row.id != wanted.session_id:
+            name = (row.display_name or "").casefold()
+            if not all(word in name for word in words):
+                return False
+        metadata = text_values(row.user_metadata) if wanted.user_metadata else {}
+        return all(metadata.get(key) == value for key, value in wanted.user_metadata.items())
+
+    return matches
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,14 @@ class GroupRow:
     quantity: int
     amount_nusd: int
 
+    @property
+    def hour(self) -> datetime:
+        return self.group.hour
+
+    @property
+    def session_id(self) -> str:
+        return self.group.session_id
+
 
 _GROUP = tuple(field.name for field in fields(UsageGroup))
 

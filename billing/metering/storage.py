@@ -1,5 +1,6 @@
 """Storage: every checkpoint is metered by the hour, from its commit to its deletion or expiry; and so are weights that
-have no name, for as long as a session has samplers on them.
+have no name, for as long as a session has samplers on them. Weights whose name is gone, but which samplers or live runs
+are still on, stay stored for those, and are metered on: a name is no price.
 
 A span is the time for which a checkpoint stores its bytes. `begin` and `end` are called in the transactions that make
 and delete checkpoints, so that spans are exact; `meter`, run every hour, also begins missing spans and ends those of
@@ -11,10 +12,10 @@ because it cannot be refused.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import and_, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from billing.metering.charges import Charge, settle
@@ -22,13 +23,18 @@ from billing.money.accounts import Payer
 from billing.prices import STORAGE, PriceList
 from store import tables
 from store.database.bulk import take_locks
+from store.database.caller import unrestricted
 from store.database.db import Database
-from store.tables import Checkpoint, Sampler, StorageSpan
+from store.tables import Checkpoint, Operation, Run, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
 #: Spans metered in one transaction.
 AT_A_TIME = 200
+#: The weights that an operation begins a run from, or loads into it.
+_SOURCE_REF = Operation.plan["source", "ref"].as_string()
+#: Spans of weights without their name have the whole `adapter_ref`: its last part may be the id of a checkpoint.
+_NAMELESS = StorageSpan.checkpoint_id.startswith("weights/")
 
 
 def begin(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
@@ -54,6 +60,9 @@ def end_session(session: Session, session_id: str, at: datetime) -> None:
     """A session is over, and with it the samplers on weights that have no name."""
     unnamed = Sampler.session_id == session_id, Sampler.model_path.is_(None), Sampler.adapter_ref != ""
     end_samplers(session, session.scalars(select(Sampler.adapter_ref).where(*unnamed).distinct()).all(), at)
+    org = select(tables.Session.org_id).where(tables.Session.id == session_id).scalar_subquery()  # for the index
+    held = select(StorageSpan).where(StorageSpan.org_id == org, StorageSpan.ended_at.is_(None))
+    _pass_on(session, session.scalars(held.where(StorageSpan.session_id == session_id, _NAMELESS)).all(), at)
 
 
 def _weights_of(adapter_ref: str) -> str:
@@ -62,33 +71,96 @@ def _weights_of(adapter_ref: str) -> str:
 
 
 def _begin(session: Session, id: str, run_id: str, size_bytes: int, at: datetime) -> None:
-    query = select(tables.Session, tables.Run.base_model).join(tables.Run, tables.Run.session_id == tables.Session.id)
-    owner, base_model = session.execute(query.where(tables.Run.id == run_id)).one()
-    session.add(
-        StorageSpan(
-            id=uuid.uuid4().hex,
-            org_id=owner.org_id,
-            checkpoint_id=id,
-            run_id=run_id,
-            session_id=owner.id,
-            base_model=base_model,
-            project_id=owner.project_id,
-            key_id=owner.key_id,
-            user_id=owner.user_id,
-            size_bytes=size_bytes,
-            started_at=at,
-            ended_at=None,
-            metered_until=at,
-        )
-    )
+    query = select(tables.Session, Run.base_model).join(Run, Run.session_id == tables.Session.id)
+    owner, base_model = session.execute(query.where(Run.id == run_id)).one()
+    session.add(_span(owner, id, run_id, base_model, size_bytes, at))
     session.flush()
 
 
-def end(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
-    """End the span of a checkpoint at `at`, or when it expired if that was earlier."""
-    over = min(at, checkpoint.expires_at) if checkpoint.expires_at is not None else at
-    chosen = StorageSpan.checkpoint_id == checkpoint.id, StorageSpan.ended_at.is_(None)
-    session.execute(update(StorageSpan).where(*chosen).values(ended_at=over))
+def _span(owner: tables.Session, id: str, run_id: str, base_model: str, size_bytes: int, at: datetime) -> StorageSpan:
+    return StorageSpan(
+        id=uuid.uuid4().hex,
+        org_id=owner.org_id,
+        checkpoint_id=id,
+        run_id=run_id,
+        session_id=owner.id,
+        base_model=base_model,
+        project_id=owner.project_id,
+        key_id=owner.key_id,
+        user_id=owner.user_id,
+        size_bytes=size_bytes,
+        started_at=at,
+        ended_at=None,
+        metered_until=at,
+    )
+
+
+def end(session: Session, checkpoints: Sequence[Checkpoint], at: datetime) -> None:
+    """End the spans of checkpoints at `at`, or when each expired if that was earlier; from then on whoever is still on
+    their weights stores those."""
+    for checkpoint in checkpoints:
+        chosen = StorageSpan.checkpoint_id == checkpoint.id, StorageSpan.ended_at.is_(None)
+        session.execute(update(StorageSpan).where(*chosen).values(ended_at=_over(checkpoint, at)))
+    for start in range(0, len(checkpoints), AT_A_TIME):
+        with unrestricted(session):  # published weights are others', too
+            _keep(session, checkpoints[start : start + AT_A_TIME], at)
+
+
+def _over(checkpoint: Checkpoint, at: datetime) -> datetime:
+    return min(at, checkpoint.expires_at) if checkpoint.expires_at is not None else at
+
+
+def _keep(session: Session, gone: Sequence[Checkpoint], at: datetime) -> None:
+    """Begin the spans of weights that stay though their checkpoints go: one for each organisation that is on them, and
+    has no other checkpoint of them."""
+    refs, ids = {row.ref for row in gone}, [row.id for row in gone]
+    keepers = _keepers(session, refs)
+    if not keepers:
+        return
+    alive = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > at)
+    named = select(Checkpoint.org_id, Checkpoint.ref).where(Checkpoint.ref.in_(refs), Checkpoint.id.not_in(ids), alive)
+    held = select(StorageSpan.org_id, StorageSpan.checkpoint_id)
+    held = held.where(StorageSpan.checkpoint_id.in_(refs), StorageSpan.ended_at.is_(None))
+    paid = {(org_id, ref) for query in (named, held) for org_id, ref in session.execute(query)}
+    for row in gone:
+        base_model = session.get_one(Run, row.run_id).base_model
+        for ref, owner in keepers:
+            if ref == row.ref and (owner.org_id, ref) not in paid:
+                paid.add((owner.org_id, ref))
+                run_id = row.run_id if owner.org_id == row.org_id else ""
+                session.add(_span(owner, ref, run_id, base_model, row.size_bytes, _over(row, at)))
+    session.flush()
+
+
+def _keepers(session: Session, refs: Collection[str]) -> list[tuple[str, tables.Session]]:
+    """(weights, a session that is not over and is on them: by a sampler, or a live run that was loaded from them); the
+    oldest first. For them the files stay (`scheduler.journal.ending.references`)."""
+    owner = tables.Session
+    sampled = select(Sampler.adapter_ref, owner).join(owner, owner.id == Sampler.session_id)
+    loaded = select(_SOURCE_REF, owner).join(Run, Run.id == Operation.lane).join(owner, owner.id == Run.session_id)
+    found = {
+        (ref, row.id): (ref, row)
+        for query in (
+            sampled.where(Sampler.adapter_ref.in_(refs), owner.state == "active"),
+            loaded.where(_SOURCE_REF.in_(refs), Run.state == "live", owner.state == "active"),
+        )
+        for ref, row in session.execute(query)
+    }
+    return sorted(found.values(), key=lambda pair: (pair[1].created_at, pair[1].id))
+
+
+def _pass_on(session: Session, spans: Sequence[StorageSpan], at: datetime) -> None:
+    """The sessions of these spans are over: others of their organisations that are on the same weights go on."""
+    if not spans:
+        return
+    keepers = _keepers(session, {span.checkpoint_id for span in spans})
+    for span in spans:
+        span.ended_at = at
+        others = (owner for ref, owner in keepers if ref == span.checkpoint_id and owner.org_id == span.org_id)
+        heir = next((owner for owner in others if owner.id != span.session_id), None)
+        if heir is not None:
+            session.add(_span(heir, span.checkpoint_id, span.run_id, span.base_model, span.size_bytes, at))
+    session.flush()
 
 
 def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
@@ -125,12 +197,16 @@ def _adopt(session: Session, now: datetime) -> int:
 
 def _abandon(session: Session, now: datetime) -> int:
     """End the spans of checkpoints and samplers that are gone, or have expired and wait to be deleted."""
-    for checkpoint in session.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now)):
-        end(session, checkpoint, now)
+    end(session, session.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now)).all(), now)
+    active = select(tables.Session.id).where(tables.Session.state == "active")
+    held = select(StorageSpan).where(StorageSpan.ended_at.is_(None), _NAMELESS, StorageSpan.session_id.not_in(active))
+    _pass_on(session, session.scalars(held).all(), now)
     sampled = select(Sampler.adapter_ref).join(tables.Session, tables.Session.id == Sampler.session_id)
     refs = sampled.where(Sampler.model_path.is_(None), tables.Session.state == "active").scalar_subquery()
-    gone = StorageSpan.checkpoint_id.not_in(select(Checkpoint.id)) & ("weights/" + StorageSpan.checkpoint_id).not_in(
-        refs
+    gone = and_(
+        StorageSpan.checkpoint_id.not_in(select(Checkpoint.id)),
+        ("weights/" + StorageSpan.checkpoint_id).not_in(refs),
+        not_(_NAMELESS),
     )
     chosen = update(StorageSpan).where(StorageSpan.ended_at.is_(None), gone).values(ended_at=now)
     return len(session.scalars(chosen.returning(StorageSpan.id)).all())
@@ -174,7 +250,7 @@ def _charges(span: StorageSpan, pieces: Sequence[tuple[datetime, datetime]]) -> 
         Charge(
             payer=Payer(span.org_id, span.project_id, span.key_id),
             session_id=span.session_id,
-            run_id=span.run_id,
+            run_id=span.run_id or None,
             operation_id=f"{STORAGE}:{span.id}:{start:%Y%m%d%H}",
             base_model=span.base_model,
             accepted_at=start,

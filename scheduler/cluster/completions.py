@@ -32,6 +32,10 @@ class SharedFeeds:
             self._blocks[key] = time.time_ns() // 1000
         self._feeds.follow(key)
 
+    def forget(self, key: FeedKey) -> None:
+        self._blocks.pop(key, None)
+        self._feeds.forget(key)
+
     def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
         stamp = self._blocks.pop(key, 0)
         if self._feeds.follows(key):

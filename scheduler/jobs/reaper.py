@@ -95,10 +95,10 @@ class Reaper:
 def _expire(session: Session, now: datetime) -> int:
     session.execute(delete(tables.SessionTurn).where(tables.SessionTurn.created_at < now - TURNS_LAST))
     rows = session.scalars(select(tables.Checkpoint).where(tables.Checkpoint.expires_at <= now)).all()
+    storage.end(session, rows, now)
     for row in rows:
         path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
         audit.record(session, org_id=row.org_id, key_id=None, event="checkpoint_expired", target=path, at=now)
-        storage.end(session, row, now)
         session.delete(row)
     return len(rows)
 

@@ -27,8 +27,10 @@ from scheduler.order.operations import INTERACTIVE, SAMPLE
 from store import tables
 from store.tables.base import any_index_but
 
-#: Operations of a run that are looked at, the latest.
-MAX_ROWS = 20_000
+#: Operations of a run that are looked at, the latest, and sequences that these name: one may name thousands.
+MAX_ROWS, MAX_NAMES = 20_000, 200_000
+#: Operations whose sequences are read at a time.
+AT_A_TIME = 50
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,28 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
         operation.policy,
         num_samples.label("num_samples"),  # the rest of a plan can be long
         priority.label("priority"),
-        sequences.label("sequences"),
     ).where(own, operation.lane.in_([run.id, *samplers]), recent)
     latest = session.execute(query.order_by(operation.accepted_at.desc()).limit(MAX_ROWS)).all()
-    return [_read(row) for row in reversed(latest)]
+    kept, names = list[_Row](), 0
+    for start in range(0, len(latest), AT_A_TIME):
+        part = latest[start : start + AT_A_TIME]
+        named = _named(session, [row.id for row in part if row.kind == OpKind.FORWARD_BACKWARD])
+        kept += [_read(row, named.get(row.id) or {}) for row in part]
+        names += sum(len(each or ()) for each in named.values())
+        if names > MAX_NAMES:
+            break
+    return kept[::-1]
 
 
-def _read(row: SqlRow[Any]) -> _Row:
+def _named(session: Session, op_ids: Sequence[str]) -> dict[str, dict[str, int] | None]:
+    """The sequences that training operations name, and their tokens."""
+    if not op_ids:
+        return {}
+    query = select(tables.Operation.id, sequences).where(tables.Operation.id.in_(op_ids))
+    return {id: named for id, named in session.execute(query)}
+
+
+def _read(row: SqlRow[Any], named: dict[str, int]) -> _Row:
     policy = row.policy or {}
     stretches = (row.timings or {}).get("stretches", [])
     accepted_s = row.accepted_at.timestamp()
@@ -173,7 +190,7 @@ def _read(row: SqlRow[Any]) -> _Row:
         [(accepted_s + start / 1e6, accepted_s + end / 1e6) for _, start, end, *_ in stretches],
         (row.num_samples or 1) if row.kind == SAMPLE else 0,
         [{int(version): tokens for version, tokens in one.items()} for one in policy.get("drawn", ())],
-        row.sequences or {},
+        named,
         policy.get("version"),
     )
 

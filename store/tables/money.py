@@ -194,8 +194,8 @@ class BudgetAlert(Base):
 
 class StorageSpan(Base):
     """Bytes that a checkpoint keeps, from its commit to its end, metered up to `metered_until`. It outlives the
-    checkpoint's row, so that what was stored is metered to the end, and is deleted after that. Of weights that only
-    samplers have, `checkpoint_id` is the last part of their `adapter_ref`."""
+    checkpoint's row, so that what was stored is metered to the end, and is deleted after that. Of weights that never
+    had a name, `checkpoint_id` is the last part of their `adapter_ref`; of those that have lost it, all of that."""
 
     __tablename__ = "storage_spans"
     __table_args__ = (Index("ix_storage_spans_org_ended", "org_id", "ended_at"),)

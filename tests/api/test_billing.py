@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
+from sqlalchemy.orm import Session
+from starlette.types import Message, Scope
+from weft.wire.account.billing import BillingUsageResponse
 
 from billing.metering.hourly import hour_of
+from store import tables
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
+from tests.rows import session_row
 
 
 def window(hours: int = 1, back: int = 0) -> str:
@@ -86,6 +92,41 @@ def test_the_window_and_the_organisation(world: World) -> None:
     assert events(world, window(hours=2, back=2)) == []
     assert events(world, window(hours=14 * 24, back=13 * 24)) == [event]
     assert len(events(world, key=world.other_key)) == 1
+
+
+def test_however_many_sessions_it_is_told_a_part_at_a_time(world: World) -> None:
+    """One answer of all sessions with their metadata took gigabytes, and seconds of everybody's event loop."""
+    first = session(world)
+    train(world, world.run(first), 1, 7)
+    metadata = {"note": "x" * 16_000}
+
+    def write(writing: Session) -> None:
+        owner, hour = writing.get_one(tables.Session, first), writing.scalars(select(tables.UsageHour)).one()
+        for number in range(1000):
+            name = f"{number:04}"
+            row = session_row(owner.org_id, owner.created_at, name, key_id=1, user_metadata=metadata)
+            writing.add(row)
+            facts = {column.key: getattr(hour, column.key) for column in tables.UsageHour.__table__.columns}
+            writing.add(tables.UsageHour(**facts | {"session_id": name}))
+
+    world.database.write_now(write)
+    sent: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"} if sent and not sent[-1] else await asyncio.sleep(60, {"type": ""})
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b"")) if message["type"] == "http.response.body" else None
+
+    path, _, query = window().partition("?")
+    scope: Scope = {"type": "http", "method": "GET", "path": f"/api/v1/{path}", "query_string": query.encode()}
+    scope.update(headers=[(b"x-api-key", world.key.encode())], app=world.http.app)
+    world.http.portal.call(world.http.app, scope, receive, send)  # type: ignore[union-attr]
+    bill = BillingUsageResponse.model_validate_json(b"".join(sent))
+    assert (len(bill.data), len(bill.sessions)) == (1001, 1001)
+    assert bill.sessions["0999"].user_metadata == metadata
+    assert {event.session_id for event in bill.data} == bill.sessions.keys()
+    assert max(map(len, sent)) < 5_000_000 < sum(map(len, sent))
 
 
 def test_two_rates_in_one_hour_are_two_rows(world: World) -> None:

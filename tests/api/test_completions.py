@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from weft.wire import FuturesRetrieveResponse
 
 from scheduler.journal.ending.completions import CLIENT_STRIDE, LocalFeeds
@@ -129,6 +130,24 @@ def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
     world.journal.completions = LocalFeeds()
     told = [completion["request_id"] for completion in poll(world, sampler_id, cursor)["completions"]]
     assert second in told
+
+
+def test_what_ended_before_is_told_though_the_first_poll_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart, while the database is away for a moment: the next poll waited for ever for what had ended."""
+    sampler_id = sampler(world, world.session())
+    request_id = submit(world, sampler_id)
+    world.finish(request_id, b"1", sample=1)
+    reads, read = iter((False, True)), world.service.database.read
+
+    def away() -> Any:
+        if next(reads, False):  # the sampler is found; what its feed missed is not
+            raise OperationalError("SELECT", {}, Exception("connection refused"))
+        return read()
+
+    monkeypatch.setattr(world.service.database, "read", away)
+    body = {"target": {"type": "sampling_session", "sampling_session_id": sampler_id}, "timeout": 0}
+    assert world.call("POST", "retrieve_futures", json=body).status_code == 503
+    assert poll(world, sampler_id)["completions"] == [finished(request_id, 1)]
 
 
 def test_foreign_and_unknown_targets(world: World) -> None:

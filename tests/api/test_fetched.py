@@ -10,6 +10,7 @@ import pytest
 
 from api.state import fetched
 from api.state.fetched import Fetched
+from api.who.principal import Principal
 from scheduler.journal.ending.outcomes import result_ref
 from scheduler.journal.ending.results import FETCHED_LAST, Results
 from store.blobs.folder import FolderBlobs
@@ -18,7 +19,8 @@ from store.settings import Settings
 from tests.api.conftest import MODEL, World, open_world
 from tests.api.data import batch
 from tests.api.test_completions import poll, submit
-from tests.api.test_sampling import sampler
+from tests.api.test_sampling import sample, sampler
+from tests.tenancy.conftest import member
 from workers.model.card import ModelCard
 
 NOW = datetime.now(UTC)
@@ -77,6 +79,23 @@ def test_an_announcement_is_not_a_result(world: World) -> None:
     assert flush(world) == 1
 
 
+def test_a_colleague_who_looks_takes_nothing_away(world: World) -> None:
+    """A member changes only their own: that they have a result says nothing of whether its owner has."""
+    ann, bob = (member(world, "member", f"{name}@example.com")[1] for name in ("ann", "bob"))
+    session = world.post("create_session", {"tags": [], "sdk_version": "1"}, key=ann)["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler_id = world.post("create_sampling_session", body, key=ann)["sampling_session_id"]
+    request_id = world.post("asample", sample(sampler_id, 0), key=ann)["request_id"]
+    world.finish(request_id, b"1" * 2000, sample=1)
+    asked = {"target": {"type": "sampling_session", "sampling_session_id": sampler_id}, "timeout": 0}
+    for key, had in ((bob, False), (ann, True)):
+        assert world.call("POST", "retrieve_future", key=key, json={"request_id": request_id}).status_code == 200
+        world.post("retrieve_futures", {**asked, "prev_cursor": 0, "retrieved_request_ids": [request_id]}, key=key)
+        assert flush(world) == had
+        assert (world.operation(request_id).fetched_at is not None) == had
+        assert world.service.blobs.exists(result_ref(request_id)) != had
+
+
 def test_the_first_time_counts(world: World) -> None:
     request_id = finished(world)
     retrieve(world, request_id)
@@ -131,9 +150,9 @@ def test_many_are_written_in_parts_and_more_than_many_are_not_noted(
         world.finish(request_id, b"x", tokens=1)
     org_id = world.operation(ids[0]).org_id
     noted = Fetched(world.database)
-    noted.note(org_id, ids[:4])
-    noted.note(org_id, ids)
+    noted.note(Principal(org_id, None), ids[:4])
+    noted.note(Principal(org_id, None), ids)
     assert world.http.portal.call(noted.flush) == 5  # type: ignore[union-attr]
     assert sum(world.operation(request_id).fetched_at is not None for request_id in ids) == 5
-    noted.note(org_id, ids[3:])
+    noted.note(Principal(org_id, None), ids[3:])
     assert world.http.portal.call(noted.flush) == 2  # type: ignore[union-attr]

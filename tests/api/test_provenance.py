@@ -115,3 +115,13 @@ def test_other_losses_may_carry_spans(world: World) -> None:
     assert world.operation(world.train(batch(run, 1, [plain]))["request_id"]).state == "queued"
     wrong = replace(plain, loss_fn_input_spans=[prompt(1)])
     assert "cover 1 positions of 2" in world.error(world.train(batch(run, 2, [wrong]))["request_id"])
+
+
+def test_sequences_of_which_no_token_is_trained_are_not_remembered(world: World) -> None:
+    """Thousands of names with each token would lie in the operation's row for as long as there is the run."""
+    run = world.run()
+    names = [sampled(0, name=f"op:{number}") for number in range(200)]
+    spans = [*names, prompt(1), sampled(4)]
+    given = spanned(spans, spans, weights=[1.0] * 5, advantages=None)
+    request_id = world.train(batch(run, 1, [given]))["request_id"]
+    assert world.operation(request_id).plan["sequences"] == {"op:0": 4}

@@ -13,6 +13,7 @@ from api.errors import SessionEnded
 from api.server import housekeeping
 from api.server.housekeeping import keep_house, reap
 from api.state.liveness import Liveness, end
+from api.who import session_search
 from api.who.principal import Principal
 from store import tables
 from store.database.db import Database
@@ -343,6 +344,34 @@ class TestSearch:
         assert self.found(world, project_ids=["p"]) == [night]
         assert self.found(world, project_ids=["p", "default"]) == [day, night]
         assert self.found(world, project_ids=[]) == []
+
+    @pytest.mark.parametrize("wanted", [{"display_name": "night"}, {"user_metadata": {"a": "1"}}])
+    def test_a_page_ends_when_enough_is_looked_at(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+    ) -> None:
+        """However many sessions there are, of which none may fit; pages together have all that do."""
+        monkeypatch.setattr(session_search, "MOST_LOOKED_AT", 3)
+        fitting = {"display_name": "night", "user_metadata": {"a": "1"}}
+        made = [create(world, **(fitting if number in (0, 1, 6) else {})) for number in range(8)]
+        pages, cursor = [], None
+        for _ in range(8):
+            page = world.post("sessions/search", {**wanted, **({"cursor": cursor} if cursor else {})})
+            pages.append([s["session_id"] for s in page["sessions"]])
+            cursor = page["next_cursor"]
+            if cursor is None:
+                break
+        assert pages == [[made[6]], [], [made[1], made[0]]]
+
+    @pytest.mark.parametrize(
+        "wanted",
+        [{"display_name": "a " * 129}, {"statuses": [{"type": "active"}] * 1050}],
+        ids=["name", "statuses"],
+    )
+    def test_what_is_looked_for_has_an_end(self, world: World, wanted: dict[str, Any]) -> None:
+        """A name was looked through for each of thousands of words, and SQLite takes no thousand alternatives."""
+        reply = world.call("POST", "sessions/search", json=wanted)
+        assert reply.status_code == 400
+        assert next(iter(wanted)) in reply.json()["detail"]
 
     def test_statuses(self, world: World) -> None:
         done, failed, silent, active = (create(world) for _ in range(4))

@@ -17,6 +17,7 @@ from api.paths import CheckpointPath
 from api.server.serve import CannotServe, open_database
 from api.who.lookup import readable_checkpoint
 from api.who.principal import Principal
+from billing.metering import storage
 from migrations.upgrade import migrate
 from scheduler.journal.ending.references import in_use
 from store import tables
@@ -234,6 +235,41 @@ def test_every_table_has_its_policies(two: Database) -> None:
         for table in SERVER_ONLY:
             allowed = text("SELECT has_table_privilege(:table, 'SELECT')")
             assert not session.scalar(allowed, {"table": table}), table
+
+
+def test_weights_that_lose_their_name_are_stored_by_who_is_on_them(two: Database) -> None:
+    """Also where another organisation deletes what it had published, within its own request."""
+
+    def write(session: Session) -> None:
+        for org in ("a", "b"):
+            session.add(session_row(org, NOW, f"s-{org}"))
+            session.flush()
+        session.add(run_row("a", NOW, "run-a", "s-a"))
+        session.flush()
+        facts: dict[str, Any] = {"name": "one", "ref": "weights/c", "size_bytes": 7, "user_metadata": {}}
+        session.add(
+            tables.Checkpoint(id="c", org_id="a", run_id="run-a", kind="weights", public=True, created_at=NOW, **facts)
+        )
+        for org in ("a", "b"):
+            sampler: dict[str, Any] = {"model_path": "tinker://run-a/weights/one", "adapter_ref": "weights/c"}
+            session.add(
+                tables.Sampler(
+                    id=f"s-{org}:sample:0", org_id=org, session_id=f"s-{org}", sampling_session_seq_id=0,
+                    base_model="m", kind="snapshot", created_at=NOW, **sampler,
+                )
+            )  # fmt: skip
+
+    def remove(session: Session) -> None:
+        row = session.get_one(tables.Checkpoint, "c")
+        storage.end(session, [row], NOW)
+        session.delete(row)
+
+    two.write_now(write)
+    with acting_as(A):
+        two.write_now(remove)
+    with two.read() as session:
+        spans = session.query(tables.StorageSpan).order_by(tables.StorageSpan.org_id)
+        assert [(span.org_id, span.session_id, span.size_bytes) for span in spans] == [("a", "s-a", 7), ("b", "s-b", 7)]
 
 
 @pytest.mark.parametrize("restricted", [False, True])

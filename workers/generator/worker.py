@@ -140,10 +140,10 @@ class Generator:
                 finished = self._engines[pending.op.base_model].cancel(message.op_id) if pending is not None else None
                 if finished is not None:
                     self._finish(finished)
-                elif pending is None and message.op_id in self._to_try_again | self._coming.keys():
+                elif pending is None and message.op_id in self._aside.keys() | self._coming.keys():
+                    # What is drawn and waits to be recorded is done: its answer comes, and is billed.
                     self._coming.pop(message.op_id, None)
                     self._aside.pop(message.op_id, None)
-                    self._unrecorded.pop(message.op_id, None)
                     self._link.send(failure(message.op_id, "cancelled before the disk had answered", "user"))
             case PolicyMoved():
                 self._moved(message)

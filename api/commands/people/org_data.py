@@ -201,8 +201,7 @@ def _delete(session: Session, org: Organisation, blobs: Blobs) -> _Gone:
         if left := session.scalar(query):
             raise PeopleError(f"{left} {what}: they end by themselves within session_idle_s; try again then")
     now = datetime.now(UTC)
-    for row in session.scalars(select(Checkpoint).filter_by(org_id=org.id)):
-        storage.end(session, row, now)
+    storage.end(session, session.scalars(select(Checkpoint).filter_by(org_id=org.id)).all(), now)
     weights, trees = _weights(session, org.id), _trees(session, org.id, blobs)
     rows = Counter[str]()
     people = session.scalars(select(tables.Membership.user_id).filter_by(org_id=org.id)).all()

@@ -27,8 +27,10 @@ from api.http.bodies import read_json
 from api.routes.computing.futures import LONGEST_POLL_S
 from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id, sampler_by_id, visible
+from api.who.may_change import is_own
 from api.who.principal import Principal
 from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey
+from scheduler.journal.front import OperationJournal
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -87,8 +89,8 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
         await _follow(service, key, body.prev_cursor)
     if who.project_id is not None and told:
         told = await service.read(lambda session: _seen(session, who, told))
-    service.fetched.note(who.org_id, filter(plain_id, told))
-    delete = journal.answers.retrieved(who.org_id, told)
+    service.fetched.note(who, filter(plain_id, told))
+    delete = journal.answers.retrieved(who.org_id, [name for name in told if _may_drop(journal, who, name)])
     if delete:
         await service.threads.run(who.org_id, partial(_delete, service, delete))
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
@@ -105,6 +107,12 @@ def _seen(session: Session, who: Principal, request_ids: list[str]) -> list[str]
     asked = [request_id for request_id in request_ids if plain_id(request_id)]
     query = select(tables.Operation.id).where(visible(who, tables.Operation), tables.Operation.id.in_(asked))
     return list(session.scalars(query))
+
+
+def _may_drop(journal: OperationJournal, who: Principal, request_id: str) -> bool:
+    """Whether the result is `who`'s to say that it is no longer needed: a colleague may not have it yet."""
+    op = journal.answers.recent(request_id)
+    return op is not None and is_own(who, op)
 
 
 def _delete(service: Service, refs: list[str]) -> None:
@@ -135,4 +143,8 @@ async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
         # One that is no longer kept shows as failed: fetching it says so.
         return [Completion(id, size_bytes) for id, size_bytes in ended]
 
-    service.journal.completions.add(key, await service.read(read))
+    try:
+        service.journal.completions.add(key, await service.read(read))
+    except BaseException:  # else the next poll would take for all what comes from now on
+        service.journal.completions.forget(key)
+        raise

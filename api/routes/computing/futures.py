@@ -67,7 +67,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     size = len(outcome.payload)
     if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:
         return _json(FutureMetadataResponse(response_payload_size=size))
-    service.fetched.note(who.org_id, [body.request_id])
+    service.fetched.note(who, [body.request_id])
     if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
         return await service.threads.run(who.org_id, partial(_as_json, service, body.request_id, outcome.payload))
     return Ready(outcome.payload, outcome.content_type)

@@ -6,11 +6,14 @@ the ledger's nano-dollars back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
+import orjson
 from fastapi import APIRouter, Query
+from fastapi.responses import StreamingResponse
 from pydantic import AwareDatetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -33,7 +36,7 @@ from api.checks.times import check_utc
 from api.errors import Invalid
 from api.http.access import declare
 from api.http.auth import PrincipalDep
-from api.state.service import ServiceDep
+from api.state.service import Service, ServiceDep
 from api.who.lookup import live_checkpoints
 from api.who.session_search import DEFAULT_PROJECT, text_values
 from api.who.tokens import owner_urn
@@ -47,32 +50,65 @@ LONGEST_WINDOW = timedelta(days=14)
 NUSD_PER_USD = 10**9
 UUSD_PER_USD = 10**6
 BYTES_PER_GB = 10**9
+#: Rows, or sessions, that are written at a time.
+AT_A_TIME = 250
+
+T = TypeVar("T")
+#: What an event says of where and whose it is.
+_Envelope = dict[str, Any]
 
 
-@router.get("/events", response_model_exclude_unset=True, **declare(scope="billing:read", limit="call"))
+@router.get("/events", response_model=BillingUsageResponse, **declare(scope="billing:read", limit="call"))
 async def usage_events(
     service: ServiceDep,
     who: PrincipalDep,
     starting_on: Annotated[AwareDatetime, Query()],
     ending_before: Annotated[AwareDatetime, Query()],
-) -> BillingUsageResponse:
+) -> StreamingResponse:
     """The organisation's usage in a window, by hour, type, model, session and user, exact as of now."""
     start, end = _window(starting_on, ending_before)
 
-    def read(session: Session) -> BillingUsageResponse:
-        used = usage_rows(session, who.org_id, start, end)
-        saves = checkpoint_rows(session, who.org_id, start, end)
-        ids = {row.group.session_id for row in used} | {row.session_id for row in saves if row.session_id}
-        facts = _sessions(session, ids)
-        events = [_usage_event(row, facts) for row in used] + [_save_event(row, facts) for row in saves]
-        known = sorted(ids & facts.keys())
-        return BillingUsageResponse(
-            data=sorted(events, key=lambda event: event.bucket_start),
-            sessions={name: BillingUsageSession(user_metadata=facts[name].metadata or None) for name in known},
-            cost_data_through=None,  # no invoice reprices what the ledger says
-        )
+    def read(session: Session) -> tuple[list[GroupRow | CheckpointRow], dict[str, _Envelope]]:
+        rows: list[GroupRow | CheckpointRow] = [*usage_rows(session, who.org_id, start, end)]
+        rows += checkpoint_rows(session, who.org_id, start, end)
+        owners = _owners(session, {row.session_id for row in rows if row.session_id is not None})
+        return sorted(rows, key=lambda row: row.hour), owners
 
-    return await service.read(read)
+    rows, owners = await service.read(read)
+    return StreamingResponse(_pieces(service, who.org_id, rows, owners), media_type="application/json")
+
+
+async def _pieces(
+    service: Service, org_id: str, rows: Sequence[GroupRow | CheckpointRow], owners: Mapping[str, _Envelope]
+) -> AsyncIterator[bytes]:
+    """A BillingUsageResponse, some rows at a time: a window may have tens of thousands of sessions, each with metadata
+    of up to 16 KB, which as one answer would be gigabytes while it is made."""
+    yield b'{"data":['
+    for number, part in enumerate(_parts(rows)):
+        written = await service.threads.run(org_id, partial(_written, part, owners))
+        yield written if number == 0 else b"," + written
+    yield b'],"sessions":{'
+    for number, names in enumerate(_parts(sorted(owners))):
+        said = await service.read(partial(_metadata, ids=names))
+        yield said if number == 0 else b"," + said
+    yield b'},"cost_data_through":null}'  # no invoice reprices what the ledger says
+
+
+def _written(rows: Sequence[GroupRow | CheckpointRow], owners: Mapping[str, _Envelope]) -> bytes:
+    events = (_save_event(row, owners) if isinstance(row, CheckpointRow) else _usage_event(row, owners) for row in rows)
+    return b",".join(event.model_dump_json(exclude_unset=True).encode() for event in events)
+
+
+def _metadata(session: Session, ids: Sequence[str]) -> bytes:
+    """Members of a JSON object, by session."""
+    found = session.execute(select(tables.Session.id, tables.Session.user_metadata).where(tables.Session.id.in_(ids)))
+    said = {id: BillingUsageSession(user_metadata=text_values(metadata) or None) for id, metadata in found}
+    return b",".join(orjson.dumps(id) + b":" + said[id].model_dump_json().encode() for id in sorted(said))
+
+
+def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Some at a time; databases limit the parameters of a statement, too."""
+    return (rows[start : start + AT_A_TIME] for start in range(0, len(rows), AT_A_TIME))
 
 
 @router.get("/checkpoints/current", **declare(scope="billing:read", limit="call"))
@@ -123,30 +159,24 @@ def _window(starting_on: datetime, ending_before: datetime) -> tuple[datetime, d
     return start, end
 
 
-class _Facts:
-    """What a bill says of a session."""
-
-    def __init__(self, row: tables.Session, user_name: str | None) -> None:
-        self.metadata = text_values(row.user_metadata)
-        self.envelope = {
-            "user_id": owner_urn(row.key_id) if row.key_id is not None else None,
-            "user_name": user_name,
-            "session_id": row.id,
-            "project_id": row.project_id,
+def _owners(session: Session, ids: Iterable[str]) -> dict[str, _Envelope]:
+    """What each event says of its session, of those that are there."""
+    row = tables.Session
+    found = [
+        each
+        for part in _parts(sorted(ids))
+        for each in session.execute(select(row.id, row.key_id, row.project_id).where(row.id.in_(part)))
+    ]
+    names = _key_names(session, {each.key_id for each in found if each.key_id is not None})
+    return {
+        each.id: {
+            "user_id": owner_urn(each.key_id) if each.key_id is not None else None,
+            "user_name": names.get(each.key_id),
+            "session_id": each.id,
+            "project_id": each.project_id,
         }
-
-
-def _sessions(session: Session, ids: Iterable[str]) -> dict[str, _Facts]:
-    rows = list(_in_parts(session, tables.Session, ids))
-    names = _key_names(session, {row.key_id for row in rows if row.key_id is not None})
-    return {row.id: _Facts(row, names.get(row.key_id)) for row in rows}
-
-
-def _in_parts(session: Session, table: type[tables.Session], ids: Iterable[str]) -> Iterable[tables.Session]:
-    """Rows by id, a part at a time: databases limit the parameters of a statement."""
-    wanted = list(ids)
-    for start in range(0, len(wanted), 500):
-        yield from session.scalars(select(table).where(table.id.in_(wanted[start : start + 500])))
+        for each in found
+    }
 
 
 def _key_names(session: Session, key_ids: set[int]) -> dict[int | None, str]:
@@ -155,27 +185,29 @@ def _key_names(session: Session, key_ids: set[int]) -> dict[int | None, str]:
     return {key_id: prefix for key_id, prefix in session.execute(query)}
 
 
-def _usage_event(row: GroupRow, facts: dict[str, _Facts]) -> BillingUsageEvent:
+def _usage_event(row: GroupRow, owners: Mapping[str, _Envelope]) -> BillingUsageEvent:
     group = row.group
     per = "gigabyte_month" if group.kind == STORAGE else "million_tokens"
     return BillingUsageEvent(
-        **_envelope(group.hour, group.base_model, facts.get(group.session_id), group.session_id),
+        **_envelope(group.hour, group.base_model, group.session_id, owners),
         **{f"effective_rate_usd_per_{per}": group.rate_uusd / UUSD_PER_USD},
         estimated_cost_usd=row.amount_nusd / NUSD_PER_USD,
         event_info=_info(group, row.quantity),
     )
 
 
-def _save_event(row: CheckpointRow, facts: dict[str, _Facts]) -> BillingUsageEvent:
+def _save_event(row: CheckpointRow, owners: Mapping[str, _Envelope]) -> BillingUsageEvent:
     return BillingUsageEvent(
-        **_envelope(row.hour, row.base_model, facts.get(row.session_id or ""), row.session_id),
+        **_envelope(row.hour, row.base_model, row.session_id, owners),
         estimated_cost_usd=None,
         event_info=CheckpointBillingEvent(type="checkpoint", count=row.count),
     )
 
 
-def _envelope(hour: datetime, base_model: str | None, facts: _Facts | None, session_id: str | None) -> dict[str, Any]:
-    owner = facts.envelope if facts else {"user_id": None, "user_name": None, "session_id": session_id}
+def _envelope(
+    hour: datetime, base_model: str | None, session_id: str | None, owners: Mapping[str, _Envelope]
+) -> _Envelope:
+    owner = owners.get(session_id or "") or {"user_id": None, "user_name": None, "session_id": session_id}
     return {"bucket_start": hour, "bucket_end": hour + HOUR, "base_model": base_model, **owner}
 
 

@@ -155,7 +155,7 @@ async def delete_checkpoint(
 
     def write(session: Session) -> str | None:
         row = own_checkpoint(session, who, path)
-        storage.end(session, row, datetime.now(UTC))
+        storage.end(session, [row], datetime.now(UTC))
         session.delete(row)
         _note(session, who, "checkpoint_deleted", path)
         return None if in_use(session, row.ref) else row.ref

@@ -51,6 +51,9 @@ class CompletionFeeds(Protocol):
     def follow(self, key: FeedKey) -> None:
         """Keep what completes of this feed from now on."""
 
+    def forget(self, key: FeedKey) -> None:
+        """Follow it no more: what it missed before could not be read. Its clients ask again, and begin anew."""
+
     def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
         """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
 
@@ -79,6 +82,11 @@ class Feeds:
         idle = [t for t, feed in self._feeds.items() if not feed.waiters and t != key]
         for other in idle[: max(0, len(self._feeds) - MAX_FEEDS)]:
             del self._feeds[other]
+
+    def forget(self, key: FeedKey) -> None:
+        feed = self._feeds.pop(key, None)
+        if feed is not None:
+            feed.changed.set()
 
     def unknown(self, key: FeedKey, completions: Iterable[Completion]) -> list[Completion]:
         """Those of which nothing is told yet."""
@@ -145,9 +153,13 @@ class LocalFeeds:
     def follow(self, key: FeedKey) -> None:
         self._feeds.follow(key)
 
+    def forget(self, key: FeedKey) -> None:
+        self._feeds.forget(key)
+
     def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
-        for completion in self._feeds.unknown(key, completions):
-            self.publish(key, completion)
+        if self._feeds.follows(key):
+            for completion in self._feeds.unknown(key, completions):
+                self.publish(key, completion)
 
     def publish(self, key: FeedKey, completion: Completion) -> None:
         """A request has ended, and its outcome can be had."""

@@ -229,7 +229,7 @@ def _new_checkpoint(
         row = tables.Checkpoint(id=op.id, org_id=op.org_id, run_id=op.lane, kind=kind, name=name, public=False)
         session.add(row)
     else:
-        storage.end(session, row, now)
+        storage.end(session, [row], now)
     older, row.ref = row.ref, op.target_ref
     row.public = False
     row.size_bytes = done.facts.get("size_bytes", 0)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -87,10 +88,11 @@ class TokenStreams(Protocol):
 
 
 class LocalStreams:
-    """Of the generators of this process's own desk."""
+    """Of the generators of this process's own desk. One that somebody follows is found again however many there are."""
 
     def __init__(self) -> None:
         self._streams: OrderedDict[str, TokenStream] = OrderedDict()
+        self._followed: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     async def follow(self, op_id: str) -> TokenStream:
         return self._stream(op_id)
@@ -103,7 +105,8 @@ class LocalStreams:
         self._streams.pop(op_id, None)
 
     def _stream(self, op_id: str) -> TokenStream:
-        stream = self._streams.setdefault(op_id, TokenStream())
+        stream = self._streams.get(op_id) or self._followed.get(op_id) or TokenStream()
+        self._streams[op_id] = self._followed[op_id] = stream
         self._streams.move_to_end(op_id)
         if len(self._streams) > MAX_STREAMS:
             self._streams.popitem(last=False)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.orm import Session
 
 from billing.metering import storage
+from billing.metering.quotas import stored_bytes
 from billing.metering.storage import byte_hours, hours, meter
 from billing.money.budgets import set_budget
+from scheduler.order.plans import Load, Source
 from store import tables
 from store.database.db import Database
 from store.tables import Checkpoint
@@ -42,8 +46,8 @@ def add_run(session: Session) -> None:
 def save(till: Till, at: datetime, name: str = "c", size: int = GB, begin: bool = True) -> None:
     def write(session: Session) -> None:
         row = Checkpoint(
-            id=name, org_id="a", run_id="r", kind="weights", name=name, ref=name, size_bytes=size, public=False,
-            user_metadata={}, created_at=at, expires_at=None,
+            id=name, org_id="a", run_id="r", kind="weights", name=name, ref=f"weights/{name}", size_bytes=size,
+            public=False, user_metadata={}, created_at=at, expires_at=None,
         )  # fmt: skip
         session.add(row)
         session.flush()
@@ -57,7 +61,7 @@ def delete(till: Till, at: datetime, name: str = "c", end: bool = True) -> None:
     def write(session: Session) -> None:
         row = session.get_one(Checkpoint, name)
         if end:
-            storage.end(session, row, at)
+            storage.end(session, [row], at)
         session.delete(row)
 
     till.database.write_now(write)
@@ -182,6 +186,138 @@ def test_a_checkpoint_is_billed_on_when_the_session_of_its_samplers_ends(till: T
     leave(till)
     meter(till.database, till.prices, NOON + timedelta(minutes=60))
     assert ("12:00", GB, GB_HOUR_NUSD) in billed(till)
+
+
+def other_session(till: Till, org_id: str, ref: str) -> None:
+    """A younger session, of the same organisation or another, with a sampler on weights that have a name."""
+
+    def write(session: Session) -> None:
+        session.add(session_row(org_id, START + timedelta(minutes=1), f"of {org_id}", key_id=2))
+        session.flush()
+        row = tables.Sampler(
+            id=f"{org_id} {ref}", org_id=org_id, session_id=f"of {org_id}", sampling_session_seq_id=0, base_model="m",
+            model_path="tinker://r/sampler_weights/c", adapter_ref=ref, run_id=None, kind="snapshot", created_at=NOON,
+        )  # fmt: skip
+        session.add(row)
+
+    till.database.write_now(write)
+
+
+def load(till: Till, ref: str) -> None:
+    """The run was loaded from weights, and would be rebuilt from them."""
+    row = tables.Operation(
+        id="load", org_id="a", session_id="s", lane="r", seq=1, kind="load_state", base_model="m", state="done",
+        tokens=0, body_ref="", body_sha256="", accepted_at=NOON,
+        plan=msgspec.to_builtins(Load(Source(ref, "tinker://r/weights/c", with_optimizer=True))),
+    )  # fmt: skip
+    till.database.write_now(lambda session: session.add(row))
+
+
+def end_session(till: Till, name: str, minutes: int) -> None:
+    def write(session: Session) -> None:
+        session.get_one(tables.Session, name).state = "finished"
+        storage.end_session(session, name, NOON + timedelta(minutes=minutes))
+
+    till.database.write_now(write)
+
+
+class TestWeightsThatLoseTheirName:
+    """They stay stored for the samplers and runs that are on them, and are billed for as long."""
+
+    def stored(self, till: Till) -> int:
+        with till.database.read() as session:
+            return stored_bytes(session, "a")
+
+    def minutes(self, till: Till) -> dict[tuple[str, str | None], int]:
+        """How long a gigabyte was billed, by organisation and run."""
+        meter(till.database, till.prices, NOON + timedelta(hours=9))
+        found = Counter[tuple[str, str | None]]()
+        for event in till.rows(tables.UsageEvent):
+            found[event.org_id, event.run_id] += round(event.quantity * 60 / GB)
+        assert till.agrees()
+        return dict(found)
+
+    @pytest.mark.parametrize("use", ["sampled", "loaded"])
+    def test_are_billed_until_the_session_is_over(self, till: Till, use: str) -> None:
+        save(till, NOON)
+        if use == "sampled":
+            sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        else:
+            load(till, "weights/c")
+        delete(till, NOON + timedelta(minutes=30))
+        assert self.stored(till) == GB
+        end_session(till, "s", 90)
+        assert self.stored(till) == 0
+        assert self.minutes(till) == {("a", "r"): 90}
+
+    def test_without_anybody_on_them_they_are_gone(self, till: Till) -> None:
+        save(till, NOON)
+        delete(till, NOON + timedelta(minutes=30))
+        assert (self.stored(till), self.minutes(till)) == (0, {("a", "r"): 30})
+
+    def test_once_however_many_sessions_are_on_them(self, till: Till) -> None:
+        save(till, NOON)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        other_session(till, "a", "weights/c")
+        delete(till, NOON + timedelta(minutes=30))
+        assert self.stored(till) == GB
+        end_session(till, "s", 60)
+        assert self.stored(till) == GB
+        end_session(till, "of a", 150)
+        assert self.minutes(till) == {("a", "r"): 150}
+
+    def test_not_beside_another_checkpoint_of_the_same(self, till: Till) -> None:
+        save(till, NOON)
+        save(till, NOON, "copy")
+        till.database.write_now(lambda session: setattr(session.get_one(Checkpoint, "copy"), "ref", "weights/c"))
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        delete(till, NOON + timedelta(minutes=30))
+        delete(till, NOON + timedelta(minutes=60), "copy")
+        end_session(till, "s", 90)
+        assert self.minutes(till) == {("a", "r"): 30 + 60 + 30}
+
+    def test_by_who_samples_what_another_had_published(self, till: Till) -> None:
+        save(till, NOON)
+        other_session(till, "b", "weights/c")
+        delete(till, NOON + timedelta(minutes=30))
+        end_session(till, "of b", 60)
+        assert self.minutes(till) == {("a", "r"): 30, ("b", None): 30}
+
+    def test_also_where_the_name_is_saved_again(self, till: Till) -> None:
+        """The checkpoint goes on under its id, and its end is not theirs."""
+        save(till, NOON)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+
+        def overwrite(session: Session) -> None:
+            row, at = session.get_one(Checkpoint, "c"), NOON + timedelta(minutes=30)
+            storage.end(session, [row], at)
+            row.ref = "weights/newer"
+            session.flush()
+            storage.begin(session, row, at)
+
+        till.database.write_now(overwrite)
+        delete(till, NOON + timedelta(minutes=60))
+        end_session(till, "s", 90)
+        assert self.minutes(till) == {("a", "r"): 60 + 60}
+
+    def test_after_an_expiry_that_was_noticed_late(self, till: Till) -> None:
+        save(till, NOON)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        soon = NOON + timedelta(minutes=30)
+        till.database.write_now(lambda session: setattr(session.get_one(Checkpoint, "c"), "expires_at", soon))
+        for minutes in (100, 200):
+            meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
+        delete(till, NOON + timedelta(minutes=210))
+        end_session(till, "s", 240)
+        assert self.minutes(till) == {("a", "r"): 240}
+
+    def test_and_no_longer_when_nobody_told_of_the_end_of_the_session(self, till: Till) -> None:
+        save(till, NOON)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        delete(till, NOON + timedelta(minutes=30))
+        leave(till)
+        meter(till.database, till.prices, NOON + timedelta(minutes=60))
+        assert (self.stored(till), self.minutes(till)) == (0, {("a", "r"): 60})
 
 
 def test_bytes_and_hours_are_rounded_half_up() -> None:

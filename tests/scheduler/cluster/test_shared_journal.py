@@ -24,7 +24,7 @@ from weft.wire import decode_sample_response
 
 from api.state.fetched import Fetched
 from api.state.rates import check_in_flight
-from api.who.principal import RateLimit
+from api.who.principal import Principal, RateLimit
 from billing.prices import load_prices
 from scheduler.cluster import cancels, election, fence, policy_desk, shared_journal, shared_limits, term
 from scheduler.cluster.answers import SampleAnswers
@@ -277,7 +277,7 @@ def test_a_result_that_was_fetched_goes_for_all_replicas(
             for request_id in ids:
                 assert (await two.result(request_id)).payload == b"tokens"
         fetched = Fetched(postgres_database, lambda: now)
-        fetched.note("org", ids[:1])
+        fetched.note(Principal("org", None), ids[:1])
         assert await fetched.flush() == 1
         assert await asyncio.to_thread(results.sweep) == 1
         for replica in (one, two):

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from scheduler.order.plans import ForwardBackward, Sample
+from scheduler.reports import health as report
 from scheduler.reports.health import Health, Stall, health_of
 from store import tables
 from store.database.db import Database
@@ -170,6 +171,24 @@ def test_named_sequences_say_what_was_trained_by_which_version_and_what_was_not(
     assert found.staleness == {0: 10 + 4, 1: 10 + 20 + 3}
     assert found.acceptance == pytest.approx((10 + 20 + 7) / (67 + 63))
     assert found.untrained_tokens == 30
+
+
+def test_the_latest_operations_count_where_all_name_more_sequences_than_are_read(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may name 4,096 of them: of 20,000 operations they would be gigabytes."""
+    monkeypatch.setattr(report, "MAX_NAMES", 12)
+    monkeypatch.setattr(report, "AT_A_TIME", 2)
+
+    def fill(_session: Session, rows: Rows) -> None:
+        for number in range(8):
+            begun = 10.0 * number
+            names = {f"{number}:{place}": 1 for place in range(5)}
+            rows.add(RUN, "forward_backward", begun, begun, begun + 10, names=names)
+
+    found = health(database, fill, 80)
+    assert found.named
+    assert found.window_s == pytest.approx(40)  # of the last four, which name twenty
 
 
 def test_training_is_by_the_version_that_its_place_in_the_run_gives_it(database: Database) -> None:

@@ -10,7 +10,7 @@ import pytest
 from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, decode_sample_response
 from weft.wire import SamplingParams as WireSamplingParams
 
-from scheduler.links.messages import SampleOp
+from scheduler.links.messages import Failure, SampleOp
 from store.blobs.ahead import Ahead
 from store.blobs.folder import FolderBlobs
 from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
@@ -72,6 +72,9 @@ def test_answers(blobs: FolderBlobs) -> None:
     assert np.array_equal(result.prompt_logprobs, logprobs, equal_nan=True)  # type: ignore[arg-type]
     assert result.prompt_alt_tokens is not None
     assert result.prompt_alt_tokens[0].tolist() == [[6, 7]]
+    error = RequestError("the logits are not finite", "user", ran=True)
+    ran = answer(pending, Finished("op", error=error, facts=facts))
+    assert (ran.failure, ran.facts) == (Failure(error.message, "user", ran=True), done.facts)  # type: ignore[union-attr]
     failed = answer(pending, Finished("op", error=RequestError("too long", "user")))
     assert failed.failure is not None
     assert (failed.failure.message, failed.failure.category) == ("too long", "user")
@@ -109,5 +112,7 @@ def test_targets_are_answered_in_their_layout(
 def test_recorded_logprobs_are_found_by_their_sequence(blobs: FolderBlobs) -> None:
     pending = pending_of(blobs, record_stability_info=True)
     assert pending.record_stability
-    record_stability(pending.op, [SEQUENCE], blobs)
+    nothing = replace(SEQUENCE, tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
+    record_stability(pending.op, [SEQUENCE, nothing], blobs)
+    assert [*blobs.listed("stability/*/*")] == ["stability/s/op:0"]  # a file for nothing would be one for no money
     assert np.frombuffer(blobs.get("stability/s/op:0"), "<f4").tolist() == [-1, -2]

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeForCausalLM
 from workers.generator import forward
 from workers.generator.cache import prefix_cache
 from workers.generator.cache.kv_cache import copy_pages
-from workers.generator.engine import Finished, GenerateRequest, SamplingParams
+from workers.generator.engine import Facts, Finished, GenerateRequest, SamplingParams
 from workers.generator.requests.progress import SequenceProgress
 from workers.generator.requests.seating import Seating
 from workers.generator.torch_engine import TorchEngine
@@ -125,6 +125,8 @@ def test_an_adapter_that_is_not_finite_fails_its_requests_alone(decoder: Decoder
         error = finished[f"bad{i}"].error
         assert error is not None
         assert "not finite" in error.message
+        hit = 32 if i else 0  # the machine has worked for each
+        assert (error.ran, finished[f"bad{i}"].facts) == (True, Facts(40 - hit, hit, cache_hit=hit))
     # The slots it left behind serve others as if it had never been.
     for request in good:
         assert same(finished[request.id], run(make(decoder), request)[request.id])

@@ -81,11 +81,12 @@ def generator(decoder: Decoder, blobs: FolderBlobs, link: ScriptedLink, slots: i
     return Generator({"base": TorchEngine(decoder, (), slots=slots, context=64)}, blobs, link, slots=slots)
 
 
-@pytest.mark.parametrize("call", ["get", "put"])
+@pytest.mark.parametrize(("call", "cancelled"), [("get", False), ("put", False), ("put", True)])
 def test_a_disk_that_does_not_answer_delays_a_sample(
-    decoder: Decoder, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, call: str
+    decoder: Decoder, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, call: str, cancelled: bool
 ) -> None:
-    """Its body cannot be read, or what it was sampled with not be recorded, more often than it has lives."""
+    """Its body cannot be read, or what it was sampled with not be recorded, more often than it has lives. To cancel
+    what is drawn comes too late: it has been computed, and is billed."""
     monkeypatch.setattr("workers.generator.worker.DISK_AGAIN_S", 0.0)
     op = msgspec.structs.replace(put_op(blobs, "a"), session_id="s")
     body = msgspec.json.decode(blobs.get(op.body_ref)) | {"record_stability_info": True}
@@ -94,6 +95,8 @@ def test_a_disk_that_does_not_answer_delays_a_sample(
 
     def refused(*arguments: Any) -> Any:
         if next(refusals, None) is not None:
+            if cancelled:
+                link.inbox.append(Cancel("a"))
             raise OSError(5, "Input/output error")
         return real(*arguments)
 
@@ -109,7 +112,7 @@ def test_a_disk_that_does_not_answer_delays_a_sample(
 
     monkeypatch.setattr(link, "send", drained_at_the_end)
     serving.serve()
-    assert [(done.op_id, done.failure) for done in link.of(Done)] == [("a", None)]
+    assert [(done.op_id, done.failure, done.facts["sample"]) for done in link.of(Done)] == [("a", None, 5)]
     assert next(refusals, None) is None
 
 

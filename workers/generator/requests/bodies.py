@@ -106,9 +106,12 @@ def read_sampling(wire: WireSamplingParams) -> SamplingParams:
 
 def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
     """The message to the queue about a request that ended."""
+    facts, targets = finished.facts, None
+    counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
+    if finished.error is not None and finished.error.ran:
+        return Done(finished.id, facts=counts, failure=Failure(finished.error.message, "user", ran=True))
     if finished.error is not None:
         return _refusal(finished.id, finished.error)
-    facts, targets = finished.facts, None
     if pending.targets is not None and finished.target_logprobs is not None:
         targets = _like(pending.targets, finished.target_logprobs)
     payload = encode_sample_response(
@@ -120,7 +123,6 @@ def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
         finished.prompt_alt_tokens,
         SampleUsage(facts.prefill, facts.cached_prefill, facts.sample),
     )
-    counts = {"prefill": facts.prefill, "cached_prefill": facts.cached_prefill, "sample": facts.sample}
     return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else ())
 
 
@@ -142,8 +144,12 @@ def _refusal(op_id: str, error: RequestError) -> Done | Declined:
 
 
 def record_stability(op: SampleOp, sequences: Sequence[SequenceResult], blobs: Blobs) -> None:
-    """Store the logprobs of each sequence for training. Before the answer: a client that has it may train at once."""
+    """Store the logprobs of each sequence for training. Before the answer: a client that has it may train at once. Of a
+    sequence of no tokens there are none, and a thousand of them cost no more than their prompt: a file for each could
+    be had for nothing."""
     for sample, sequence in enumerate(sequences):
+        if not sequence.tokens.size:
+            continue
         logprobs = np.asarray(sequence.logprobs, dtype="<f4")
         blobs.put(stability_ref(op.session_id, sequence_id(op.op_id, sample)), logprobs.tobytes())
 

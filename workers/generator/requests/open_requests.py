@@ -96,7 +96,7 @@ class OpenRequests:
         for sequence in progress.running():
             self._seating.clear(sequence)
         self._forget(progress)
-        self.finished.append(failed(progress.request.id, error))
+        self.finished.append(failed(progress.request.id, error, progress.facts))
 
     def cancel(self, request_id: str) -> Finished | None:
         """End a request with the tokens it has; None when there is no such request."""

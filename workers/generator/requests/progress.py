@@ -227,17 +227,22 @@ class RequestProgress:
             s for s in open_ones if self.run_version - min((version for version, _ in s.policy), default=fresh) > most
         ]
 
-    def finished(self) -> Finished:
-        """The request's result so far, whether all its sequences have ended or it is cancelled."""
-        length, hit = len(self.request.prompt), self.cache_hit if self.started else 0
-        facts = Facts(
+    @property
+    def facts(self) -> Facts:
+        """What was computed of it so far."""
+        hit = self.cache_hit if self.started else 0
+        return Facts(
             prefill=self.computed - hit if self.started else 0,
-            cached_prefill=hit + length * max(0, self.started - 1),
+            cached_prefill=hit + len(self.request.prompt) * max(0, self.started - 1),
             sample=sum(len(sequence.tokens) for sequence in self.sequences),
             cache_hit=hit,
         )
-        end = Finished(self.request.id, tuple(sequence.result() for sequence in self.sequences), facts=facts)
-        if self.computed < length:
+
+    def finished(self) -> Finished:
+        """The request's result so far, whether all its sequences have ended or it is cancelled."""
+        sequences = tuple(sequence.result() for sequence in self.sequences)
+        end = Finished(self.request.id, sequences, facts=self.facts)
+        if self.computed < len(self.request.prompt):
             return end
         return replace(
             end,

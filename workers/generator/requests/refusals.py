@@ -10,10 +10,12 @@ import math
 
 from store.blobs.contract import is_lasting
 from workers.generator.adapters import AdapterUnusable
-from workers.generator.engine import Finished, GenerateRequest, RequestError
+from workers.generator.engine import Facts, Finished, GenerateRequest, RequestError
 from workers.generator.tokens.stop import NoTokenizer
 
 log = logging.getLogger(__name__)
+
+NOTHING = Facts()
 
 
 class NotFinite(ArithmeticError):
@@ -24,13 +26,15 @@ class NotFinite(ArithmeticError):
         self.adapted = adapted
 
 
-def failed(request_id: str, error: BaseException) -> Finished:
-    """The end of a request for which `error` was raised."""
+def failed(request_id: str, error: BaseException, computed: Facts = NOTHING) -> Finished:
+    """The end of a request for which `error` was raised, after so much was `computed` of it."""
     if isinstance(error, AdapterUnusable | NoTokenizer):
         return refused(request_id, str(error))
     log.warning("request %s failed: %s", request_id, error, exc_info=error)
+    if isinstance(error, NotFinite) and error.adapted:
+        return Finished(request_id, error=RequestError(str(error), "user", ran=True), facts=computed)
     if isinstance(error, NotFinite):
-        return Finished(request_id, error=RequestError(str(error), "user" if error.adapted else "server"))
+        return Finished(request_id, error=RequestError(str(error), "server"))
     message = f"generation failed ({type(error).__name__}); the generator's log has the details"
     return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "later"))
 

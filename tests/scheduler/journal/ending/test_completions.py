@@ -9,6 +9,7 @@ from itertools import count
 
 import pytest
 
+from scheduler.cluster.completions import SharedFeeds
 from scheduler.journal.ending import completions as module
 from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey, Feeds, LocalFeeds
 
@@ -158,3 +159,21 @@ def test_an_answer_names_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> No
         made.publish(TARGET, done(name))
     assert asyncio.run(ids(made, 0)) == (["a", "b"], 1001)
     assert asyncio.run(ids(made, 1001)) == (["c"], 1002)
+
+
+@pytest.mark.parametrize("made", [feed(), SharedFeeds(lambda number: number)], ids=["local", "shared"])
+def test_what_is_forgotten_wakes_who_waits_and_begins_anew(made: LocalFeeds | SharedFeeds) -> None:
+    async def story() -> None:
+        made.follow(TARGET)
+        poll = asyncio.create_task(made.after(TARGET, 0, timeout_s=60))
+        await asyncio.sleep(0.01)
+        made.forget(TARGET)
+        assert await poll == ([], 0)
+        assert not made.follows(TARGET)
+        made.add(TARGET, [done("of a look that came late")])
+        made.follow(TARGET)
+        made.add(TARGET, [done("a")])
+        found, _ = await made.after(TARGET, 0, 0)
+        assert found == [done("a")]
+
+    asyncio.run(story())

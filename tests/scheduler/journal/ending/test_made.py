@@ -285,6 +285,7 @@ MISTAKE = Failure("not finite", "user")
         ("-sample"[1:], {"sample": 3}, None, {"sample": 3}),
         (OpKind.FORWARD_BACKWARD, TRAINED, MISTAKE, {}),
         (OpKind.FORWARD_BACKWARD, TRAINED, Failure("not finite", "user", ran=True), {"train": 5}),
+        (SAMPLE, SAMPLED, Failure("not finite", "user", ran=True), SAMPLED),
         (OpKind.FORWARD_BACKWARD, TRAINED, Failure("the disk is gone", "server"), {}),
     ],
 )
