@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
 from store.blobs.room import what_failed
-from store.database.bulk import AT_ONCE, Question, among, ask, insert_rows, take_locks, update_rows
+from store.database.bulk import AT_ONCE, Question, among, ask, insert_rows, make_sure, require, take_locks, update_rows
 from store.database.db import Database
 from store.tables import Budget, BudgetPeriod, Operation, Organisation
 
@@ -336,3 +336,32 @@ def test_a_postgresql_that_takes_no_writes_is_away_and_another_connection_is_tri
     assert asyncio.run(all_at_once()) == [None, *[1] * beside]
     with database.read() as session:
         assert session.scalars(select(Organisation.id)).all() == ["late"]
+
+
+def test_what_is_required_fails_those_alone_who_require_it(database: Database) -> None:
+    """Of two batches in one transaction, and not first with its COMMIT, which is of both."""
+
+    class Missing(Exception):
+        pass
+
+    def found(rows: list[Any]) -> None:
+        if not rows:
+            raise Missing
+
+    def requires(session: Session, ids: list[str]) -> list[None]:
+        require(session.connection(), NAMED, {"ids": ids}, found)
+        make_sure(session.connection())
+        return [None] * len(ids)
+
+    def inserts(session: Session, ids: list[str]) -> list[None]:
+        insert_rows(session.connection(), Operation, [row(op_id, 1) for op_id in ids])
+        return [None] * len(ids)
+
+    async def both() -> list[Any]:
+        works = [database.write_batched(requires, "none", lock="a"), database.write_batched(inserts, "x", lock="a")]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    refused, inserted = asyncio.run(both())
+    assert isinstance(refused, Missing)
+    assert inserted is None
+    assert [operation.id for operation in operations(database)] == ["x"]
