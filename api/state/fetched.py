@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from itertools import islice
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from store.database.clock import clock
 from store.database.db import Database
 from store.tables import Operation
 
@@ -22,9 +23,9 @@ MAX_NOTED = 20_000
 
 
 class Fetched:
-    """Lives in the event loop."""
+    """Lives in the event loop. It is written by the database's time, by which results go; `clock` is a test's own."""
 
-    def __init__(self, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(self, database: Database, clock: Callable[[], datetime] | None = None) -> None:
         self._database = database
         self._clock = clock
         self._noted: defaultdict[str, set[str]] = defaultdict(set)
@@ -39,7 +40,7 @@ class Fetched:
     async def flush(self) -> int:
         """Write what is new; how many results that were."""
         noted, self._noted = self._noted, defaultdict(set)
-        written, now = 0, self._clock()
+        written, now = 0, self._clock() if self._clock is not None else None
         for org_id, request_ids in noted.items():
             ids = sorted(request_ids)
             for start in range(0, len(ids), FLUSH_ROWS):
@@ -48,7 +49,7 @@ class Fetched:
         return written
 
 
-def _write(session: Session, org_id: str, request_ids: list[str], now: datetime) -> int:
+def _write(session: Session, org_id: str, request_ids: list[str], now: datetime | None) -> int:
     """In order of the rows, and past those that another server has in hand, so that no two wait for each other."""
     row = Operation
     # Looked up by id alone: SQLite would rather go through all operations of the organisation.
@@ -56,5 +57,5 @@ def _write(session: Session, org_id: str, request_ids: list[str], now: datetime)
     found = session.execute(fresh.order_by(row.id).with_for_update(skip_locked=True))
     ids = [request_id for request_id, owner in found if owner == org_id]
     if ids:
-        session.execute(update(row).where(row.id.in_(ids)).values(fetched_at=now))
+        session.execute(update(row).where(row.id.in_(ids)).values(fetched_at=now or clock(session)))
     return len(ids)
