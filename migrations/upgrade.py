@@ -7,14 +7,15 @@ together upgrade once. A database that is there already costs one read: Alembic 
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import DatabaseError
+from sqlalchemy.orm import Session
 
+from store.database.clock import clock
 from store.database.db import Database
 from store.database.row_security import protect
 from store.database.wal import use_wal
@@ -129,7 +130,7 @@ def _refuse_led(connection: Connection) -> None:
     """Raise InUse while a server leads; none may begin to until this transaction is over."""
     of_leader = select(JobLease.until).where(JobLease.name == LEADS).with_for_update()
     until = connection.scalar(of_leader)
-    if until is not None and until > datetime.now(UTC):
+    if until is not None and until > clock(Session(connection)):
         raise InUse(
             f"the database is of revision {revision_in(connection)}, and servers that share it are at work: stop all "
             f"servers and workers, then bring it to {head()} (`weftd migrate`). A leader that was killed counts for "

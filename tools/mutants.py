@@ -42,7 +42,9 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/tenancy/test_ended.py", "tests/tenancy/test_audit.py"),
     ),
     "api/http/direct.py": ("tests/api/test_direct.py",),
+    "api/state/large_bodies.py": ("tests/api/test_bodies.py",),
     "api/state/rates.py": ("tests/tenancy/test_limits.py",),
+    "api/state/threads.py": ("tests/api/test_threads.py",),
     "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),
     "api/who/credentials.py": ("tests/api/who/test_credentials.py",),
     "api/who/lookup.py": ("tests/api/who/test_lookup.py",),
@@ -93,6 +95,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "store/database/bulk.py": (
         *("-k", "", "tests/store/database/test_bulk.py", "tests/scheduler/journal/test_statements.py"),
     ),
+    "store/database/caller.py": (*("-k", "", "tests/tenancy/test_row_security.py", "tests/tenancy/test_audit.py"),),
     "store/database/row_security.py": (*("-k", "", "tests/tenancy/test_row_security.py"),),
     "store/people/keys.py": ("tests/store/people/test_keys.py",),
     "store/people/roles.py": ("tests/tenancy/test_routes.py",),

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.state.liveness import end_idle, runs_over
 from api.state.service import Service
+from store.database.clock import clock as time_of
 
 log = logging.getLogger(__name__)
 
@@ -39,30 +40,32 @@ class Silence:
         return now - self._since > self._grace
 
 
-async def keep_house(service: Service, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
-    """Rounds for as long as the server runs; cancelled at its end."""
+async def keep_house(service: Service, clock: Callable[[], datetime] | None = None) -> None:
+    """Rounds for as long as the server runs; cancelled at its end. `clock` is a test's own."""
     idle_s = service.settings.session_idle_s
-    silence = Silence(idle_s, clock())
+    own = clock or (lambda: datetime.now(UTC))
+    silence = Silence(idle_s, own())
     while True:
         await asyncio.sleep(min(ROUND_S, idle_s / 4))
         try:
             await service.liveness.flush()
             await service.last_used.flush()
             await service.fetched.flush()
-            if silence.counts(now := clock()):
-                await reap(service, now)
+            if silence.counts(now := own()):
+                await reap(service, now if clock is not None else None)
             await run_in_threadpool(service.telemetry.forget_old)
         except Exception:
             log.exception("a round of housekeeping failed; the next one tries again")
 
 
-async def reap(service: Service, now: datetime) -> list[str]:
-    """End the sessions that are idle for too long, and close the runs of all that have ended. Checkpoints stay."""
-    before = now - timedelta(seconds=service.settings.session_idle_s)
+async def reap(service: Service, now: datetime | None = None) -> list[str]:
+    """End the sessions that are idle for too long, by the database's time unless `now` is given, and close the runs of
+    all that have ended. Checkpoints stay."""
+    idle = timedelta(seconds=service.settings.session_idle_s)
     working = await service.journal.working_sessions()
 
     def write(session: Session) -> tuple[list[str], list[str]]:
-        ended = end_idle(session, before, working)
+        ended = end_idle(session, (now or time_of(session)) - idle, working)
         return ended, runs_over(session)
 
     ended, runs = await service.database.write(write)

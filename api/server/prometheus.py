@@ -145,6 +145,8 @@ def _money(money: MoneyGauges) -> list[Metric]:
         drift.add_metric([], money.drift_nusd)
     jobs: dict[tuple[str, ...], float] = {(name,): at.timestamp() for name, at in money.succeeded.items()}
     due: dict[tuple[str, ...], float] = {(name,): job.every_s for name, job in JOBS.items()}
+    alerts: dict[tuple[str, ...], float] = {(kind,): at.timestamp() for kind, at in money.alerts.items()}
+    raised = "When the latest alert for the operator was raised that is not over."
     return [
         _gauge("weft_holds_open", "Operations that money is held for.", money.holds_open),
         _gauge("weft_hold_amount_usd", "Held for them.", money.held_nusd / NUSD_PER_USD),
@@ -153,6 +155,7 @@ def _money(money: MoneyGauges) -> list[Metric]:
         _gauge("weft_outbox_oldest_age_seconds", "Age of the oldest of them.", money.outbox_oldest_age_s),
         gauge("weft_job_last_success_timestamp_seconds", "When a job last succeeded.", ["name"], jobs),
         gauge("weft_job_every_seconds", "How often a job is to run.", ["name"], due),
+        gauge("weft_alert_raised_timestamp_seconds", raised, ["kind"], alerts),
     ]
 
 

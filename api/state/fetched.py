@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 
 from sqlalchemy import select, update
@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session, load_only
 
 from api.who.may_change import is_own
 from api.who.principal import Principal
+from store.database.clock import clock
 from store.database.db import Database
 from store.tables import Operation
 
@@ -23,9 +24,9 @@ MAX_NOTED = 20_000
 
 
 class Fetched:
-    """Lives in the event loop."""
+    """Lives in the event loop. It is written by the database's time, by which results go; `clock` is a test's own."""
 
-    def __init__(self, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(self, database: Database, clock: Callable[[], datetime] | None = None) -> None:
         self._database = database
         self._clock = clock
         #: By organisation: who had which result.
@@ -43,7 +44,7 @@ class Fetched:
     async def flush(self) -> int:
         """Write what is new; how many results that were."""
         noted, self._noted = self._noted, defaultdict(dict)
-        written, now = 0, self._clock()
+        written, now = 0, self._clock() if self._clock is not None else None
         for by in noted.values():
             ids = sorted(by)
             for start in range(0, len(ids), FLUSH_ROWS):
@@ -52,7 +53,7 @@ class Fetched:
         return written
 
 
-def _write(session: Session, noted: Mapping[str, Principal], now: datetime) -> int:
+def _write(session: Session, noted: Mapping[str, Principal], now: datetime | None) -> int:
     """In order of the rows, and past those that another server has in hand, so that no two wait for each other."""
     row = Operation
     # Looked up by id alone: SQLite would rather go through all operations of the organisation.
@@ -61,5 +62,5 @@ def _write(session: Session, noted: Mapping[str, Principal], now: datetime) -> i
     found = session.scalars(fresh.order_by(row.id).with_for_update(skip_locked=True))
     ids = [op.id for op in found if op.org_id == (who := noted[op.id]).org_id and is_own(who, op)]
     if ids:
-        session.execute(update(row).where(row.id.in_(ids)).values(fetched_at=now))
+        session.execute(update(row).where(row.id.in_(ids)).values(fetched_at=now or clock(session)))
     return len(ids)

@@ -2,14 +2,14 @@
 
 Every client says so every ten seconds. That is kept in memory and written now and then by `flush`; a crash loses at
 most that, and a session that looks older than it is is only ended after long silence. Ending is decided in the
-database, where the first one wins.
+database, where the first one wins, and by its time: the clocks of servers may differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import cast
 
 from sqlalchemy import Table, bindparam, exists, select, update
@@ -22,6 +22,7 @@ from api.who.principal import Principal
 from billing.metering import storage
 from store import tables
 from store.database import audit
+from store.database.clock import clock
 from store.database.db import Database
 
 #: Sessions written in one go, so that other writers need not wait long.
@@ -73,12 +74,13 @@ class Liveness:
         """Write what is new. Sessions that have ended, or that nothing was heard of since the last flush, are
         forgotten: their next sign of life is looked up again."""
         self.ended([session_id for session_id, seen in self._seen.items() if seen.written])
-        fresh = list(self._seen.items())
+        fresh, now = list(self._seen.items()), self._clock()
         for start in range(0, len(fresh), FLUSH_ROWS):
-            part = [(session_id, seen, seen.at) for session_id, seen in fresh[start : start + FLUSH_ROWS]]
+            part = [(session_id, seen, now - seen.at) for session_id, seen in fresh[start : start + FLUSH_ROWS]]
 
-            def write(session: Session, part: list[tuple[str, _Seen, datetime]] = part) -> list[str]:
-                return [session_id for session_id, _, at in part if not _touch(session, session_id, at)]
+            def write(session: Session, part: list[tuple[str, _Seen, timedelta]] = part) -> list[str]:
+                there = clock(session)
+                return [session_id for session_id, _, ago in part if not _touch(session, session_id, there - ago)]
 
             self.ended(await self._database.write(write))
             for _, seen, _ in part:

@@ -48,7 +48,7 @@ def resolve_alert(session: Session, *, kind: str, ref: str, now: datetime) -> No
 @dataclass(frozen=True)
 class MoneyGauges:
     """`drift_nusd` is what the last reconciliation found, None before the first; `succeeded` is when each job last
-    succeeded."""
+    succeeded, `alerts` when the latest of each kind was raised that is for the operator alone, and not over."""
 
     holds_open: int
     held_nusd: int
@@ -56,6 +56,7 @@ class MoneyGauges:
     outbox_pending: int
     outbox_oldest_age_s: float
     succeeded: dict[str, datetime] = field(default_factory=dict)
+    alerts: dict[str, datetime] = field(default_factory=dict)
 
 
 def read_gauges(session: Session, now: datetime) -> MoneyGauges:
@@ -63,6 +64,7 @@ def read_gauges(session: Session, now: datetime) -> MoneyGauges:
     unsent = select(func.count(), func.min(StripeOutbox.occurred_at)).where(StripeOutbox.state != "sent")
     pending, oldest = session.execute(unsent).one()
     jobs = {row.name: row for row in session.scalars(select(JobRun))}
+    mine = select(Alert.kind, func.max(Alert.raised_at)).where(Alert.org_id.is_(None), Alert.resolved_at.is_(None))
     found = jobs["reconcile"].result if "reconcile" in jobs else None
     return MoneyGauges(
         holds_open=session.scalar(held) or 0,
@@ -71,4 +73,5 @@ def read_gauges(session: Session, now: datetime) -> MoneyGauges:
         outbox_pending=pending,
         outbox_oldest_age_s=max(0.0, (now - oldest).total_seconds()) if oldest is not None else 0.0,
         succeeded={name: row.succeeded_at for name, row in sorted(jobs.items()) if row.succeeded_at is not None},
+        alerts={kind: at for kind, at in session.execute(mine.group_by(Alert.kind).order_by(Alert.kind))},
     )

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.periods import end_of, period_of
 from store.database.db import Database
 from store.tables import Organisation
 
 if TYPE_CHECKING:
-    from stripe import RequestOptions, StripeClient
+    from stripe import RequestOptions, StripeClient, Subscription
 
 #: Metadata of the subscription to our meters, and of the invoices that it prints.
 OF_METERS = {"weft": "meters"}
@@ -50,18 +51,40 @@ def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequ
     invoice its usage from now on. Returns the customer's id."""
     customer_id = customer_of(client, database, org_id, now)
     if price_ids:
-        subscribe(client, customer_id, price_ids, now)
+        subscription = _subscribed(client, customer_id, price_ids, now)
+        database.write_now(lambda session: _compare(session, subscription, org_id, price_ids, now))
     return customer_id
+
+
+def _compare(
+    session: Session, subscription: Subscription, org_id: str, price_ids: Sequence[str], now: datetime
+) -> None:
+    """Whether the settings have other prices since: a person changes that at Stripe, who knows what is invoiced
+    already."""
+    there = sorted(item["price"]["id"] for item in subscription.to_dict()["items"]["data"])
+    name = {"kind": "subscription_differs", "ref": f"{subscription.id}:{_digest(price_ids)}"}
+    if there == sorted(price_ids):
+        resolve_alert(session, **name, now=now)
+        return
+    message = (
+        f"subscription {subscription.id} of {org_id} has the prices {', '.join(there)}, and payments.price_ids are "
+        f"{', '.join(price_ids)}: what is metered for a price that it lacks is not invoiced; change it at Stripe"
+    )
+    raise_alert(session, **name, message=message, now=now, detail={"org": org_id})
 
 
 def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
     subscription; where two at once have made two, across a full hour, both keep the older. Returns its id."""
+    return _subscribed(client, customer_id, price_ids, now).id
+
+
+def _subscribed(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> Subscription:
     if not (found := _of_meters(client, customer_id)):
         made = _make(client, customer_id, price_ids, now)
         found = _of_meters(client, customer_id) or [made]
     for younger in found[1:]:
-        cancel(client, younger)
+        cancel(client, younger.id)
     return found[0]
 
 
@@ -76,14 +99,14 @@ def cancel(client: StripeClient, subscription_id: str) -> None:
             raise
 
 
-def _of_meters(client: StripeClient, customer_id: str) -> list[str]:
+def _of_meters(client: StripeClient, customer_id: str) -> list[Subscription]:
     """A customer's subscriptions to our meters, the oldest first."""
     listed = client.v1.subscriptions.list({"customer": customer_id, "limit": 100}).auto_paging_iter()
     found = [one for one in listed if OF_METERS.items() <= one.to_dict().get("metadata", {}).items()]
-    return [one.id for one in sorted(found, key=lambda one: (one.created, one.id))]
+    return sorted(found, key=lambda one: (one.created, one.id))
 
 
-def _make(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
+def _make(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> Subscription:
     params = {
         "customer": customer_id,
         "items": [{"price": price} for price in price_ids],
@@ -92,6 +115,9 @@ def _make(client: StripeClient, customer_id: str, price_ids: Sequence[str], now:
         "metadata": OF_METERS,
     }
     # Another request needs another key: wrong prices are put right at once.
-    prices = hashlib.sha256(" ".join(price_ids).encode()).hexdigest()[:16]
-    made = client.v1.subscriptions.create(params, _once(f"subscription-{customer_id}-{prices}", now))  # type: ignore[arg-type]
-    return made.id
+    once = _once(f"subscription-{customer_id}-{_digest(price_ids)}", now)
+    return client.v1.subscriptions.create(params, once)  # type: ignore[arg-type]
+
+
+def _digest(price_ids: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(price_ids).encode()).hexdigest()[:16]

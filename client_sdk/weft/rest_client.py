@@ -109,10 +109,13 @@ class RestBase:
 class AdminClient(RestBase):
     """Every method returns a future at once. A key without the role is `PermissionDeniedError`."""
 
-    def get_audit_log(self, event_type: AuditEventType = "all", day: date | None = None) -> APIFuture[AuditLogResponse]:
-        """What happened on `day` (today if None), midnight to midnight UTC."""
+    def get_audit_log(
+        self, event_type: AuditEventType = "all", day: date | None = None, offset: int = 0
+    ) -> APIFuture[AuditLogResponse]:
+        """What happened on `day` (today if None), midnight to midnight UTC. Where the answer is `truncated`, the rest
+        begins at the `offset` of as many entries as there were."""
         when = None if day is None else day.isoformat()
-        return self._get("/audit", AuditLogResponse, event_type=event_type, day=when)
+        return self._get("/audit", AuditLogResponse, event_type=event_type, day=when, offset=offset or None)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str

@@ -61,12 +61,16 @@ class Leadership:
     async def _serve(self, term: Term) -> None:
         log.info("this replica leads")
         self.term = term
+        renewals = asyncio.create_task(self._renew_until_over(term))  # also while it takes up what is there
         try:
             await term.begin()
+            await renewals
         except Exception:
+            renewals.cancel()
             await self._end(term)
             raise
-        await self._renew_until_over(term)
+        finally:
+            renewals.cancel()
         log.warning("another replica leads")
         await self._end(term)
 

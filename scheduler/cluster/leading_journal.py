@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +14,7 @@ from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder, Ended, Recorder
-from scheduler.journal.recovery import RunLog, log_of, recover_runs, take_up
+from scheduler.journal.recovery import RunLog, log_of, take_up
 from scheduler.journal.rows import from_row, unpack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import Storing
@@ -25,6 +25,9 @@ from scheduler.order.operations import Operation, Waiting
 from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
+
+#: Runs whose logs a new leader reads, and takes up, before others of its event loop have their turn.
+TAKEN_UP_AT_ONCE = 32
 
 
 class FencedRecorder:
@@ -70,10 +73,17 @@ class LeadingJournal:
         with self._database.read() as session:
             self._weights = {org_id: weight for org_id, weight in session.execute(theirs)}
 
-    def recover(self) -> None:
-        """Take up the runs that the one before has left."""
-        self.reweigh()
-        recover_runs(self.training, self._database, self.training.enqueue)
+    async def recover(self, run: Callable[..., Awaitable[Any]]) -> None:
+        """Take up the runs that the one before has left, some at a time. `run` calls what blocks."""
+        live = await run(self._live)
+        for start in range(0, len(live), TAKEN_UP_AT_ONCE):
+            logs: dict[str, RunLog] = await run(self.logs_of, live[start : start + TAKEN_UP_AT_ONCE])
+            for log in logs.values():
+                take_up(self.training, log, self.training.enqueue)
+
+    def _live(self) -> list[str]:
+        with self._database.read() as session:
+            return list(session.scalars(select(tables.Run.id).where(tables.Run.state == "live")))
 
     async def stop(self, within_s: float) -> None:
         """Nothing happens here any more, after what is being stored is, or cannot be for now: the next leader does it

@@ -166,7 +166,7 @@ class SharedJournal:
         told = self._samples.put(op) if op.kind == SAMPLE else self._accepted.put(Accepted(op.id, packed=pack(op)))
         self._storing.in_background(told)
 
-    def adopt(self, request_id: str) -> None:
+    async def adopt(self, request_id: str) -> None:
         """The leader finds it."""
 
     def skip(self, op: Operation) -> None:

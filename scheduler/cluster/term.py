@@ -96,7 +96,7 @@ class Term:
         self._waiting: set[str] = set()  # samples that were queued at the last look
 
     async def begin(self) -> None:
-        self.journal.recover()
+        await self.journal.recover(self._run)
         await self._shared.journal.tell_again(await self._run(self._lately))
         works = (self._lead, self._trainers, self._hear, self._rescan, self._expire, self._policies.tell)
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]

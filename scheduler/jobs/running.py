@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 #: A job that has not ended by then may be started again: its process is taken for dead.
 LEASE_S = 600.0
-#: A job that failed is tried again after this long, or after its own time if that is shorter.
+#: A job that failed is tried again after this long, and so many times as long as it took; or after its own time if that
+#: is shorter.
 RETRY_S = 60.0
+RESTS_TIMES = 10
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class JobState:
         if self.row is None or self.row.started_at is None or self.row.asked_at is not None:
             return True
         ended_well = self.row.succeeded_at is not None and self.row.succeeded_at >= self.row.started_at
-        wait_s = self.job.every_s if ended_well else min(self.job.every_s, RETRY_S)
+        failed = self.row.failed_at is not None and self.row.failed_at >= self.row.started_at
+        rest_s = max(RETRY_S, RESTS_TIMES * (self.row.duration_ms or 0) / 1000) if failed else RETRY_S
+        wait_s = self.job.every_s if ended_well else min(self.job.every_s, rest_s)
         return abs(now - self.row.started_at) >= timedelta(seconds=wait_s)  # ahead of now: the clock was set back
 
     def age_s(self, now: datetime) -> float | None:

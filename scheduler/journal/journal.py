@@ -88,7 +88,7 @@ class Journal:
         self._storing = Storing(database, blobs, room)
         self._recorder = DatabaseRecorder(database, blobs, prices, room, self.answers, self.samplers)
         self.training = Training(
-            database, blobs, self._storing, self._recorder, self._costs.weight, self._training_ended, sizes
+            database, blobs, self._storing, self._recorder, self._costs.known_weight, self._training_ended, sizes
         )
         self.desks = self.training.desks
         self._admission = Admission(
@@ -108,11 +108,20 @@ class Journal:
         return await self._admission.accept(new, rows)
 
     async def check(self, new: NewOperation) -> None:
+        await self._learn(new)
         if self.draining:
             raise Draining("the server is restarting; it takes work again in a moment")
         lane = self.training.runs.get(new.lane)
         if new.kind not in (SAMPLE, OpKind.CREATE) and (lane is None or lane.closing):
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
+
+    async def _learn(self, new: NewOperation | Operation) -> None:
+        """What the database says that is needed to queue it: read in threads, for the event loop waits for no
+        database."""
+        if not self._costs.weight_lasts(new.org_id):
+            await anyio.to_thread.run_sync(self._costs.weight, new.org_id)
+        if new.kind == SAMPLE:
+            await self.samplers.learn(new.lane)
 
     async def taken(self, lane: str, seq: int) -> bool:
         if not self._may_be_taken(lane, seq):
@@ -134,11 +143,17 @@ class Journal:
         with self._database.read() as session:
             return known(session, lane, seq), highest(session, lane, seq // CLIENT_STRIDE)
 
-    def adopt(self, request_id: str) -> None:
-        with self._database.read() as session:
-            row = session.get(tables.Operation, request_id)
+    async def adopt(self, request_id: str) -> None:
+        row = await anyio.to_thread.run_sync(self._row, request_id)
         if row is not None and row.state == "queued":
-            self.enqueue(from_row(row))
+            op = from_row(row)
+            await self._learn(op)
+            if op.id not in self._open and self.answers.recent(op.id) is None:  # nobody else has meanwhile
+                self.enqueue(op)
+
+    def _row(self, request_id: str) -> tables.Operation | None:
+        with self._database.read() as session:
+            return session.get(tables.Operation, request_id)
 
     def skip(self, op: Operation) -> None:
         self.training.skip(op.lane, op.seq)
@@ -175,7 +190,7 @@ class Journal:
             self._storing.in_background(self._queue_later(op))
             return
         op.charged = self._costs.expected(op)
-        self.sample_queue.push(item_of(op, sampler, self._costs.weight(op.org_id)))
+        self.sample_queue.push(item_of(op, sampler, self._costs.known_weight(op.org_id)))
 
     async def _queue_later(self, op: Operation) -> None:
         await asyncio.sleep(READ_AGAIN_S)

@@ -22,27 +22,17 @@ from scheduler.order.lanes import RunLane
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
 from store import tables
-from store.database.db import Database, Transactions
+from store.database.db import Database
 
 
 def recover(journal: Journal, database: Database) -> None:
     """Fill a fresh journal. Call once, in its event loop, before any worker attaches."""
-    recover_runs(journal.training, database, journal.enqueue)
     with database.read() as session:
+        for run in session.scalars(select(tables.Run).filter_by(state="live")):
+            take_up(journal.training, log_of(session, run), journal.enqueue)
         unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
         for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
             journal.recover(from_row(row))
-
-
-def recover_runs(training: Training, database: Transactions, enqueue: Callable[[Operation], None]) -> None:
-    """The part of it that is about training. `enqueue` queues an operation that was accepted by another process."""
-    with database.read() as session:
-        for run in session.scalars(select(tables.Run).filter_by(state="live")):
-            recover_run(training, session, run, enqueue)
-
-
-def recover_run(training: Training, session: Session, run: tables.Run, enqueue: Callable[[Operation], None]) -> None:
-    take_up(training, log_of(session, run), enqueue)
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,8 @@ def log_of(session: Session, run: tables.Run) -> RunLog:
 
 
 def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None]) -> None:
-    """In the event loop, of a run that is not in hand."""
+    """In the event loop, of a run that is not in hand. `enqueue` queues an operation that was accepted by another
+    process."""
     run, rows, policy = log.run, log.rows, log.policy
     ended = {row.seq for row in rows if row.state != "queued"}
     next_seq = next(seq for seq in itertools.count() if seq not in ended)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from typing import Protocol
 
+import anyio.to_thread
 from sqlalchemy import update
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -49,6 +50,7 @@ class Setbacks:
         self._training, self._storing = training, storing
         self._database, self._blobs = database, blobs
         self._resuming: set[asyncio.Task[None]] = set()
+        self._breaking: set[str] = set()  # runs that are broken as soon as it is known what is left of them
 
     def set_aside(self, told: SetAside) -> None:
         """A trainer has left out what a run had to do."""
@@ -75,7 +77,8 @@ class Setbacks:
         first_s, longest_s = RESUME_S
         await asyncio.sleep(min(first_s * 2 ** min(lane.setbacks - 1, _MOST_DOUBLINGS), longest_s))
         await self._storing.flush()  # what is answered is not done again on a run that is still held
-        if self._training.runs.get(lane.run_id) is lane and lane.broken is None:
+        over = lane.broken is not None or lane.run_id in self._breaking
+        if self._training.runs.get(lane.run_id) is lane and not over:
             self._training.queue_units(lane, lane.resume())
             self._training.wake()
 
@@ -96,14 +99,27 @@ class Setbacks:
 
     def break_run(self, lane: RunLane, reason: str) -> None:
         """The run cannot be had as it was. This lasts."""
+        if lane.run_id not in self._breaking:
+            self._breaking.add(lane.run_id)
+            self._training.unqueue(lane)
+            lane.pause(reason, kept=False)
+            self._storing.in_background(self._break(lane, reason))
+
+    async def _break(self, lane: RunLane, reason: str) -> None:
         try:
-            with self._database.read() as session:
-                why = broken_because(session, lane.run_id, reason)
-        except SQLAlchemyError:
-            why = nothing_left(lane.run_id, reason)
+            why = await anyio.to_thread.run_sync(self._told, lane.run_id, reason)
+        finally:
+            self._breaking.discard(lane.run_id)
         log.error("%s", why)
         self._training.close_for_good(lane, why, "server")
         self._training.released.append(lane.run_id)
-        statement = update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why)
-        self._storing.in_background(self._storing.write(statement))
         self._training.wake()
+        await self._storing.write(update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why))
+
+    def _told(self, run_id: str, reason: str) -> str:
+        """In a thread."""
+        try:
+            with self._database.read() as session:
+                return broken_because(session, run_id, reason)
+        except SQLAlchemyError:
+            return nothing_left(run_id, reason)

@@ -42,14 +42,23 @@ MOST_CALLS = 64
 #: `ahead` counts up to this.
 MOST_AHEAD = 1000
 
+#: What a Redis answers that starts, is a replica, or has no room in memory or on its disk; the words are of errors that
+#: its client does not tell apart.
+_AWAY = (redis.BusyLoadingError, redis.ReadOnlyError, redis.OutOfMemoryError)
+_AWAY_WORDS = ("MISCONF ", "NOREPLICAS ", "MASTERDOWN ")
+
 
 @contextmanager
 def reaching() -> Iterator[None]:
-    """Errors of the network as one of the contract's."""
+    """Errors of the network, and of a Redis that takes nothing for now, as one of the contract's."""
     try:
         yield
-    except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError) as error:
+    except (redis.ConnectionError, redis.TimeoutError) as error:
         raise QueueUnreachable(f"Redis cannot be reached: {error}") from error
+    except redis.ResponseError as error:
+        if isinstance(error, _AWAY) or any(word in str(error) for word in _AWAY_WORDS):
+            raise QueueUnreachable(f"Redis takes nothing for now: {error}") from error
+        raise
 
 
 class RedisQueue:

@@ -45,6 +45,16 @@ class ExpectedCosts:
             known = self._weights[org_id] = (self._read_weight(org_id), self._clock() + WEIGHT_LASTS_S)
         return known[0]
 
+    def known_weight(self, org_id: str) -> int:
+        """As it was when it was last read, which is long ago where nothing of theirs has come for long."""
+        known = self._weights.get(org_id)
+        return known[0] if known is not None else self.weight(org_id)
+
+    def weight_lasts(self, org_id: str) -> bool:
+        """Whether `weight` would not read."""
+        known = self._weights.get(org_id)
+        return known is not None and known[1] > self._clock()
+
     def expected(self, op: Operation) -> int:
         """The tokens that a sample will use, as far as one can tell: never more than it may."""
         sequences, prompt = _sequences(op), op.sample.prompt_tokens

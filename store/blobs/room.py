@@ -74,6 +74,8 @@ def what_failed(error: BaseException) -> str:
     if isinstance(error, StoreAway):
         return str(error)
     if not isinstance(error, OSError):
+        if "read-only" in str(error):
+            return "the server's database takes no writes"
         return "the server's disk is full" if "disk is full" in str(error) else "the server's database does not answer"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the server's disk is full ({os.strerror(error.errno)})"

@@ -37,6 +37,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from sqlalchemy.types import TypeEngine
 
+from store.database.standby import away, takes_no_writes
 from store.database.wal import execute
 from store.tables import Base
 
@@ -239,9 +240,11 @@ def _joined(parts: tuple[str, ...]) -> str:
 
 
 def _as_sqlalchemy(connection: Connection, driver: psycopg.Connection[Any], error: psycopg.Error) -> Exception:
-    lost = driver.closed
+    lost = driver.closed or takes_no_writes(error)
     if lost and not connection.invalidated:
         connection.invalidate(error)
+    if takes_no_writes(error):
+        return away(error)
     instance: Callable[..., Exception] = DBAPIError.instance
     return instance(None, None, error, type(error), dialect=connection.dialect, connection_invalidated=lost)
 

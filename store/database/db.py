@@ -31,6 +31,7 @@ from store.database import audit
 from store.database.bulk import lock_first, make_few_trips
 from store.database.caller import caller, enter
 from store.database.commit_mark import CommitMark
+from store.database.standby import tell_standbys
 from store.database.wal import execute, prepare_sqlite
 from store.database.works import (
     Batch,
@@ -96,6 +97,7 @@ class Database:
             prepare_sqlite(self._write_engine, begin="BEGIN IMMEDIATE", durable=durable, query_only=False)
         else:
             make_few_trips(self._write_engine)
+            tell_standbys(self._write_engine)
         self._kept: Connection | None = None  # the writer's, between two groups
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import delete, update
 from sqlalchemy.exc import IntegrityError
 
+from api.routes.people import audit
 from store.people.keys import revoke
 from store.tables import AuditEntry
 from tests.api.conftest import World
@@ -75,3 +76,18 @@ def test_mistakes(world: World, query: str) -> None:
 def test_entries_never_change(world: World, change: Any) -> None:
     with pytest.raises(IntegrityError, match="audit_log is append-only"):
         world.database.write_now(lambda writing: writing.execute(change))
+
+
+def test_a_day_of_more_entries_than_one_answer_holds_is_read_to_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(4):
+        world.session()
+    everything = entries(world)
+    monkeypatch.setattr(audit, "MAX_ENTRIES", 2)
+    found: list[dict[str, Any]] = []
+    for more in (True, True, False):
+        reply = world.get(f"audit?offset={len(found)}")
+        found += reply["entries"]
+        assert reply["truncated"] is more
+    assert (len(found), found) == (5, everything)

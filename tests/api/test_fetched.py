@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
@@ -49,6 +49,25 @@ def flush(world: World) -> int:
 
 def sweep(world: World, later: timedelta) -> int:
     return Results(world.database, world.service.blobs, 10**9, lambda: datetime.now(UTC) + later).sweep()
+
+
+def test_a_server_whose_clock_is_behind_keeps_what_it_has_given_for_as_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results go by the database's time; a client that lost its answer on the way asks again."""
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) - timedelta(hours=1)
+
+    monkeypatch.setattr(fetched, "datetime", Behind, raising=False)
+    mine = finished(world)
+    assert retrieve(world, mine).content == b"x"
+    assert flush(world) == 1
+    world.service.journal.answers.clear()
+    assert sweep(world, timedelta()) == 0
+    assert retrieve(world, mine).content == b"x"
 
 
 def test_settling_writes_how_large_a_result_is(world: World) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from api.server.prometheus import Stored, render
 from billing.money import ledger
-from billing.money.alerts import MoneyGauges, read_gauges
+from billing.money.alerts import MoneyGauges, raise_alert, read_gauges, resolve_alert
 from billing.money.wallets import set_mode
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.registry import JobContext
@@ -70,3 +70,24 @@ def test_drift_and_jobs(world: World) -> None:
     world.database.write_now(err)
     run_now(context, JOBS["reconcile"])
     assert shown(world)["weft_ledger_drift_nusd"] == 7
+
+
+def test_an_alert_for_the_operator_is_seen_until_it_is_over(world: World) -> None:
+    """Monitoring pages; nobody looks into the console all day. What an organisation is told concerns no operator."""
+    world.run()
+    first = datetime.now(UTC).replace(microsecond=0)
+    told = {"kind": "webhook_stuck", "message": "m"}
+    for ref, at in ("a", first), ("b", first + timedelta(minutes=1)):
+        world.database.write_now(lambda session, ref=ref, at=at: raise_alert(session, ref=ref, now=at, **told))
+    world.database.write_now(
+        lambda session: raise_alert(session, kind="budget", ref="c", message="m", now=first, org_id=org_of(world))
+    )
+    name = "weft_alert_raised_timestamp_seconds"
+    assert {key: at for key, at in shown(world).items() if key.startswith(name)} == {
+        f'{name}{{kind="webhook_stuck"}}': (first + timedelta(minutes=1)).timestamp()
+    }
+    for ref in ("a", "b"):
+        world.database.write_now(
+            lambda session, ref=ref: resolve_alert(session, kind="webhook_stuck", ref=ref, now=first)
+        )
+    assert not [key for key in shown(world) if key.startswith(name)]

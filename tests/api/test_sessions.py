@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import CancelledError
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ from sqlalchemy import update
 from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason, SessionSearchResponse
 
 from api.errors import SessionEnded
+from api.routes.runs import sessions
 from api.server import housekeeping
 from api.server.housekeeping import keep_house, reap
+from api.state import liveness
 from api.state.liveness import Liveness, end
 from api.who import session_search
 from api.who.principal import Principal
@@ -101,29 +103,29 @@ class TestPresence:
 
     def test_an_end_elsewhere_is_noticed_at_the_next_flush(self, world: World) -> None:
         session = world.session()
-        liveness = Liveness(world.database)
+        signs = Liveness(world.database)
         who = Principal(stored(world, session).org_id, None)
 
         async def scenario() -> None:
-            await liveness.beat(who, session)
+            await signs.beat(who, session)
             world.post(f"sessions/{session}/finish", FINISHED)
-            await liveness.beat(who, session)
-            await liveness.flush()
+            await signs.beat(who, session)
+            await signs.flush()
             with pytest.raises(SessionEnded):
-                await liveness.beat(who, session)
+                await signs.beat(who, session)
 
         asyncio.run(scenario())
 
     def test_the_silent_are_forgotten(self, world: World) -> None:
         session = world.session()
-        liveness = Liveness(world.database)
+        signs = Liveness(world.database)
         who = Principal(stored(world, session).org_id, None)
 
         async def scenario() -> None:
-            await liveness.beat(who, session)
-            await liveness.flush()
-            await liveness.flush()
-            assert liveness._seen == {}
+            await signs.beat(who, session)
+            await signs.flush()
+            await signs.flush()
+            assert signs._seen == {}
 
         asyncio.run(scenario())
 
@@ -204,6 +206,41 @@ class TestReaping:
         with pytest.raises(CancelledError):
             world.http.portal.call(keep_house, world.service, clock)  # type: ignore[union-attr]
         assert stored(world, session).state == state
+
+    def test_a_server_whose_clock_is_ahead_ends_no_session_that_others_hear_of(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(housekeeping, "ROUND_S", 0.0)
+        session, rounds = world.session(), iter(range(0, 400, 100))
+
+        class Ahead(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+                if (after_s := next(rounds, None)) is None:
+                    raise asyncio.CancelledError
+                return datetime.now(tz) + timedelta(hours=1, seconds=after_s)
+
+        monkeypatch.setattr(housekeeping, "datetime", Ahead)
+        with pytest.raises(CancelledError):
+            world.http.portal.call(keep_house, world.service)  # type: ignore[union-attr]
+        assert stored(world, session).state == "active"
+
+    def test_signs_of_life_are_of_the_databases_time(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Or sessions that a server hears of whose clock is behind would be ended by the others."""
+
+        class Behind(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+                return datetime.now(tz) - timedelta(hours=1)
+
+        for module in (sessions, liveness):
+            monkeypatch.setattr(module, "datetime", Behind)
+        began, session = datetime.now(UTC), world.session()
+        assert stored(world, session).last_seen_at >= began
+        age(world.database, session, 2)
+        world.post("session_heartbeat", {"session_id": session})
+        world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
+        assert stored(world, session).last_seen_at >= began
 
     def test_a_run_that_was_being_made_when_its_session_ended_is_over(
         self, world: World, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import zstandard
 from sqlalchemy.orm import Session
 from weft.wire.turns import Turn, TurnsResponse
 
+from api.errors import RateLimited
 from api.routes.openai import turns
 from api.routes.openai.models import Target
 from api.routes.openai.text import AT_ONCE, in_turn
@@ -255,3 +257,11 @@ def test_routes_work_in_their_organisations_share() -> None:
     routes = Path(checkpoints.__file__).parents[1]
     found = {str(file.relative_to(routes)) for file in routes.rglob("*.py") if "run_in_threadpool(" in file.read_text()}
     assert found == {*ANYBODYS}
+
+
+def test_who_has_more_in_line_than_may_be_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that came at the same moment were let in before any of them stood there."""
+    for count, refused in ((threads.MOST_WAITING - 1, False), (threads.MOST_WAITING, True), (9999, True)):
+        monkeypatch.setitem(threads._waiting, "crowd", count)
+        with pytest.raises(RateLimited) if refused else nullcontext():
+            threads.check_line("crowd")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from billing.reports.reconcile import reconcile
+from migrations import upgrade
 from migrations.upgrade import InUse, alembic_config, head, migrate, revision_of
 from scheduler.cluster import fence
 from store.database.db import Database
@@ -128,6 +130,33 @@ def test_servers_that_share_the_tables_have_ended_before_these_change(
     assert [column["name"] for column in inspect(create_engine(any_database.url)).get_columns("operations")] == [
         column["name"] for column in before
     ]
+
+
+class Wrong(datetime):
+    """The clock of a machine that was set wrong."""
+
+    off = timedelta()
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + cls.off
+
+
+@pytest.mark.parametrize("led", [True, False])
+def test_whether_servers_are_at_work_does_not_hang_on_the_clock_of_who_migrates(
+    postgres_database: Database, monkeypatch: pytest.MonkeyPatch, led: bool
+) -> None:
+    """The lease is by the database's. One ahead took a leader for dead, one behind waited for one that was gone."""
+    with create_engine(postgres_database.url).connect() as connection, connection.begin():
+        command.downgrade(alembic_config(connection), "0004")
+    now = datetime.now(UTC)
+    assert postgres_database.write_now(lambda session: fence.take(session, "old", now, 60.0))
+    if not led:
+        postgres_database.write_now(lambda session: fence.give_up(session, "old", now))
+    monkeypatch.setattr(Wrong, "off", timedelta(hours=1 if led else -1))
+    monkeypatch.setattr(upgrade, "datetime", Wrong, raising=False)
+    with pytest.raises(InUse) if led else nullcontext():
+        migrate(postgres_database)
 
 
 def test_budgets_of_keys_that_were_of_no_key_limit_theirs(any_database: Database) -> None:

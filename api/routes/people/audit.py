@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, date, datetime, time, timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 from weft.wire.account.billing import AuditLogEntry, AuditLogResponse
@@ -26,9 +26,13 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 @router.get("/audit", **declare(scope="admin", limit="call"))
 async def audit_log(
-    service: ServiceDep, who: PrincipalDep, event_type: EventType = "all", day: date | None = None
+    service: ServiceDep,
+    who: PrincipalDep,
+    event_type: EventType = "all",
+    day: date | None = None,
+    offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
 ) -> AuditLogResponse:
-    """What was done in the organisation on one day (UTC, today if not said), in order."""
+    """What was done in the organisation on one day (UTC, today if not said), in order, from the entry at `offset`."""
     start = datetime.combine(day or datetime.now(UTC).date(), time(), UTC)
     row = tables.AuditEntry
 
@@ -37,7 +41,7 @@ async def audit_log(
         if start.date() < date.max:
             query = query.where(row.at < start + timedelta(days=1))
         query = query.where(or_(*(row.event.startswith(prefix, autoescape=True) for prefix in GROUPS[event_type])))
-        found = list(session.scalars(query.order_by(row.at, row.id).limit(MAX_ENTRIES + 1)))
+        found = list(session.scalars(query.order_by(row.at, row.id).offset(offset).limit(MAX_ENTRIES + 1)))
         entries = [_entry(entry) for entry in found[:MAX_ENTRIES]]
         return AuditLogResponse(entries=entries, truncated=len(found) > MAX_ENTRIES)
 

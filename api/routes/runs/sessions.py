@@ -40,6 +40,7 @@ from api.who.projects import check_project, project_for
 from api.who.session_search import DEFAULT_PROJECT, search, text_values
 from store import tables
 from store.database import audit
+from store.database.clock import clock
 
 router = APIRouter(prefix="/api/v1")
 
@@ -78,7 +79,7 @@ async def create_session(request: Request, service: ServiceDep, who: PrincipalDe
     def write(session: Session) -> None:
         if session.get(tables.Session, new.id) is None:
             need_room(session, who.org_id, service.settings.limits, "sessions")
-            new.project_id = project_for(session, who, body.project_id)
+            new.project_id, new.last_seen_at = project_for(session, who, body.project_id), clock(session)
             session.add(new)
             _note(session, who, "session_created", new.id, new.project_id)
 

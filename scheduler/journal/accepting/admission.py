@@ -39,7 +39,7 @@ class Queues(Protocol):
     def put(self, op: Operation) -> None:
         """Queue an operation that was just accepted."""
 
-    def adopt(self, request_id: str) -> None:
+    async def adopt(self, request_id: str) -> None:
         """Queue an operation whose row was written although its client was told that it was not."""
 
     def skip(self, op: Operation) -> None:
@@ -77,7 +77,7 @@ class Admission:
             raise NoRoom(self._room.refused(error)) from error
         if request_id is not None:
             if request_id not in self.open and self._answers.recent(request_id) is None:
-                self._queues.adopt(request_id)
+                await self._queues.adopt(request_id)
             return request_id
         self._meters.accepted(op)
         log.debug("accepted %s", op.kind)

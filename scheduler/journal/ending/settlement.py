@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, func, select, update
 from sqlalchemy.orm import Session
 
 from billing.metering import storage
@@ -62,7 +62,12 @@ _ENDING = select(
     *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
-_ROWS: Question = {dialect: _ENDING.where(one).with_for_update() for dialect, one in among(_OP.id, "ids").items()}
+#: PostgreSQL says with them what the time is, for all replicas; SQLite has the clock of its one machine.
+_TIME = {"postgresql": (func.clock_timestamp(),), "sqlite": ()}
+_ROWS: Question = {
+    dialect: _ENDING.add_columns(*_TIME[dialect]).where(one).with_for_update()
+    for dialect, one in among(_OP.id, "ids").items()
+}
 
 
 class _Row(NamedTuple):
@@ -78,6 +83,7 @@ class _Row(NamedTuple):
     state: str
     hold_nusd: int
     accepted_at: datetime
+    time: datetime | None = None
 
     @property
     def payer(self) -> Payer:
@@ -106,9 +112,10 @@ class Settlement:
 
     def settle(self, session: Session, endings: list[Ending]) -> list[Settled]:
         """Write how operations ended. The outcome of one is another than its result if a name is taken."""
-        now = datetime.now(UTC)
         connection = session.connection()
         rows, accounts = _read(connection, [ending.op for ending in endings])
+        told = [row.time for row in rows.values() if row.time is not None]
+        now = max(told).astimezone(UTC) if told else datetime.now(UTC)
         changes: list[dict[str, Any]] = []
         charges: list[Charge] = []
         settled: list[Settled] = []

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import anyio.to_thread
+
 from store import tables
 from store.database.db import Transactions
 
@@ -33,6 +35,7 @@ class Samplers:
         self._database = database
         self._runs_move_elsewhere = runs_move_elsewhere
         self._known: OrderedDict[str, SamplerFacts] = OrderedDict()
+        self._moves = 0
         self._runs: OrderedDict[str, str | None] = OrderedDict()
 
     def facts(self, sampler_id: str) -> SamplerFacts:
@@ -41,6 +44,14 @@ class Samplers:
             known = self._read(sampler_id)
         _keep(self._known, sampler_id, known)
         return known
+
+    async def learn(self, sampler_id: str) -> None:
+        """Have `facts` know it, read in a thread: again if weights have moved meanwhile."""
+        while sampler_id not in self._known:
+            moves = self._moves
+            facts = await anyio.to_thread.run_sync(self._read, sampler_id)
+            if moves == self._moves:
+                _keep(self._known, sampler_id, facts)
 
     async def run_of(self, sampler_id: str) -> str | None:
         """The run that it follows or has its weights from; that never moves. Its other facts may, while they are read
@@ -56,6 +67,7 @@ class Samplers:
 
     def moved(self, run_id: str, adapter_ref: str) -> None:
         """The inflight samplers of a run are on these weights now."""
+        self._moves += 1
         for sampler_id, facts in self._known.items():
             if facts.inflight and facts.run_id == run_id:
                 self._known[sampler_id] = replace(facts, adapter_ref=adapter_ref)

@@ -312,6 +312,31 @@ def test_a_wrong_price_is_put_right_at_once(payments: Payments, three: list[str]
     assert len(payments.fake.stripe.all("subscription")) == 3
 
 
+def test_a_subscription_to_other_prices_than_the_settings_say_is_for_a_person(
+    payments: Payments, three: list[str]
+) -> None:
+    """What is metered for a price that it lacks is on no invoice, and told a month later at best."""
+    _subscribing(payments)
+    assert payments.settings is not None
+    prices = payments.settings.price_ids
+    payments.settings = payments.settings.model_copy(update={"price_ids": prices[:2]})
+    put_meter_events(payments.context)
+    payments.settings = payments.settings.model_copy(update={"price_ids": prices})
+    for _ in range(2):
+        put_meter_events(payments.context)
+
+    def told() -> list[tuple[str, bool]]:
+        with payments.database.read() as session:
+            return [(alert.kind, alert.resolved_at is None) for alert in session.query(Alert)]
+
+    assert told() == [("subscription_differs", True)] * 3
+    for subscription in payments.fake.stripe.all("subscription"):
+        item = subscription["items"]["data"][0]
+        subscription["items"]["data"] = [item | {"price": {"id": price}} for price in reversed(prices)]
+    put_meter_events(payments.context)
+    assert told() == [("subscription_differs", False)] * 3
+
+
 def test_an_error_of_stripes_is_not_kept_for_a_day(payments: Payments) -> None:
     """Nor does it make anything twice."""
     _subscribing(payments)

@@ -10,15 +10,19 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import redis
 
+from api.state.rates import Charge
+from api.state.shared_rates import SharedRates
+from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.links import broadcasts as broadcast_module
 from scheduler.links import train_link
-from scheduler.links.broadcasts import Broadcasts, Ended, Listener, ToWorker
+from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Listener, ToWorker
 from scheduler.links.contract import LEFT_S, LIVES, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
 from scheduler.links.messages import (
@@ -552,6 +556,37 @@ def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_somethin
         assert listener.connected.is_set()
     eventually(lambda: not listener.connected.is_set())
     listener.stop()
+
+
+@pytest.mark.parametrize("full", ["memory", "disk"])
+def test_a_redis_that_is_full_is_away_until_there_is_room(tmp_path: Path, full: str) -> None:
+    """Workers would die of it, tasks of servers end, and requests fail that have a limit."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with redis_server("--save", "3600 1", "--dir", str(folder)) as own:
+        client, queue, told, board = redis.Redis.from_url(own), RedisQueue(own), Broadcasts(own), BacklogBoard(own)
+        limits, limit = SharedRates(own), Charge("organisation", "o", "requests_per_minute", 1, 1)
+        if full == "memory":
+            client.config_set("maxmemory", 1)
+        else:
+            folder.rmdir()
+            client.bgsave()
+            while client.info()["rdb_last_bgsave_status"] == "ok":  # type: ignore[index]
+                time.sleep(0.01)
+        for call in (
+            partial(queue.push, Item("a", ("m", "o", "interactive", "l"), 1)),
+            partial(told.accepted, [Accepted("a")]),
+            partial(told.count, {"lost": 1}),
+            partial(told.reserve, 1),
+            partial(board.exchange, "one", {}),
+        ):
+            with pytest.raises(QueueUnreachable):
+                call()
+        assert [limits._take([limit]) for _ in range(2)] == [None, None]
+        client.config_set("maxmemory", 0)
+        client.config_set("stop-writes-on-bgsave-error", "no")
+        assert queue.push(Item("a", ("m", "o", "interactive", "l"), 1))
+        assert board.exchange("one", {}) == []
 
 
 def test_what_an_older_server_tells_is_heard_and_what_a_newer_one_tells_is_a_gap(url: str) -> None:

@@ -40,7 +40,7 @@ from scheduler.links import redis_queue
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
 from scheduler.links.contract import Answered, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, pack
-from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork
+from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork, SetAside
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import BATCH, RedisQueue
 from scheduler.links.sample_link import SampleLink
@@ -425,18 +425,28 @@ def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
     play(scenario)
 
 
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the database is asked in an event loop: while it is frozen, that does nothing else, for any tenant."""
+    found = list[str]()
+
+    def noted(ask: Callable[[Database], Any]) -> Callable[[Database], Any]:
+        def asking(self: Database) -> Any:
+            with suppress(RuntimeError):
+                asyncio.get_running_loop()
+                found.append("".join(traceback.format_stack(limit=4)[:-1]))
+            return ask(self)
+
+        return asking
+
+    for name in ("read", "ask"):
+        monkeypatch.setattr(Database, name, noted(getattr(Database, name)))
+    return found
+
+
 def test_no_replica_waits_for_the_database_in_its_event_loop(
-    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+    play: Play, url: str, blobs: FolderBlobs, waited: list[str]
 ) -> None:
-    """While it is frozen whoever waits for it does nothing else, for any tenant."""
-    read, waited = Database.read, list[str]()
-
-    def noted(self: Database) -> Any:
-        with suppress(RuntimeError):
-            asyncio.get_running_loop()
-            waited.append("".join(traceback.format_stack(limit=4)[:-1]))
-        return read(self)
-
     async def accepted(replica: Replica, new: NewOperation, *rows: tables.Base) -> str:
         assert not await replica.journal.taken(new.lane, new.seq)
         return await replica.journal.accept(new, *rows)
@@ -444,7 +454,6 @@ def test_no_replica_waits_for_the_database_in_its_event_loop(
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
         limits = [RateLimit("organisation", "org", None, None, 9), RateLimit("key", "7", None, None, 9)]
-        monkeypatch.setattr(Database, "read", noted)
         async with trainer(url, blobs):
             for new, rows in (create(), (run_row(),)), (train(1), ()):
                 await check_in_flight(limits, two.journal.in_flight, new)
@@ -466,6 +475,45 @@ def test_no_replica_waits_for_the_database_in_its_event_loop(
 
     play(scenario)
     assert sorted(set(waited)) == []
+
+
+def test_a_leader_takes_runs_up_and_breaks_them_without_waiting_for_the_database(play: Play, waited: list[str]) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        ids = [await two.journal.accept(create(), run_row()), await two.journal.accept(train(1))]
+        await one.lead()
+        term = one.leadership.term
+        assert term is not None
+        training = term.journal.training
+        await until(lambda: RUN in training.runs)
+        training.setbacks.set_aside(SetAside(RUN, "its weights are damaged", lasting=True))
+        for request_id in (*ids, await two.journal.accept(train(2))):
+            ended = await two.result(request_id)
+            assert "its weights are damaged. It has no checkpoint: start it again" in ended.error
+
+    play(scenario)
+    assert sorted(set(waited)) == []
+
+
+def test_a_leader_that_has_much_to_take_up_stays_the_leader_meanwhile(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Term.begin
+
+    async def long(self: Term) -> None:
+        await asyncio.sleep(1.5 * fence.LEADS_S)
+        await begin(self)
+
+    monkeypatch.setattr(Term, "begin", long)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        first = one.leadership.term
+        two.leadership.start()
+        await until(lambda: first is not None and first._tasks)
+        assert two.leadership.term is None
+        assert one.leadership.term is first
+
+    play(scenario)
 
 
 def test_a_leader_goes_by_the_shares_of_organisations_as_they_are_now(

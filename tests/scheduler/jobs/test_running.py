@@ -8,12 +8,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import make_url, text, update
 
 from billing.prices import load_prices
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import Job, JobContext, Result
-from scheduler.jobs.running import LEASE_S, RETRY_S, _start, ask, run_if_due, run_now, states
+from scheduler.jobs.running import LEASE_S, RESTS_TIMES, RETRY_S, _start, ask, run_if_due, run_now, states
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
 from store.settings import Settings
@@ -106,6 +106,20 @@ def test_a_failure_is_written_down_and_tried_again_sooner(shop: Shop) -> None:
     assert shop.row().error is None
     shop.wait(RETRY_S)
     assert not shop.due()
+
+
+def test_one_that_fails_after_long_is_not_at_it_all_the_time(shop: Shop) -> None:
+    """One customer who was deleted at Stripe has a whole comparison fail, for two months: each minute it would ask
+    Stripe for all others again, while a single server's other jobs wait."""
+    shop.job = Job("count", 86_400, shop._run)
+    shop.fails = True
+    run_if_due(shop.context, shop.job)
+    took = update(JobRun).values(duration_ms=120_000)
+    shop.context.database.write_now(lambda session: session.execute(took) and None)
+    shop.wait(RETRY_S)
+    assert not shop.due()
+    shop.wait(RESTS_TIMES * 120 - RETRY_S)
+    assert shop.due()
 
 
 def test_a_process_that_died_is_followed_by_another_when_its_lease_is_over(shop: Shop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from billing.reports.reconcile import check
 from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done, OpKind, RunSpec
+from scheduler.order import expected_cost
 from scheduler.order.operations import INTERACTIVE, NewOperation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, Sample
 from store import tables
@@ -258,3 +260,43 @@ def test_a_disk_that_keeps_the_body_of_what_cannot_be_paid_for_hides_no_reason(
         assert [type(end) for end in ends] == [OutOfMoney, OutOfMoney]
 
     asyncio.run(story())
+
+
+def test_no_event_loop_waits_for_the_database(
+    any_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is frozen, a loop that waits for it answers nobody, not even who asks whether the server lives."""
+    any_database.write_now(set_up)
+    monkeypatch.setattr(expected_cost, "WEIGHT_LASTS_S", 0.0)
+    read, waited = Database.read, list[str]()
+
+    def noted(self: Database) -> Any:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            waited.append("".join(traceback.format_stack(limit=4)[:-1]))
+        return read(self)
+
+    monkeypatch.setattr(Database, "read", noted)
+    spec = RunSpec("s:train:0", "m", 8, 32.0, 0, train_attn=True, train_mlp=True, train_unembed=True)
+    create = NewOperation("org", "s", spec.run_id, 0, OpKind.CREATE, "m", 1, plan=Create(spec, INTERACTIVE))
+    train = NewOperation("org", "s", spec.run_id, 1, OpKind.FORWARD_BACKWARD, "m", 10, b"body", BODY_ONLY)
+
+    async def story() -> None:
+        journal = Journal(any_database, FolderBlobs(tmp_path / "blobs"), load_prices())
+        for new, rows in (create, (run_row("org", NOW, spec.run_id),)), (train, ()), (sample(0), ()), (sample(1), ()):
+            request_id = await journal.accept(new, *rows)
+            journal.finish(Done(request_id, b"result", {"tokens": 10, "prefill": 10, "sample": 5}))
+            await journal.flush()
+            journal.answers.clear()
+            assert await journal.taken(new.lane, new.seq)
+            assert await journal.accept(new) == request_id
+            assert isinstance(await journal.outcome("org", request_id, 1.0), Outcome)
+        # Of another process, which died after it had made it durable:
+        other = Journal(any_database, FolderBlobs(tmp_path / "blobs"), load_prices())
+        left = await other.accept(sample(2))
+        assert await journal.accept(sample(2)) == left
+        journal.finish(Done(left, b"result", {"prefill": 10, "sample": 5}))
+        assert isinstance(await journal.outcome("org", left, 30.0), Outcome)
+
+    asyncio.run(story())
+    assert sorted(set(waited)) == []

@@ -11,7 +11,8 @@ from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
-from store.database.bulk import AT_ONCE, Question, among, ask, insert_rows, take_locks, update_rows
+from store.blobs.room import what_failed
+from store.database.bulk import AT_ONCE, Question, among, ask, insert_rows, make_sure, require, take_locks, update_rows
 from store.database.db import Database
 from store.tables import Budget, BudgetPeriod, Operation, Organisation
 
@@ -305,3 +306,62 @@ def test_a_connection_that_is_lost_tells_what_sqlalchemy_would(postgres_database
     with pytest.raises(IntegrityError) as refused:
         postgres_database.write_now(wrong)
     assert not refused.value.connection_invalidated
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("beside", [0, 2])
+def test_a_postgresql_that_takes_no_writes_is_away_and_another_connection_is_tried(
+    postgres_database: Database, batched: bool, beside: int
+) -> None:
+    """After a failover the writer's connection may lead to what is a standby now; a managed one whose disk is nearly
+    full takes no writes either. Neither is a fault of what was to be written."""
+    database = postgres_database
+    database.write_now(lambda session: session.execute(text("SET default_transaction_read_only = on")) and None)
+
+    def batch(session: Session, names: list[str]) -> list[None]:
+        insert_rows(session.connection(), Organisation, [{"id": n, "name": n, "created_at": AT} for n in names])
+        return [None] * len(names)
+
+    def one(session: Session) -> None:
+        session.add(Organisation(id="late", name="late", created_at=AT))
+
+    async def all_at_once() -> list[Any]:
+        works: list[Any] = [database.write_batched(batch, "late", lock="") if batched else database.write(one)]
+        works += [database.write(lambda session: session.scalar(select(1))) for _ in range(beside)]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    found = asyncio.run(all_at_once())
+    assert isinstance(found[0], OperationalError)
+    assert what_failed(found[0]) == "the server's database takes no writes"
+    assert asyncio.run(all_at_once()) == [None, *[1] * beside]
+    with database.read() as session:
+        assert session.scalars(select(Organisation.id)).all() == ["late"]
+
+
+def test_what_is_required_fails_those_alone_who_require_it(database: Database) -> None:
+    """Of two batches in one transaction, and not first with its COMMIT, which is of both."""
+
+    class Missing(Exception):
+        pass
+
+    def found(rows: list[Any]) -> None:
+        if not rows:
+            raise Missing
+
+    def requires(session: Session, ids: list[str]) -> list[None]:
+        require(session.connection(), NAMED, {"ids": ids}, found)
+        make_sure(session.connection())
+        return [None] * len(ids)
+
+    def inserts(session: Session, ids: list[str]) -> list[None]:
+        insert_rows(session.connection(), Operation, [row(op_id, 1) for op_id in ids])
+        return [None] * len(ids)
+
+    async def both() -> list[Any]:
+        works = [database.write_batched(requires, "none", lock="a"), database.write_batched(inserts, "x", lock="a")]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    refused, inserted = asyncio.run(both())
+    assert isinstance(refused, Missing)
+    assert inserted is None
+    assert [operation.id for operation in operations(database)] == ["x"]

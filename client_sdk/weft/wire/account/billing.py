@@ -46,7 +46,7 @@ class AuditLogEntry(Response):
 
 
 class AuditLogResponse(Response):
-    """`truncated`: the day has more entries than one answer holds."""
+    """`truncated`: the day has more entries than one answer holds; ask again with `offset`."""
 
     entries: list[AuditLogEntry]
     truncated: bool = False

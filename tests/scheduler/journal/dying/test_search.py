@@ -138,7 +138,7 @@ class Replica:
     def put(self, op: Operation) -> None:
         self._fresh.discard((op.lane, op.seq))
 
-    def adopt(self, request_id: str) -> None:
+    async def adopt(self, request_id: str) -> None:
         self.adopted = request_id
 
     def skip(self, op: Operation) -> None:

@@ -3,7 +3,7 @@ only work that succeeded costs."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from billing.money.wallets import set_mode
 from billing.prices import KINDS, load_prices
 from billing.reports.reconcile import check
 from scheduler.journal.accepting.acceptance import Taking, insert_all
+from scheduler.journal.ending import settlement
 from scheduler.journal.ending.settlement import Ending, Settled, Settlement, result_of
 from scheduler.links.messages import Done, Failure
 from scheduler.order.operations import Operation
@@ -123,3 +124,25 @@ def test_an_operation_that_is_gone_costs_nothing(till: Till) -> None:
     stranger = Operation("gone", "a", "s", "run", 9, "forward_backward", "m", HOLD, "", BODY_ONLY, NOW)
     assert till.end(stranger, Done("gone", b"", {"tokens": 60})) is None
     assert (till.money(), till.charged()) == ((1000, 0), [])
+
+
+def test_what_ends_is_written_by_the_databases_time(till: Till, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of replicas whose clocks differ: clients ask what has ended since, jobs how long ago, and months are closed."""
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) - timedelta(hours=1)
+
+    if till.database.url.startswith("postgresql"):  # SQLite has the clock of its one machine
+        monkeypatch.setattr(settlement, "datetime", Behind)
+    began = datetime.now(UTC)
+    till.end(till.accept("one", 1), Done("one", b"result", {"tokens": 60}))
+    till.end(till.accept("two", 2), failed("two"))
+    with till.database.read() as session:
+        finished = [row.finished_at for row in session.query(tables.Operation) if row.finished_at is not None]
+        recorded = [row.recorded_at for row in session.query(tables.UsageEvent)]
+        hours = [row.hour for row in session.query(tables.UsageHour)]
+    assert (len(finished), len(recorded)) == (2, 1)
+    assert all(began <= at <= datetime.now(UTC) for at in finished + recorded)
+    assert [hour.hour for hour in hours] == [at.hour for at in recorded]
