@@ -48,7 +48,8 @@ from bench.parts.peers import (
     shape_of,
     transformers_model,
 )
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import asked, claim, keep, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, random_decoder
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -321,8 +322,7 @@ def _claim(name: str, value: float, target: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here too, after each part")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=MEASURED, default=MEASURED)
@@ -343,9 +343,8 @@ def main() -> None:
             print(part, json.dumps(found), file=sys.stderr, flush=True)
             result["claims"] += found.pop("claims", [])
             result[part] = found
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+            keep(result, args)
+    tell(result, args)
 
 
 def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -44,7 +44,8 @@ from api.server.workers.memory_plan import devices_here, plan_on
 from bench.gpu import SHAPES
 from bench.parts.gpu_measure import Device
 from bench.parts.published import GIB, model_folder, say, size_of
-from bench.parts.serving import BIN, claim, machine, make_keys, serve, workers_of
+from bench.parts.results import claim, machine
+from bench.parts.serving import BIN, make_keys, serve, workers_of
 from store.load_settings import load_settings
 from workers.leave import leave
 from workers.model.adapters.shape import AdapterShape

@@ -14,9 +14,7 @@ without a C compiler runs.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +25,8 @@ from unittest import mock
 import torch
 
 from bench.generator import BATCH, running
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import random_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
@@ -101,8 +100,7 @@ def _step_ms(engine: TorchEngine) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args(arguments)
@@ -119,9 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         value = found["torch"] / found["c"]
         what = f"{name}'s layers, a step of {BATCH}: recurrences in torch / in C"
         result["claims"].append(claim(what, value, GOAL, value >= GOAL))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":
