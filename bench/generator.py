@@ -125,8 +125,17 @@ def begun(engine: TorchEngine, folders: Sequence[Path | None]) -> TorchEngine:
     for request in requests(folders, DECODE_PROMPT, 400):
         engine.add(request)
     while engine.stats().running < len(folders) or engine.stats().waiting:
-        engine.step()
+        advance(engine)
     return engine
+
+
+def advance(engine: Engine) -> int:
+    """A step; how many requests have ended in it. Raises where one has failed, which takes no time any more."""
+    ended = engine.step()
+    for finished in ended:
+        if finished.error is not None:
+            raise RuntimeError(finished.error.message)
+    return len(ended)
 
 
 def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]:
@@ -137,7 +146,7 @@ def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]
             gc.collect()
             began = time.process_time()
             for _ in range(STEPS):
-                engine.step()
+                advance(engine)
             best[name] = min(best[name], time.process_time() - began)
     return {name: round(1e3 * took / STEPS, 2) for name, took in best.items()}
 
@@ -202,10 +211,7 @@ def serve(engine: Engine, asked: Sequence[GenerateRequest]) -> None:
         engine.add(request)
     ended = 0
     while ended < len(asked):
-        for finished in engine.step():
-            if finished.error is not None:
-                raise RuntimeError(finished.error.message)
-            ended += 1
+        ended += advance(engine)
 
 
 def peft(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
@@ -248,7 +254,7 @@ def swap(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
             began = time.process_time()
             if step % SWAP_EVERY == 0:
                 engine.swap_adapter(folders[step % BATCH].name, folders[(step + 1) % BATCH])
-            engine.step()
+            advance(engine)
             took.append(time.process_time() - began)
         ratios.append(max(took) / statistics.median(took))
     value = min(ratios)
