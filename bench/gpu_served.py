@@ -45,7 +45,7 @@ from bench.gpu import SHAPES
 from bench.parts.gpu_measure import Device
 from bench.parts.published import GIB, model_folder, say, size_of
 from bench.parts.results import claim, machine
-from bench.parts.serving import BIN, make_keys, serve, workers_of
+from bench.parts.serving import BIN, make_keys, serve, trainers_of
 from store.load_settings import load_settings
 from workers.leave import leave
 from workers.model.adapters.shape import AdapterShape
@@ -249,7 +249,7 @@ class Bench:
     def killed(self, tenants: Sequence[Tenant], server: psutil.Process, log: Path) -> None:
         before = [tenant.logprobs() for tenant in tenants]
         logged = log.stat().st_size
-        workers_of(server.pid, "trainer")[0].kill()
+        trainers_of(server.pid)[0].kill()
         after, took = at_once([tenant.logprobs for tenant in tenants])
         off = np.abs(np.concatenate(after) - np.concatenate(before))
         loss = max(abs(float(own.mean() / was.mean()) - 1) for own, was in zip(after, before, strict=True))

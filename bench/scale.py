@@ -40,7 +40,7 @@ import tinker
 
 from bench.parts.data import batch
 from bench.parts.results import asked, claim, machine, percentile, tell
-from bench.parts.serving import make_key, serve, workers_of
+from bench.parts.serving import make_key, serve, trainers_of
 from bench.parts.toy import save_toy
 from bench.path import ADAM
 
@@ -122,7 +122,7 @@ class Service:
 
     def give(self, cores: Sequence[int]) -> None:
         """Each trainer one core, for itself."""
-        for trainer, core in zip(workers_of(self.pid, "trainer"), cores, strict=False):
+        for trainer, core in zip(trainers_of(self.pid), cores, strict=False):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, {core})
 
@@ -200,13 +200,13 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
         time.sleep(calm_s)
         usual_s = statistics.median(service.gaps(began, time.monotonic()))
         killed = time.monotonic()
-        workers_of(service.pid, "trainer")[0].send_signal(signal.SIGKILL)
+        trainers_of(service.pid)[0].send_signal(signal.SIGKILL)
         service.all_after(killed)
         death_s = max(service.gaps(killed, time.monotonic()))
         service.shared(2)
         time.sleep(calm_s)
         told, before = time.monotonic(), service.stats()
-        workers_of(service.pid, "trainer")[0].send_signal(signal.SIGTERM)
+        trainers_of(service.pid)[0].send_signal(signal.SIGTERM)
         service.all_after(told)
         service.shared(2)
         service.all_after(time.monotonic())

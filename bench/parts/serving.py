@@ -81,6 +81,6 @@ def as_workers_run() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def workers_of(server: int, role: str) -> list[psutil.Process]:
+def trainers_of(server: int) -> list[psutil.Process]:
     """Of one `weftd`, by its process."""
-    return [each for each in psutil.Process(server).children(recursive=True) if each.name() == f"weft-{role}"]
+    return [each for each in psutil.Process(server).children(recursive=True) if each.name() == "weft-trainer"]
