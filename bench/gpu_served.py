@@ -315,10 +315,6 @@ def end_at_once(data_dir: Path) -> None:
     remove_unused(Path("/dev/shm"), within_s=20)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run(_arguments(argv))
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One weftd on one GPU, training and sampling with one base.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
@@ -342,9 +338,10 @@ def _ended(signum: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
+    arguments = _arguments(None)
     signal.signal(signal.SIGTERM, _ended)
     try:
-        code = main()
+        code = run(arguments)
     except BaseException:
         traceback.print_exc()
         code = 1
