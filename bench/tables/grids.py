@@ -34,6 +34,10 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def numbers(values: Iterable[float]) -> list[str]:
+    return [number(value) for value in values]
+
+
 def claims(*names: str, only: Callable[[str], bool] = lambda name: True) -> str:
     """What was claimed of each run, and whether it holds."""
     parts = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.tables.grids import claims, grid, number, read, table
+from bench.tables.grids import claims, grid, number, numbers, read, table
 
 
 def memory() -> str:
@@ -32,29 +32,16 @@ def backfill() -> str:
 
 def ledger() -> str:
     found = read("ledger")
-    databases = [found["sqlite"], found["postgresql"]]
-    shares = [
-        next(c for c in found["claims"] if c["name"] == f"{name}: share of a sample's time, alone")
-        for name in ("sqlite", "postgresql")
-    ]
+    names = ("sqlite", "postgresql")
+    of, claimed = [found[name] for name in names], {each["name"]: each["value"] for each in found["claims"]}
+    shares = [format(claimed[f"{name}: share of a sample's time, alone"], ".1%") for name in names]
+    settled = f"accepted and settled a second, {found['in_flight']} in flight"
     rows = [
-        (
-            f"accepted and settled a second, {found['in_flight']} in flight",
-            *(number(d["settled_per_s"]) for d in databases),
-            "2,000",
-        ),
-        ("added to one of many, by the clock, ms", *(number(d["added_ms"]["many"]) for d in databases), "1"),
-        ("added to one that is alone, by the clock, ms", *(number(d["added_ms"]["one"]) for d in databases), "1"),
-        (
-            "the same in processor time of Weft's process, ms",
-            *(number(d["added_cpu_ms"]["one"]) for d in databases),
-            "",
-        ),
-        (
-            f"share of a sample of 32 tokens ({found['sample_ms']:.0f} ms), alone",
-            *(f"{share['value']:.1%}" for share in shares),
-            "2 %",
-        ),
+        (settled, *numbers(each["settled_per_s"] for each in of), "2,000"),
+        ("added to one of many, by the clock, ms", *numbers(each["added_ms"]["many"] for each in of), "1"),
+        ("added to one that is alone, by the clock, ms", *numbers(each["added_ms"]["one"] for each in of), "1"),
+        ("the same in processor time of Weft's process, ms", *numbers(each["added_cpu_ms"]["one"] for each in of), ""),
+        (f"share of a sample of 32 tokens ({found['sample_ms']:.0f} ms), alone", *shares, "2 %"),
     ]
     return table(found, ("", "SQLite", "PostgreSQL", "goal"), rows)
 
@@ -63,34 +50,20 @@ def neighbour() -> str:
     found = read("neighbour")
     alone = found["alone_p95_s"]
     most = {operation: max(3.0, 1 + found["pass_s"] / alone[operation]) for operation in alone}
-    rows = [
-        (
-            f"`{name}`",
-            *(number(each["p95_s"][operation] / alone[operation]) for operation in ("forward_backward", "sample")),
-            number(each["healthz_s"]),
-            number(max(0.0, each["growth_mb"])),
-        )
-        for name, each in found["attacks"].items()
-    ]
-    head = (
-        "attack, ten at once",
-        "p95 of forward_backward / alone",
-        "of sample / alone",
-        "longest /healthz, s",
-        "MB more",
-    )
+    rows = []
+    for name, each in found["attacks"].items():
+        waits = [each["p95_s"][operation] / alone[operation] for operation in ("forward_backward", "sample")]
+        rows.append((f"`{name}`", *numbers((*waits, each["healthz_s"], max(0.0, each["growth_mb"])))))
+    head = ("attack, ten at once", "p95 of forward_backward / alone", "of sample / alone")
     goal = ("allowed", number(most["forward_backward"]), number(most["sample"]), "0.5", "300")
-    return table(found, head, [*rows, goal])
+    return table(found, (*head, "longest /healthz, s", "MB more"), [*rows, goal])
 
 
 def console() -> str:
     found = read("console")
+    kinds = ("median_ms", "longest_ms", "cpu_ms", "drawn_ms")
     rows = [
-        (
-            name,
-            *(number(each[kind]) if kind in each else "" for kind in ("median_ms", "longest_ms", "cpu_ms", "drawn_ms")),
-        )
-        for name, each in found["pages"].items()
+        (name, *(number(each[kind]) if kind in each else "" for kind in kinds)) for name, each in found["pages"].items()
     ]
     goal = f"{found['claims'][0]['target']}"
     head = ("page", "median, ms", "longest, ms", "processor, ms", "drawn, ms")
@@ -129,13 +102,12 @@ def leader() -> str:
     for part in found.values():
         ms, led = part["cpu_ms_per_operation"], ("leader", "redis", "postgresql")
         sums.append(ms | {", ".join(led): sum(ms[who] for who in led), "all": sum(ms.values())})
-    rows = [("operations a second", *(number(part["operations_per_s"]) for part in found.values()))]
+    rows = [("operations a second", *numbers(part["operations_per_s"] for part in found.values()))]
     if all("led_cores" in part for part in found.values()):
         for who, name in (("ours", "our processes"), ("others", "others"), ("idle", "nobody")):
-            rows.append(
-                (f"of the two cores, used by {name}", *(f"{part['led_cores'][who]:.2f}" for part in found.values()))
-            )
-        allowed = (number(part["cpu_allows_per_s"]) for part in found.values())
+            used = (f"{part['led_cores'][who]:.2f}" for part in found.values())
+            rows.append((f"of the two cores, used by {name}", *used))
+        allowed = numbers(part["cpu_allows_per_s"] for part in found.values())
         rows.append(("operations a second that leader, Redis and PostgreSQL have processor time for", *allowed))
     rows += [(f"CPU ms of an operation: {who}", *(f"{of[who]:.3f}" for of in sums)) for who in sums[0]]
     missing = [f"Not measured, {read('leader')['not_measured']}."] if len(found) < len(columns) else []
