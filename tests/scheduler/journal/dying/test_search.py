@@ -139,7 +139,7 @@ class Replica:
         self._fresh.discard((op.lane, op.seq))
 
     def adopt(self, request_id: str) -> None:
-        pass
+        self.adopted = request_id
 
     def skip(self, op: Operation) -> None:
         raise AssertionError("nothing here is refused by the front")
