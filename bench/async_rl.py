@@ -15,9 +15,7 @@ command runs, on one seed and few steps; its figures say nothing. What has ended
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import math
 import random
 import sys
@@ -31,7 +29,8 @@ from weft import rl
 from weft.rl.envs.environment import Prompts
 from weft.rl.loops.train import Recipe
 
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import BASE_MODEL, make_key, serve
 
 TARGET = 0.84
 SCHEDULES: dict[str, rl.Sync | rl.Async] = {"sync": rl.Sync(), "lag_1": rl.Async(1), "ppo_lag_3": rl.Async(3)}
@@ -124,8 +123,7 @@ def claims(cells: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     args = parser.parse_args()
     seeds, steps = ((0,), 3) if args.quick else ((0, 1, 2), 24)
@@ -148,7 +146,7 @@ def main() -> None:
         "cells": cells,
         "claims": claims(cells),
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the new weights. One tenant and eight take turns, for `ROUNDS`. Clients and serv
 
 from __future__ import annotations
 
-import argparse
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +18,8 @@ import httpx
 import weft
 from weft import types
 
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import BASE_MODEL, make_key, serve
 
 SLOTS = 32
 #: Tokens of a batch's groups, of eight sequences each but for the last, which keeps its tenant waiting.
@@ -162,8 +161,7 @@ def in_flight(sampler: weft.SamplingClient) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds of each")
     args = parser.parse_args()
     seconds = 3.0 if args.quick else 10.0
@@ -208,7 +206,7 @@ def main() -> None:
             claim("samples in flight without error", flight["ended"], 2000, flight["ended"] == SAMPLES_IN_FLIGHT),
         ],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

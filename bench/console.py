@@ -12,7 +12,6 @@ Chromium is there. `taskset -c 0,1` leaves it two cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -38,7 +37,7 @@ from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 from api.console.sessions import new_link
-from bench.parts.serving import claim, machine
+from bench.parts.results import asked, claim, machine
 from billing.metering.charges import Charge, settle
 from billing.money import ledger
 from billing.money.accounts import Payer
@@ -281,8 +280,7 @@ def draw(server: Weftd, cookie: str, paths: dict[str, str], rounds: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of it, for a look")
     options = parser.parse_args()
     runs, events, rounds = (RUNS // 10, EVENTS // 10, 3) if options.quick else (RUNS, EVENTS, ROUNDS)

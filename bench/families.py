@@ -17,7 +17,6 @@ variant in turn, round after round, CPU time of the process, the minimum of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -32,7 +31,8 @@ from peft import LoraConfig, get_peft_model
 
 from bench.generator import BATCH, RANK, running, step_times, write_adapters
 from bench.parts.peers import with_adapters
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import asked, claim, keep, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 from tests.workers.model.models import FAMILIES, ours, reference
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter
@@ -158,8 +158,7 @@ def of_mamba(decoder: Decoder, theirs: Any, folder: Path) -> tuple[Any, Tenants]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of each: to see that it runs")
     parser.add_argument("--out", type=Path, help="write the figures here too, after each family")
     parser.add_argument("--only", nargs="*", default=list(models()), choices=list(models()), metavar="FAMILY")
@@ -181,9 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         what = f"{name}: {TENANTS} tenants x {TOKENS} tokens, one adapter / batched"
         result["claims"].append(claim(what, value, GOAL, value >= GOAL))
         print(name, json.dumps(found), file=sys.stderr, flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+        keep(result, args)
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ from bench.parts.peers import (
     shape_of,
     transformers_model,
 )
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import asked, claim, keep, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, random_decoder
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -124,8 +125,17 @@ def begun(engine: TorchEngine, folders: Sequence[Path | None]) -> TorchEngine:
     for request in requests(folders, DECODE_PROMPT, 400):
         engine.add(request)
     while engine.stats().running < len(folders) or engine.stats().waiting:
-        engine.step()
+        advance(engine)
     return engine
+
+
+def advance(engine: Engine) -> int:
+    """A step; how many requests have ended in it. Raises where one has failed, which takes no time any more."""
+    ended = engine.step()
+    for finished in ended:
+        if finished.error is not None:
+            raise RuntimeError(finished.error.message)
+    return len(ended)
 
 
 def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]:
@@ -136,7 +146,7 @@ def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]
             gc.collect()
             began = time.process_time()
             for _ in range(STEPS):
-                engine.step()
+                advance(engine)
             best[name] = min(best[name], time.process_time() - began)
     return {name: round(1e3 * took / STEPS, 2) for name, took in best.items()}
 
@@ -201,10 +211,7 @@ def serve(engine: Engine, asked: Sequence[GenerateRequest]) -> None:
         engine.add(request)
     ended = 0
     while ended < len(asked):
-        for finished in engine.step():
-            if finished.error is not None:
-                raise RuntimeError(finished.error.message)
-            ended += 1
+        ended += advance(engine)
 
 
 def peft(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
@@ -247,7 +254,7 @@ def swap(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
             began = time.process_time()
             if step % SWAP_EVERY == 0:
                 engine.swap_adapter(folders[step % BATCH].name, folders[(step + 1) % BATCH])
-            engine.step()
+            advance(engine)
             took.append(time.process_time() - began)
         ratios.append(max(took) / statistics.median(took))
     value = min(ratios)
@@ -321,8 +328,7 @@ def _claim(name: str, value: float, target: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here too, after each part")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=MEASURED, default=MEASURED)
@@ -343,9 +349,8 @@ def main() -> None:
             print(part, json.dumps(found), file=sys.stderr, flush=True)
             result["claims"] += found.pop("claims", [])
             result[part] = found
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+            keep(result, args)
+    tell(result, args)
 
 
 def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:

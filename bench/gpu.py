@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
-from bench.parts.serving import machine
+from bench.parts.results import machine
 from bench.parts.toy import random_decoder
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.config import DecoderConfig, RopeConfig

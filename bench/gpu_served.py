@@ -25,18 +25,14 @@ import argparse
 import json
 import random
 import shlex
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +42,16 @@ import torch
 
 from api.server.workers.memory_plan import devices_here, plan_on
 from bench.gpu import SHAPES
-from bench.parts.published import size_of, write_folder
-from bench.parts.serving import BIN, claim, machine, make_keys, serve, workers_of
-from store.settings import load_settings
+from bench.parts.gpu_measure import Device
+from bench.parts.published import GIB, model_folder, say, size_of
+from bench.parts.results import claim, machine
+from bench.parts.serving import BIN, make_keys, serve, trainers_of
+from store.load_settings import load_settings
 from workers.leave import leave
 from workers.model.adapters.shape import AdapterShape
 from workers.model.base.files import remove_unused
 from workers.model.card import config_card
 from workers.model.config import DecoderConfig
-from workers.model.planning.machine import cuda_bytes, free_bytes
 from workers.model.planning.plan import Plan
 
 import tinker  # isort: skip  (after serving, which sets its environment)
@@ -71,13 +68,8 @@ BOUNDS = {"cuda": (0.05, 1.0), "cpu": (1e-4, 1e-3)}
 TRAINED_AGAIN = {"cuda": 0.01, "cpu": 0.0}
 #: Copies of the base on the device that are not two.
 COPIES = 1.3
-GIB = 2**30
 
 Floats = np.ndarray[Any, Any]
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 @dataclass
@@ -174,87 +166,6 @@ def rates(works: dict[str, list[Callable[[], int]]], seconds: float) -> dict[str
     return found
 
 
-@dataclass
-class Device:
-    """The first GPU, as nvidia-smi sees it; where there is none, as torch does, which knows no other processes."""
-
-    total_bytes: int
-    smi: str | None
-
-    @classmethod
-    def here(cls) -> Device | None:
-        return cls(cuda_bytes()[0], shutil.which("nvidia-smi")) if torch.cuda.is_available() else None
-
-    @property
-    def name(self) -> str:
-        return self._asked("--query-gpu=name")[0][0] if self.smi else torch.cuda.get_device_name(0)
-
-    def used_bytes(self) -> int:
-        if self.smi:
-            return int(self._asked("--query-gpu=memory.used")[0][0]) << 20
-        free, total = torch.cuda.mem_get_info(0)
-        return total - free
-
-    def processes(self) -> list[dict[str, str]]:
-        """In a container nvidia-smi may not know them."""
-        found = []
-        for pid, used in self._asked("--query-compute-apps=pid,used_memory") if self.smi else []:
-            name = ""
-            with suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-            found.append({"pid": pid, "name": name, "used_mib": used})
-        return found
-
-    def _asked(self, query: str) -> list[list[str]]:
-        command = [str(self.smi), query, "--format=csv,noheader,nounits", "--id=0"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        return [[cell.strip() for cell in line.split(",")] for line in lines]
-
-
-@contextmanager
-def model_folder(args: argparse.Namespace, config: DecoderConfig) -> Iterator[Path]:
-    """The model, made if it is not there, and removed if it was made."""
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="weft-model-", dir=_spacious(size_of(config))))
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "config.json").is_file():
-        say(f"model: {folder} is there already")
-        yield folder
-        return
-    try:
-        check_room(folder, size_of(config), args.tenants * 4 * AdapterShape(config, args.rank).numel)
-        began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its CUDA context is no part of the service
-            size = pool.submit(write_folder, folder, config, device, say).result()
-        say(f"model: {size / GIB:.2f} GiB in {folder}, written in {time.monotonic() - began:.1f} s")
-        yield folder
-    finally:
-        if not args.keep:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _spacious(size_bytes: int) -> Path | None:
-    """In memory, where a third of what is free is left; else on the disk."""
-    memory = Path("/dev/shm")
-    free = min(shutil.disk_usage(memory).free, 2 * free_bytes() // 3) if memory.is_dir() else 0
-    return memory if size_bytes <= free else None
-
-
-def check_room(folder: Path, model_bytes: int, saved_bytes: int) -> None:
-    """For the model, and for what its tenants save into the server's data folder. Exits where there is too little."""
-    data = Path(tempfile.gettempdir())
-    together = folder.stat().st_dev == data.stat().st_dev
-    for place, needed, what in (
-        (folder, model_bytes + together * saved_bytes, "the model"),
-        (data, saved_bytes, "what the tenants save"),
-    ):
-        free = shutil.disk_usage(place).free
-        if place.resolve().is_relative_to("/dev/shm"):
-            free = min(free, free_bytes())
-        say(f"room: {place} has {free / GIB:.1f} GiB, {what} takes {needed / GIB:.1f}")
-        if needed > free:
-            raise SystemExit(f"{place} has too little room for {what}: choose another --folder, or TMPDIR")
-
-
 def planned(folder: Path, args: argparse.Namespace, device: Device | None) -> Plan:
     """Says what `weftd plan` says."""
     command = [str(BIN / "weftd"), "plan", "--model", str(folder), "--tenants", str(args.tenants)]
@@ -338,7 +249,7 @@ class Bench:
     def killed(self, tenants: Sequence[Tenant], server: psutil.Process, log: Path) -> None:
         before = [tenant.logprobs() for tenant in tenants]
         logged = log.stat().st_size
-        workers_of(server.pid, "trainer")[0].kill()
+        trainers_of(server.pid)[0].kill()
         after, took = at_once([tenant.logprobs for tenant in tenants])
         off = np.abs(np.concatenate(after) - np.concatenate(before))
         loss = max(abs(float(own.mean() / was.mean()) - 1) for own, was in zip(after, before, strict=True))
@@ -372,7 +283,8 @@ def run(args: argparse.Namespace) -> int:
         "claims": [],
     }
     bench = Bench(args, config, device, result)
-    with model_folder(args, config) as folder:
+    saved_bytes = args.tenants * 4 * AdapterShape(config, args.rank).numel
+    with model_folder(args.folder, config, saved_bytes, keep=args.keep) as folder:
         plan = planned(folder, args, device)
         before, args.began = device.used_bytes() if device else 0, time.monotonic()
         with serve("--model", f"{MODEL}={folder}", shown=True) as (url, data_dir):
@@ -403,10 +315,6 @@ def end_at_once(data_dir: Path) -> None:
     remove_unused(Path("/dev/shm"), within_s=20)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run(_arguments(argv))
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One weftd on one GPU, training and sampling with one base.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
@@ -430,9 +338,10 @@ def _ended(signum: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
+    arguments = _arguments(None)
     signal.signal(signal.SIGTERM, _ended)
     try:
-        code = main()
+        code = run(arguments)
     except BaseException:
         traceback.print_exc()
         code = 1

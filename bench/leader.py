@@ -45,7 +45,7 @@ import uvloop
 from msgspec.structs import replace
 
 from bench.parts.leading import REPLICAS, Places, ask, lead, set_up, work
-from bench.parts.serving import claim, machine
+from bench.parts.results import asked, claim, machine, tell
 from migrations.upgrade import migrate
 from store.database.db import Database
 from tests.servers import postgres_server, redis_server
@@ -206,8 +206,7 @@ def compare(seconds: float, profile: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="a shorter time")
     parser.add_argument("--profile", default="", help="have py-spy, if it is installed, write the leader's stacks here")
     parser.add_argument("--role", help=argparse.SUPPRESS)
@@ -227,7 +226,7 @@ def main() -> None:
         "machine": machine(),
         **compare(5.0 if args.quick else 20.0, args.profile),
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

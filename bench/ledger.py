@@ -18,9 +18,7 @@ process's alone.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -38,7 +36,8 @@ from sqlalchemy import insert, text, update
 from sqlalchemy.orm import Session
 from tinker import types
 
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import BASE_MODEL, make_key, serve
 from billing.money import ledger
 from billing.money.budgets import set_budget
 from billing.money.wallets import set_mode
@@ -218,8 +217,7 @@ def sample_ms(times: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer operations")
     args = parser.parse_args()
     count, rounds = 2000, 2 if args.quick else 12
@@ -242,7 +240,7 @@ def main() -> None:
         "sample_ms": sample,
         "claims": claims,
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ matrices, dimuon's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -28,7 +27,8 @@ import torch
 from weft.wire import OptimStepRequest
 
 from bench.parts.passes import STEP, execute, random_batch
-from bench.parts.serving import BASE_MODEL, as_workers_run, machine
+from bench.parts.results import asked, keep, machine
+from bench.parts.serving import BASE_MODEL, as_workers_run
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
@@ -136,16 +136,15 @@ def fit(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     found = measure(args.rounds)
-    text = json.dumps(found, indent=1)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    print(text if args.json else "\n".join(f"{name:<14} {terms}" for name, terms in found["tokens"].items()))
+    keep(found, args)
+    print(
+        json.dumps(found) if args.json else "\n".join(f"{name:<14} {terms}" for name, terms in found["tokens"].items())
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ last; tokens and logprobs are compared bit for bit on the way. 16 slots, of whic
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -25,7 +24,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, random_decoder
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -111,8 +111,7 @@ def same(one: Measured, other: Measured) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lookup", type=int, default=4)
@@ -134,9 +133,7 @@ def main() -> None:
         for name, n, goal in TARGETS
         for ratio in [result["cases"][name][n]["ratio"]]
     ]
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the weights, killed; the checkpoint is dropped from the page cache before, so wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
 from api.server.workers.worker_programs import memory_of_workers
+from bench.parts.results import asked, machine, tell
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, WorkerConfig
 from scheduler.links.messages import (
     Done,
@@ -307,20 +307,13 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from bench.parts.serving import machine
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = asked(__doc__)
     parser.add_argument("--megabytes", type=int, default=400)
-    parser.add_argument("--json", action="store_true", help="write JSON to stdout, not only to --out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         found = {"machine": machine(), **measured(Path(folder), args.megabytes)}
-    text = json.dumps(found, indent=2)
-    if args.out:
-        args.out.write_text(text + "\n")
-    if args.json or not args.out:
-        print(text)
+    tell(found, args)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ one does that loses part of every update: what is off then grows with what is le
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import shutil
 import sys
@@ -46,8 +44,9 @@ from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from api import cli
 from api.server.workers import worker_programs
 from api.server.workers.worker_process import WorkerProgram
+from bench.parts.results import asked, claim, machine, tell
 from bench.parts.router_noise import mismatch_kl, routing
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, serve
+from bench.parts.serving import BASE_MODEL, make_key, serve
 from scheduler.links.configs import WorkerConfig
 from workers import __main__ as workers
 from workers.generator.torch_engine import TorchEngine
@@ -308,8 +307,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--plot", type=Path, help="draw it here")
     parser.add_argument("--quick", action="store_true", help="one seed, two batches")
     parser.add_argument("--followed", action="store_true", help="a sampler that loses part of every update, alone")
@@ -333,7 +331,7 @@ def main() -> None:
     }
     if args.plot:
         plot(result, args.plot)
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ All share the cores of one machine, so the figures include what the attackers th
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -36,7 +34,8 @@ from tinker import types
 from bench.parts.attacks import ATTACKS, WORK, Target, new_run
 from bench.parts.data import batch
 from bench.parts.probe import forget_peak, peak, slowest_healthz
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from bench.parts.results import asked, claim, machine, percentile, tell
+from bench.parts.serving import BASE_MODEL, make_key, serve
 
 EVERY = ATTACKS | WORK
 AT_ONCE = 10
@@ -130,8 +129,7 @@ def claims_of(name: str, found: dict[str, Any], alone_s: dict[str, float], pass_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", action="append", choices=list(EVERY), help="this attack (may be given again)")
     args = parser.parse_args()
@@ -153,7 +151,7 @@ def main() -> None:
         "attacks": found,
         "claims": [one for name, beside_it in found.items() for one in claims_of(name, beside_it, alone_s, pass_s)],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

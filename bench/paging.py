@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +24,8 @@ import torch
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from bench.parts.passes import STEP, execute
-from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import BASE_MODEL, as_workers_run
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
@@ -144,8 +143,7 @@ def a_thousand(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     args = parser.parse_args()
     rounds = 8 if args.quick else 40
@@ -172,7 +170,7 @@ def main() -> None:
             claim("a step with 16 of 1,000 in memory / from disk, announced", announced, 0.95, announced >= 0.95),
         ],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

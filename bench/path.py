@@ -18,8 +18,6 @@ client and server share the machine's cores; every figure includes both, but tho
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,8 @@ from tinker import types
 
 from bench.parts.data import batch
 from bench.parts.light_client import Run, measure
-from bench.parts.serving import BASE_MODEL, claim, machine, make_key, percentile, serve
+from bench.parts.results import asked, claim, machine, percentile, tell
+from bench.parts.serving import BASE_MODEL, make_key, serve
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 
@@ -138,8 +137,7 @@ def behind_a_neighbour(small: Any, neighbour: Any, repeats: int) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     args = parser.parse_args()
     times, repeats = (40, 1) if args.quick else (200, 3)
@@ -187,7 +185,7 @@ def main() -> None:
             claim("optim_step with 64 more runs / without", after / before, 1.15, after / before <= 1.15),
         ],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

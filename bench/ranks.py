@@ -33,7 +33,8 @@ import msgspec
 import numpy as np
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import claim, keep, machine
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, save_toy
 from bench.trainer import SEQUENCE
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
@@ -178,14 +179,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layouts", action="store_true", help="compare trainer.shard = all and experts")
     args = parser.parse_args(argv)
     if args.layouts:
-        return show_layouts(args.ranks, args.tokens or [512, 4096], args.rounds, args.out, args.json)
+        return show_layouts(args)
     tokens = (args.tokens or [4096])[0]
     result = {"machine": machine(), **compare(args.ranks, tokens, args.rounds)}
-    text = json.dumps(result, indent=2)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    keep(result, args)
     if args.json:
-        print(text)
+        print(json.dumps(result))
         return 0
     print(result["tokens_per_s"])
     for claimed in result["claims"]:
@@ -193,13 +192,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def show_layouts(ranks: int, sizes: Sequence[int], rounds: int, out: Path | None, as_json: bool) -> int:
-    result = {"machine": machine(), **layouts(ranks, sizes, rounds)}
-    text = json.dumps(result, indent=2)
-    if out is not None:
-        out.write_text(text + "\n")
-    if as_json:
-        print(text)
+def show_layouts(args: argparse.Namespace) -> int:
+    result = {"machine": machine(), **layouts(args.ranks, args.tokens or [512, 4096], args.rounds)}
+    keep(result, args)
+    if args.json:
+        print(json.dumps(result))
         return 0
     for each, claimed in zip(result["passes"], result["claims"], strict=True):
         print(f"{claimed['name']}: {claimed['value']:.2f} ({each['tokens_per_s']})")

@@ -14,24 +14,22 @@ without a C compiler runs.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from bench.generator import BATCH, running
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.generator import BATCH, advance, running
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import random_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.model.config import DecoderConfig, DeltaConfig, GateConfig, MambaConfig, RopeConfig
-from workers.model.parts import gated_delta, mamba2, one_token
+from workers.model.parts import one_token
 
 #: How many times faster a step is with the kernel.
 GOAL = 2.0
@@ -70,39 +68,28 @@ MODELS = {
 }
 
 
-@contextmanager
-def in_torch() -> Iterator[None]:
-    """Recurrences by torch, all else as it is."""
-    with (
-        mock.patch.object(gated_delta, "one_token", one_token.in_torch),
-        mock.patch.object(mamba2, "one_token", one_token.in_torch),
-    ):
-        yield
-
-
 def measured(config: DecoderConfig, rounds: int) -> dict[str, float]:
     """CPU milliseconds of a step, and of torch's recurrences in it."""
     engine = running(random_decoder(config), [None] * BATCH)
     best = {"c": float("inf"), "torch": float("inf")}
     for _ in range(rounds):
         best["c"] = min(best["c"], _step_ms(engine))
-        with in_torch():
+        with mock.patch.object(one_token, "_in_c", lambda native, *given: one_token.in_torch(*given)):
             best["torch"] = min(best["torch"], _step_ms(engine))
     return {name: round(took, 1) for name, took in best.items()}
 
 
 def _step_ms(engine: TorchEngine) -> float:
-    engine.step()  # what it allocates for the first time, and torch's states
+    advance(engine)  # what it allocates for the first time, and torch's states
     gc.collect()
     began = time.process_time()
     for _ in range(STEPS):
-        engine.step()
+        advance(engine)
     return 1e3 * (time.process_time() - began) / STEPS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args(arguments)
@@ -119,9 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         value = found["torch"] / found["c"]
         what = f"{name}'s layers, a step of {BATCH}: recurrences in torch / in C"
         result["claims"].append(claim(what, value, GOAL, value >= GOAL))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import statistics
@@ -41,7 +39,8 @@ import psutil
 import tinker
 
 from bench.parts.data import batch
-from bench.parts.serving import claim, machine, make_key, percentile, serve, workers_of
+from bench.parts.results import asked, claim, machine, percentile, tell
+from bench.parts.serving import make_key, serve, trainers_of
 from bench.parts.toy import save_toy
 from bench.path import ADAM
 
@@ -123,7 +122,7 @@ class Service:
 
     def give(self, cores: Sequence[int]) -> None:
         """Each trainer one core, for itself."""
-        for trainer, core in zip(workers_of(self.pid, "trainer"), cores, strict=False):
+        for trainer, core in zip(trainers_of(self.pid), cores, strict=False):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, {core})
 
@@ -201,13 +200,13 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
         time.sleep(calm_s)
         usual_s = statistics.median(service.gaps(began, time.monotonic()))
         killed = time.monotonic()
-        workers_of(service.pid, "trainer")[0].send_signal(signal.SIGKILL)
+        trainers_of(service.pid)[0].send_signal(signal.SIGKILL)
         service.all_after(killed)
         death_s = max(service.gaps(killed, time.monotonic()))
         service.shared(2)
         time.sleep(calm_s)
         told, before = time.monotonic(), service.stats()
-        workers_of(service.pid, "trainer")[0].send_signal(signal.SIGTERM)
+        trainers_of(service.pid)[0].send_signal(signal.SIGTERM)
         service.all_after(told)
         service.shared(2)
         service.all_after(time.monotonic())
@@ -217,8 +216,7 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     args = parser.parse_args()
     rounds, count, calm_s = (1, 3, 6.0) if args.quick else (5, 4, 15.0)
@@ -273,7 +271,7 @@ def main() -> None:
             claim("the pause of a run that moves, beyond waits on one trainer, passes", passes, 2.0, passes <= 2.0),
         ],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

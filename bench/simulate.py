@@ -33,8 +33,6 @@ read, which the simulator leaves out.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -47,7 +45,8 @@ from statistics import median
 from typing import Any
 
 from bench.parts.pass_costs import costs
-from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine, serve
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import BASE_MODEL, as_workers_run, serve
 from bench.parts.toy import random_decoder, save_toy
 from bench.parts.trained_loads import RANK, Counted, Load, Service
 from bench.parts.waiting_trainers import PASS_TOKENS, TIMES
@@ -298,9 +297,8 @@ def claims(part: str, loads: Mapping[str, Any], names: Iterable[str]) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = asked(__doc__)
     parser.add_argument("part", choices=("queues", "costs", "together"))
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2], help="of queues")
     parser.add_argument("--cases", nargs="+", choices=QUEUES, default=list(QUEUES), help="of queues")
     parser.add_argument("--rounds", type=int, help="of costs (8), or together (1)")
@@ -318,7 +316,7 @@ def main() -> None:
         told |= together(args.rounds or 1)
         held = claims("together, 2 trainers", told["loads"], TOGETHER)
     result = {**told, "claims": held}
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ clients and servers share the cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -179,12 +178,14 @@ def make_model(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Imported here: the rest runs in SkyRL's environment, too.
+    from bench.parts.results import asked, claim, machine, tell
+    from bench.parts.serving import make_key, serve
+
+    parser = asked(__doc__)
     parser.add_argument("folder", type=Path, help="SkyRL's checkout, with its environment in .venv")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
     args = parser.parse_args()
-    from bench.parts.serving import claim, machine, make_key, serve
 
     rates: dict[str, dict[str, list[float]]] = {"weft": {}, "skyrl": {}}
     with ExitStack() as stack:
@@ -236,7 +237,7 @@ def main() -> None:
             for name, _, _ in WORK
         ],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 def commit(folder: Path) -> str:

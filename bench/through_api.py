@@ -10,8 +10,6 @@ turns; each figure is the best of its rounds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections import deque
@@ -26,7 +24,8 @@ from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from bench.parts.data import batch
 from bench.parts.passes import STEP, execute
-from bench.parts.serving import BASE_MODEL, as_workers_run, claim, machine, make_key, serve
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import BASE_MODEL, as_workers_run, make_key, serve
 from bench.path import ADAM
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
@@ -92,8 +91,7 @@ def through(runs: list[Any], count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     args = parser.parse_args()
     rounds, count = (2, 4) if args.quick else (5, 10)
@@ -119,7 +117,7 @@ def main() -> None:
         "best_tokens_per_s": best,
         "claims": [claim("through the API / directly, 16 tenants", ratio, 0.85, ratio >= 0.85)],
     }
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ in a trained model (with embeddings of 0.02 all tokens of a random model crowd o
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -35,7 +33,8 @@ from typing import Any
 import torch
 
 from bench.parts.peers import adapter_parameters, peft_model, shape_of
-from bench.parts.serving import as_workers_run, claim, machine
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, random_decoder
 from workers.model.adapters.adapter import Adapter, AdapterShape
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
@@ -275,8 +274,7 @@ def plot(found: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=5)
@@ -300,9 +298,7 @@ def main() -> None:
             for run in result["runs"]
             for claim in run.pop("claims")
         ]
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    tell(result, args)
 
 
 if __name__ == "__main__":

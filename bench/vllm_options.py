@@ -9,8 +9,6 @@ CPU in which nothing was guessed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.parts.serving import claim, machine
+from bench.parts.results import asked, claim, machine, tell
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.adapters import LoraLimits, targets
@@ -51,9 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = asked(__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this word")
-    parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     found = {name: measured(options) for name, options in CASES.items() if chosen.only in name}
     exact = [found[name] for name in found if not name.startswith(("bfloat16", "FP8"))]
@@ -65,7 +62,7 @@ def main() -> None:
         "cases": found,
         "claims": [claim(CLAIM, 1e6 * off, 100, off <= 1e-4)],
     }
-    print(json.dumps(result) if chosen.json else json.dumps(result, indent=2))
+    tell(result, chosen)
 
 
 WARM_UP = VllmServer._warm_up

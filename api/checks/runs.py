@@ -29,22 +29,22 @@ def seed_of(lora: LoraConfig) -> int:
     return lora.seed if lora.seed is not None else secrets.randbelow(2**31)
 
 
-def check_ttl(ttl_seconds: int | None, field: str = "ttl_seconds") -> None:
-    refuse(ttl_problems(ttl_seconds, MIN_TTL_S, MAX_TTL_S), field)
+def check_ttl(ttl_seconds: int | None) -> None:
+    refuse(ttl_problems(ttl_seconds, MIN_TTL_S, MAX_TTL_S), "ttl_seconds")
 
 
-def check_metadata(metadata: dict[str, Any] | None, field: str = "user_metadata") -> dict[str, Any]:
+def check_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
     """Metadata that the database can keep; {} for none."""
     if metadata is None:
         return {}
     try:
         text = orjson.dumps(metadata)
     except orjson.JSONEncodeError as error:
-        raise Invalid(f"{field}: cannot be stored as JSON: {error}") from None
+        raise Invalid(f"user_metadata: cannot be stored as JSON: {error}") from None
     if len(text) > MAX_METADATA_BYTES:
-        raise Invalid(f"{field}: {len(text)} bytes as JSON, the limit is {MAX_METADATA_BYTES}")
+        raise Invalid(f"user_metadata: {len(text)} bytes as JSON, the limit is {MAX_METADATA_BYTES}")
     if b"\\u0000" in text:
-        raise Invalid(f"{field}: must not contain NUL characters")
+        raise Invalid("user_metadata: must not contain NUL characters")
     stored: dict[str, Any] = orjson.loads(text)  # NaN, which JSON does not have, is null by now
     return stored
 

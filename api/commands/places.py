@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from store import logs
-from store.settings import Settings, SettingsError, load_settings
+from store.load_settings import load_settings
+from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from store.blobs.contract import Blobs

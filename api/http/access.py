@@ -12,7 +12,7 @@ scope   one of `store.people.roles.SCOPES`, several of which one suffices, "any"
         routes that take none and guard themselves (a signature, a browser session).
 limit   "call" counts one request; "work" counts one request, and its operation's tokens and flight are counted where
         it is accepted (`api.operations.submit`); "poll" is not counted, so that results arrive and sessions live on,
-        unless what it asks for is not there (`api.state.misses`); "background" is counted by itself.
+        unless what it asks for is not there (`api.state.failures`); "background" is counted by itself.
 body    how large the request's body may be (`api.http.body_sizes`). Routes that take "data" hold room for it among the
         large bodies (`api.state.large_bodies`) until they have answered.
 meters  what a bill will show of it: "train" (prefill if it is `forward_only`), "prefill", "sample" (with the prefill of

@@ -16,13 +16,12 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
-from api.state.attempts import Attempts
 from api.state.coming_turns import ComingTurn
+from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
 from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
-from api.state.misses import Misses
 from api.state.one_at_a_time import OneAtATime
 from api.state.polls import LongPolls
 from api.state.rates import LocalRates, Rates
@@ -30,6 +29,7 @@ from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
 from api.state.threads import Threads
 from api.who.lanes import Lane
+from api.who.principal import Principal
 from api.who.signing import Signer
 from api.who.tokens import Tokens
 from store import tables
@@ -65,8 +65,8 @@ class Service:
     polls: LongPolls = field(default_factory=LongPolls)
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
-    misses: Misses = field(default_factory=Misses)
-    attempts: Attempts = field(default_factory=Attempts)
+    misses: Failures[Principal] = field(default_factory=misses)
+    attempts: Failures[Request] = field(default_factory=attempts)
     threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
     #: Of curves, whose points are many, one at a time: to read them keeps the interpreter busy.
     curves: Threads = field(default_factory=lambda: Threads(1))

@@ -35,7 +35,7 @@ from bench.chaos.idle import Pause, idle_pauses
 from bench.chaos.load import Client, Sampler, Trainer
 from bench.chaos.pauses import Calm, Kind, add_kill, compare, usual_gaps_s
 from bench.chaos.service import HERE, Service, embedded, production
-from bench.parts.serving import machine
+from bench.parts.results import machine
 
 #: Without a kill, before the first: where usual gaps are taken.
 QUIET_S = 8.0

@@ -264,7 +264,7 @@ AWAY_S = 40.0
 WORKERS = ("trainer", "generator")
 
 
-def busiest_of(processes: list[subprocess.Popen[str]], over_s: float = 0.5) -> subprocess.Popen[str]:
+def busiest_of(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     """The process that computes; of trainers only one does."""
 
     def used(process: subprocess.Popen[str]) -> float:
@@ -272,7 +272,7 @@ def busiest_of(processes: list[subprocess.Popen[str]], over_s: float = 0.5) -> s
         return times.user + times.system
 
     before = [used(process) for process in processes]
-    time.sleep(over_s)
+    time.sleep(0.5)
     after = [used(process) for process in processes]
     return max(zip(processes, before, after, strict=True), key=lambda each: each[2] - each[1])[0]
 

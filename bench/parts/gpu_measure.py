@@ -1,17 +1,61 @@
-"""How the benches of a GPU take times, and what they fit in its memory."""
+"""How the benches of a GPU take times, what they fit in its memory, and what is used of that."""
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from workers.model.planning.machine import cuda_bytes
+
 #: Left free for activations, logits and the allocator when adapters are counted.
 RESERVE_BYTES = 32 << 30
+
+
+@dataclass
+class Device:
+    """The first GPU, as nvidia-smi sees it; where there is none, as torch does, which knows no other processes."""
+
+    total_bytes: int
+    smi: str | None
+
+    @classmethod
+    def here(cls) -> Device | None:
+        return cls(cuda_bytes()[0], shutil.which("nvidia-smi")) if torch.cuda.is_available() else None
+
+    @property
+    def name(self) -> str:
+        return self._asked("--query-gpu=name")[0][0] if self.smi else torch.cuda.get_device_name(0)
+
+    def used_bytes(self) -> int:
+        if self.smi:
+            return int(self._asked("--query-gpu=memory.used")[0][0]) << 20
+        free, total = torch.cuda.mem_get_info(0)
+        return total - free
+
+    def processes(self) -> list[dict[str, str]]:
+        """In a container nvidia-smi may not know them."""
+        found = []
+        for pid, used in self._asked("--query-compute-apps=pid,used_memory") if self.smi else []:
+            name = ""
+            with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+            found.append({"pid": pid, "name": name, "used_mib": used})
+        return found
+
+    def _asked(self, query: str) -> list[list[str]]:
+        command = [str(self.smi), query, "--format=csv,noheader,nounits", "--id=0"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [[cell.strip() for cell in line.split(",")] for line in lines]
 
 
 def distinct_adapters(wanted: int, arena_bytes: int, free_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:

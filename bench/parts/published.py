@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,63 @@ from torch import Tensor
 from workers.model.base.weights import places
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
+from workers.model.planning.machine import free_bytes
 from workers.model.tiny import TINY_PATH
 
 #: Shards that are drawn and written at the same time.
 WRITERS = 8
+GIB = 2**30
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextmanager
+def model_folder(folder: Path | None, config: DecoderConfig, saved_bytes: int, *, keep: bool) -> Iterator[Path]:
+    """The model, made if it is not there, and removed if it was made and is not to `keep`. So much will be saved by who
+    trains it."""
+    folder = folder or Path(tempfile.mkdtemp(prefix="weft-model-", dir=_spacious(size_of(config))))
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "config.json").is_file():
+        say(f"model: {folder} is there already")
+        yield folder
+        return
+    try:
+        _check_room(folder, size_of(config), saved_bytes)
+        began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its CUDA context is no part of the service
+            size = pool.submit(write_folder, folder, config, device, say).result()
+        say(f"model: {size / GIB:.2f} GiB in {folder}, written in {time.monotonic() - began:.1f} s")
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _spacious(size_bytes: int) -> Path | None:
+    """In memory, where a third of what is free is left; else on the disk."""
+    memory = Path("/dev/shm")
+    free = min(shutil.disk_usage(memory).free, 2 * free_bytes() // 3) if memory.is_dir() else 0
+    return memory if size_bytes <= free else None
+
+
+def _check_room(folder: Path, model_bytes: int, saved_bytes: int) -> None:
+    """For the model, and for what its tenants save into the server's data folder. Exits where there is too little."""
+    data = Path(tempfile.gettempdir())
+    together = folder.stat().st_dev == data.stat().st_dev
+    for place, needed, what in (
+        (folder, model_bytes + together * saved_bytes, "the model"),
+        (data, saved_bytes, "what the tenants save"),
+    ):
+        free = shutil.disk_usage(place).free
+        if place.resolve().is_relative_to("/dev/shm"):
+            free = min(free, free_bytes())
+        say(f"room: {place} has {free / GIB:.1f} GiB, {what} takes {needed / GIB:.1f}")
+        if needed > free:
+            raise SystemExit(f"{place} has too little room for {what}: choose another --folder, or TMPDIR")
 
 
 def shards_of(config: DecoderConfig) -> dict[str, Shapes]:
@@ -60,7 +114,7 @@ def write_folder(
             written += shard.result()
             if number % WRITERS == 0 or number == len(drawn):
                 rate = written / (time.monotonic() - began)
-                tell(f"shard {number} of {len(drawn)}, {written / 2**30:.1f} GiB at {rate / 2**30:.2f} GiB/s")
+                tell(f"shard {number} of {len(drawn)}, {written / GIB:.1f} GiB at {rate / GIB:.2f} GiB/s")
     index = {"metadata": {"total_size": written}, "weight_map": {name: f for f in shards for name in shards[f]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -12,9 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 from sqlalchemy.orm import Session
@@ -85,35 +81,6 @@ def as_workers_run() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def workers_of(server: int, role: str) -> list[psutil.Process]:
+def trainers_of(server: int) -> list[psutil.Process]:
     """Of one `weftd`, by its process."""
-    return [each for each in psutil.Process(server).children(recursive=True) if each.name() == f"weft-{role}"]
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken with, and on."""
-    return {
-        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "cpus": len(os.sched_getaffinity(0)),  # `taskset` may have left fewer than there are
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": dict(filter(all, ((name, _version(name)) for name in ("torch", "tinker", "weft-server")))),
-        "at": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-
-
-def _version(name: str) -> str:
-    """Empty where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def claim(name: str, value: float, target: float, holds: bool) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 4), "target": target, "holds": holds}
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+    return [each for each in psutil.Process(server).children(recursive=True) if each.name() == "weft-trainer"]

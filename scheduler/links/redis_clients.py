@@ -19,14 +19,14 @@ CONNECTIONS = 32
 LONGEST_BLOCK_S = 5.0
 
 
-def pooled(url: str, *, db_timeout_s: float = COMMAND_S) -> Client:
+def pooled(url: str) -> Client:
     """For short commands, from any number of threads."""
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=CONNECTIONS,
-        timeout=db_timeout_s,
-        socket_timeout=db_timeout_s,
-        socket_connect_timeout=db_timeout_s,
+        timeout=COMMAND_S,
+        socket_timeout=COMMAND_S,
+        socket_connect_timeout=COMMAND_S,
         socket_keepalive=True,
         health_check_interval=15,
         retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 1),

@@ -64,15 +64,13 @@ def _of_operation(org_id: str, tokens: int, accepted_s: float, kept: list[list[A
         yield Stretch(org_id, accepted_s + start / 1e6, accepted_s + end / 1e6, own / max(own, total))
 
 
-def timeline(
-    found: Iterable[Stretch], since: datetime, until: datetime, buckets: int, seen: set[str], others: str = "others"
-) -> Timeline:
-    """The timeline of `found`. Owners that are not in `seen` are `others`."""
+def timeline(found: Iterable[Stretch], since: datetime, until: datetime, buckets: int, seen: set[str]) -> Timeline:
+    """The timeline of `found`. Owners that are not in `seen` are "others"."""
     start_s, bucket_s = since.timestamp(), (until - since).total_seconds() / buckets
     spans: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     parts: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for stretch in found:
-        owner = stretch.owner if stretch.owner in seen else others
+        owner = stretch.owner if stretch.owner in seen else "others"
         first = max(0, int((stretch.start_s - start_s) // bucket_s))
         last = min(buckets - 1, int((stretch.end_s - start_s) // bucket_s))
         for index in range(first, last + 1):
@@ -82,8 +80,8 @@ def timeline(
                 spans[index].append((begin, end))
                 parts[index][owner] += (end - begin) * stretch.weight
     owners = sorted(seen & {owner for part in parts.values() for owner in part})
-    if any(others in part for part in parts.values()):
-        owners.append(others)
+    if any("others" in part for part in parts.values()):
+        owners.append("others")
     shares = {owner: [0.0] * buckets for owner in owners}
     for index, part in parts.items():
         for owner, used_s in divide(covered_s(spans[index]), part).items():

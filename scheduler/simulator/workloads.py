@@ -64,5 +64,5 @@ CHAT = Workload(
 MIX = (REASONING, TOOLS, SMALL, CHAT, REASONING, TOOLS, SMALL, FLOOD)
 
 
-def tenants_of(count: int, mix: Sequence[Workload] = MIX) -> list[Workload]:
-    return [mix[i % len(mix)] for i in range(count)]
+def tenants_of(count: int) -> list[Workload]:
+    return [MIX[i % len(MIX)] for i in range(count)]

@@ -28,8 +28,8 @@ from store.blobs.objects import ObjectBlobs
 from store.blobs.opening import check_blobs, open_blobs
 from store.blobs.owner import claim_prefix
 from store.database.db import Database
+from store.load_settings import load_settings
 from store.people import organisations
-from store.settings import load_settings
 from store.tables import AuditEntry, Checkpoint, Organisation
 from tests.rows import run_row, session_row
 from tests.servers import OwnStore, PostgresServer

@@ -19,11 +19,12 @@ from api.console import sessions
 from api.doctor import sign_in
 from api.server.serve import CannotServe, check_oidc
 from store.database.db import Database
+from store.load_settings import load_settings
 from store.people import identities
 from store.people.identities import Account
 from store.people.oidc_settings import SECRET, OidcSettings, client_secret
 from store.people.organisations import add_member, organisation_named
-from store.settings import SettingsError, load_settings
+from store.settings import SettingsError
 from store.tables import AuditEntry, BrowserSession, Identity, Organisation, User
 from tests.console.provider import Liar, liar_at, provider_process
 

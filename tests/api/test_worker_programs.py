@@ -15,7 +15,8 @@ from api.server.workers.nursery import Nursery
 from api.server.workers.worker_process import start
 from api.server.workers.worker_programs import embedded_workers, lone_worker, memory_of_workers, new_nursery
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, VllmConfig
-from store.settings import SettingsError, load_settings
+from store.load_settings import load_settings
+from store.settings import SettingsError
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import gpu, gpu_served
+from bench.parts import gpu_measure
 from bench.parts.published import size_of, write_folder
 from workers.model.base.weights import load_decoder
 from workers.model.card import read_card
@@ -57,7 +58,7 @@ def test_copies_are_what_is_used_beside_the_plan(tmp_path: Path, used_gib: int, 
         f"*memory.used*) echo {used_gib << 10};; *) echo NVIDIA H200;; esac\n"
     )
     smi.chmod(0o755)
-    device = gpu_served.Device(139 << 30, str(smi))
+    device = gpu_measure.Device(139 << 30, str(smi))
     assert device.name == "NVIDIA H200"
     assert [each["used_mib"] for each in device.processes()] == ["512", "[N/A]"]
     args = gpu_served._arguments(["--out", str(tmp_path / "out.json")])

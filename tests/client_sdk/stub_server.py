@@ -146,9 +146,9 @@ class Stub:
         return self.results[asked.json["request_id"]]
 
 
-def not_yet(request_id: str = "r") -> Response:
+def not_yet() -> Response:
     """The answer of a long poll that ran out."""
-    return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408)
+    return JSONResponse({"type": "try_again", "request_id": "r", "queue_state": "active"}, status_code=408)
 
 
 def status(code: int, detail: str = "no", **headers: str) -> Response:

@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from api.console import sessions
-from api.state import attempts
+from api.state.failures import TRIES_PER_MINUTE
 from store.people import invitations, organisations
 from store.people.keys import new_key, revoke
 from store.tables import AuditEntry, Invitation, Membership, User
@@ -185,9 +185,9 @@ class TestAttacks:
     def test_guesses(self, console: Console) -> None:
         link(console)
         tries = [lambda: console.http.get("/console/join/guess"), lambda: use(console, "/console/join/guess")]
-        found = [tries[number % 2]().status_code for number in range(2 * attempts.MOST_PER_MINUTE)]
+        found = [tries[number % 2]().status_code for number in range(2 * TRIES_PER_MINUTE)]
         allowed = found.index(429)  # some are forgiven meanwhile
-        assert allowed >= attempts.MOST_PER_MINUTE
+        assert allowed >= TRIES_PER_MINUTE
         assert set(found[:allowed]) == {404}
 
     def test_too_late(self, console: Console) -> None:

@@ -19,7 +19,7 @@ from joserfc.jws import JWSRegistry
 from sqlalchemy import func, select
 
 from api.oidc import flow, provider
-from api.state import attempts
+from api.state.failures import TRIES_PER_MINUTE
 from api.state.rates import Buckets
 from store.tables import BrowserSession, Identity, User
 from tests.console.conftest import SAME_SITE, Console
@@ -362,7 +362,7 @@ class TestTheProvider:
 
 def test_who_fails_again_and_again_waits(sso: Console, liar: Liar) -> None:
     sso.app.state.service.attempts._buckets = Buckets(lambda: 0.0)  # a try takes no time, however busy the machine is
-    for _ in range(attempts.MOST_PER_MINUTE):
+    for _ in range(TRIES_PER_MINUTE):
         assert come_back(sso, "/console/sso/callback?state=x&code=x").status_code == 400
     reply = come_back(sso, "/console/sso/callback?state=x&code=x")
     assert (reply.status_code, "retry in" in reply.text) == (429, True)

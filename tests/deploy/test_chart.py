@@ -13,7 +13,7 @@ import yaml
 from helm_python.chart import lint
 from helm_python.errors import HelmError
 
-from store.settings import load_settings
+from store.load_settings import load_settings
 from tools.chart import CHART, HEADER, rendered
 
 KUBERNETES = "1.31"

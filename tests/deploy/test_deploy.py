@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from api.cli import weftd
 from api.routes.server import probes as probe_routes
-from store.settings import load_settings
+from store.load_settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

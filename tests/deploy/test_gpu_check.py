@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from store.settings import load_settings
+from store.load_settings import load_settings
 
 #: Says what it has to say when it is interrupted, and has started a process that goes on.
 LONG = """

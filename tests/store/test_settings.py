@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from store.environment import from_environment
-from store.settings import Settings, SettingsError, load_settings
+from store.load_settings import load_settings
+from store.settings import Settings, SettingsError
 
 #: What names variables.
 TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".tpl", ".service"}

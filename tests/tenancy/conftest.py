@@ -56,9 +56,9 @@ def world(settings: Settings, card: ModelCard, database: Database, blobs: Folder
         yield world
 
 
-def org_id_of(world: World, name: str = "acme") -> str:
+def org_id_of(world: World) -> str:
     with world.database.read() as session:
-        return session.query(Organisation).filter_by(name=name).one().id
+        return session.query(Organisation).filter_by(name="acme").one().id
 
 
 def member(world: World, role: str, email: str | None = None, **options: Any) -> tuple[str, str]:

@@ -53,12 +53,12 @@ class Thief:
         assert because in reply.json()["detail"]
         assert rows(self.world) == before
 
-    def takes_what_lasts(self, key_id: int = 1) -> None:
+    def takes_what_lasts(self) -> None:
         self.fails("POST", "weft/keys", {})
         self.fails("POST", "weft/keys", {"scopes": ["sample"], "expires_at": iso(9 * HOUR)}, "expiry: it ends ")
-        self.fails("POST", f"weft/keys/{key_id}/rotate", {"overlap_seconds": 0})
-        self.fails("DELETE", f"weft/keys/{key_id}")
-        self.fails("PUT", f"weft/rate_limits/key/{key_id}", {"max_in_flight": 1})
+        self.fails("POST", "weft/keys/1/rotate", {"overlap_seconds": 0})
+        self.fails("DELETE", "weft/keys/1")
+        self.fails("PUT", "weft/rate_limits/key/1", {"max_in_flight": 1})
         self.fails("POST", "weft/members", {"email": "thief@example.com", "role": "owner"})
 
 

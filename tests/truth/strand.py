@@ -54,10 +54,6 @@ class Strand:
     def give(self, message: msgspec.Struct) -> None:
         self._inbox.append(_encoder.encode(message))
 
-    @property
-    def has_mail(self) -> bool:
-        return bool(self._inbox)
-
     def hang_up(self) -> None:
         """The server is gone: the strand learns it at its next message."""
         self._server_gone = True

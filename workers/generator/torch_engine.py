@@ -16,12 +16,9 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from store.blobs.contract import Weights
 from workers.generator import forward
@@ -30,22 +27,20 @@ from workers.generator.attention.decode_attend import native_kernel
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, pages_of
 from workers.generator.cache.page_groups import page_groups
 from workers.generator.cache.prefix_cache import PrefixCache
+from workers.generator.decoding import Decoding, draw
 from workers.generator.engine import EngineStats, Finished, GenerateRequest, SoFar
 from workers.generator.requests.admission import Admission
 from workers.generator.requests.open_requests import OpenRequests
 from workers.generator.requests.prefill_queue import PrefillQueue
-from workers.generator.requests.progress import RequestProgress, Row, SequenceProgress
+from workers.generator.requests.progress import RequestProgress, Row
 from workers.generator.requests.refusals import NotFinite, failed, refused, request_fault
 from workers.generator.requests.seating import Seating
 from workers.generator.tokens.drafts import Drafts, drop
 from workers.generator.tokens.prompt_scores import PromptScores, land
-from workers.generator.tokens.sampling import Draw, SamplingRows, sample
+from workers.generator.tokens.sampling import Draw
 from workers.generator.tokens.stop import DecodeText, StopRule
 from workers.model.adapters.adapter import Adapter, adapter_bytes, load_adapter, version_of
 from workers.model.decoder import Decoder
-
-if TYPE_CHECKING:
-    from workers.generator.gpu.ahead import Ahead
 
 log = logging.getLogger(__name__)
 
@@ -112,16 +107,13 @@ class TorchEngine:
             device=weight.device,
         )
         native_kernel(self._cache)  # compiled now rather than during the first step
-        self._decode_plan = _decoding(decoder, self._cache, slots=slots, context=context)
         self._seating = Seating(self._cache, slots, groups, max(prefill_tokens, PAGE_TOKENS))
         self._drafts = Drafts(lookup if config.recurrence is None else 0, self._seating)
-        self._ahead = _launching_ahead(self._decode_plan, self._seating, lookup)
+        self._decoding = Decoding(decoder, self._cache, self._seating, slots=slots, context=context, lookup=lookup)
         self._prefix = PrefixCache(self._cache, prefix_bytes, config.state_bytes)
         self._queue = PrefillQueue(self._prefix, prefill_tokens)
         self._open = OpenRequests(self._queue, self._seating, self._adapters)
         self._numbers = itertools.count()
-        self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
-        self._planned = 0  # what `seating.changes` was then
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     # -- the contract
@@ -223,15 +215,15 @@ class TorchEngine:
         if self._open.stuck:
             self._adapters.wait(READ_WAIT_S)
         while (installed := self._adapters.install()) is not None:
-            self._plan = None
+            self._decoding.replan()
             self._open.adapter_read(*installed)
             self._admit()
 
     def _admit(self) -> None:
-        if not self._unchanged:
-            self._plan = None  # it holds adapters that may have to make room
-            if self._ahead is not None and not self._open.running:
-                self._ahead.flight = None
+        if not self._decoding.unchanged:
+            self._decoding.replan()
+            if not self._open.running:
+                self._decoding.drop()
         self._admission.decide(self._open.here.values())
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
@@ -250,9 +242,8 @@ class TorchEngine:
         try:
             work(batch)
         except Exception as error:
-            self._plan = None
-            if self._ahead is not None:
-                self._ahead.flight = None
+            self._decoding.replan()
+            self._decoding.drop()
             if len(batch) == 1:
                 self._open.fail(batch[0], error)
                 return
@@ -269,7 +260,7 @@ class TorchEngine:
         logits = forward.prefill(self._decoder, self._cache, batch)
         rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
         firsts = [Row(progress.sequences[0]) for progress in drawing]
-        drawn = self._draw(firsts, torch.stack(rows)) if drawing else []
+        drawn = draw(firsts, torch.stack(rows)) if drawing else []
         land(progress.scores for progress in batch)
         for progress in batch:
             if progress.computed == progress.cache_hit:
@@ -284,7 +275,7 @@ class TorchEngine:
         for progress, logits_V in zip(drawing, rows, strict=True):
             progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
             self._open.run(progress)
-            self._plan = None
+            self._decoding.replan()
         self._accept(firsts, drawn, [progress.version for progress in drawing])
 
     def _start_sequences(self, batch: list[RequestProgress]) -> None:
@@ -293,7 +284,7 @@ class TorchEngine:
         for progress in batch:
             while begun := self._begun(progress):
                 logits_RV = progress.prompt_logits_V.expand(len(begun), -1)
-                self._accept(begun, self._draw(begun, logits_RV), [progress.prompt_version or 0] * len(begun))
+                self._accept(begun, draw(begun, logits_RV), [progress.prompt_version or 0] * len(begun))
             if not progress.unstarted:
                 self._open.starting.pop(progress.request.id, None)
 
@@ -317,13 +308,13 @@ class TorchEngine:
             self._drafts.make(sequences)
         else:
             drop(sequences)
-        plan, drawn = self._decoded(sequences, everyone)
+        plan, drawn = self._decoding.step(sequences, everyone)
         if any(plan.drafted) and not all(math.isfinite(draw.logprob) for draw in drawn):
             # Rows before a draft may have multiplied its nan by zero: they are computed without it.
             for sequence in sequences:
                 self._seating.clear_after(sequence)
             drop(sequences)
-            plan, drawn = self._decoded(sequences, everyone)
+            plan, drawn = self._decoding.step(sequences, everyone)
         plan.take_over()
         self._count_step(len(plan.sequences))
         self._accept(plan.rows, drawn, plan.versions)
@@ -338,35 +329,13 @@ class TorchEngine:
     def _land(self, _: list[RequestProgress]) -> None:
         """Before the running set, or what it is computed with, is another: take what the step has drawn that is under
         way (`gpu/ahead.py`), for the sequences that are still there."""
-        if self._ahead is None or self._ahead.flight is None or self._unchanged:
+        flight = self._decoding.landed()
+        if flight is None:
             return
-        flight, self._ahead.flight = self._ahead.flight, None
         draws, plan = flight.draws(), flight.plan
         kept = [at for at in range(len(plan.rows)) if flight.fits(at)]
         self._count_step(len(kept))
         self._accept([plan.rows[at] for at in kept], [draws[at] for at in kept], [plan.versions[at] for at in kept])
-
-    @property
-    def _unchanged(self) -> bool:
-        """Whether the plan is still that of all running sequences."""
-        return self._plan is not None and self._planned == self._seating.changes
-
-    def _decoded(self, sequences: list[SequenceProgress], everyone: bool) -> tuple[forward.DecodePlan, list[Draw]]:
-        """A step of these sequences, and what it has drawn for each of its rows."""
-        plan = self._plan if everyone and self._unchanged else None
-        if plan is None or not plan.valid:
-            plan = forward.DecodePlan(sequences, self._decoder, self._cache, context=self._context)
-        if everyone:
-            self._plan, self._planned = plan, self._seating.changes
-            if self._ahead is not None:
-                return plan, self._ahead.step(plan, self._decode_plan)
-        logits_RV = self._decode_plan(plan)
-        return plan, self._draw(plan.rows, logits_RV, plan.sampling)
-
-    def _draw(self, rows: Sequence[Row], logits_RV: Tensor, sampling: SamplingRows | None = None) -> list[Draw]:
-        if sampling is None:
-            sampling = forward.sampling_rows(rows, logits_RV.shape[-1], logits_RV.device)
-        return sample(logits_RV, sampling, [row.uniform for row in rows])
 
     def _accept(self, rows: Sequence[Row], draws: list[Draw], versions: list[int]) -> None:
         """Take what was drawn: of a sequence with a draft, up to the first token that differs from it."""
@@ -389,22 +358,3 @@ class TorchEngine:
                 del sequence.draft[ahead:]
             if sequence.stop_reason:
                 self._open.retire(sequence)
-
-
-def _decoding(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[..., Tensor]:
-    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
-    and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
-    if cache.device.type != "cuda" or cache.latent or decoder.config.recurrence is not None:
-        return partial(forward.decode, decoder, cache)
-    from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
-
-    return DecodeSteps.on_device(decoder, cache, slots=slots, context=context)
-
-
-def _launching_ahead(launch: Callable[..., Tensor], seating: Seating, lookup: int) -> Ahead | None:
-    """Where steps are captured. Which tokens to try needs those before: where any are, steps wait for each other."""
-    if isinstance(launch, partial) or lookup:
-        return None
-    from workers.generator.gpu.ahead import Ahead
-
-    return Ahead(seating)

@@ -7,7 +7,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -51,23 +51,20 @@ class Attend(Protocol):
 #: Coordinates that heads get beyond their own where there are sinks, so that rows stay aligned.
 SINK_ROOM = 16
 
-OnKv = Callable[[int, Tensor, Tensor], None]
-
 
 class PackedAttend:
     """Causal attention within each of the packed sequences, differentiable; and a `Recur` that begins each anew.
 
     Sequences of equal length share one call, so nothing is padded and no result depends on another's length; 16-bit
     tensors on CUDA take one call for all.
-    `on_kv(layer, k, v)` is called with the packed keys and values of every layer, for a prefill that keeps them.
     """
 
     latent = False
 
-    def __init__(self, lengths: Sequence[int], on_kv: OnKv | None = None) -> None:
+    def __init__(self, lengths: Sequence[int]) -> None:
         if any(length < 1 for length in lengths):
             raise ValueError(f"every packed sequence needs a token: {list(lengths)}")
-        self._on_kv, self._lengths = on_kv, list(lengths)
+        self._lengths = list(lengths)
         starts = [0, *accumulate(lengths)]
         by_length: dict[int, list[int]] = {}
         for start, length in zip(starts, lengths, strict=False):
@@ -81,8 +78,6 @@ class PackedAttend:
             self._order = None
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
-        if self._on_kv is not None:
-            self._on_kv(layer, k_TKD, v_TKD)
         if q_THD.is_cuda and varlen.takes(q_THD) and reach.sinks_H is None:
             return self._varlen(q_THD, k_TKD, v_TKD, reach.window)
         if self._order is None:

@@ -32,7 +32,8 @@ def plan(
     config.json is read."""
     from api.server.workers.memory_plan import devices_here, plan_on
     from api.server.workers.vllm_places import gpus_of_one, started_here, vllm_table
-    from store.settings import SettingsError, load_settings
+    from store.load_settings import load_settings
+    from store.settings import SettingsError
     from workers.model.card import UnsupportedModel, config_card
     from workers.model.planning.plan import Device, DoesNotFit
 

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from weft.rl.loops.dpo import pairs as pairs
     from weft.rl.loops.evaluate import Evaluation as Evaluation
     from weft.rl.loops.evaluate import evaluate as evaluate
+    from weft.rl.loops.failures import RolloutsFailedError as RolloutsFailedError
     from weft.rl.loops.money import estimate as estimate
     from weft.rl.loops.rate import constant as constant
     from weft.rl.loops.rate import cosine as cosine
     from weft.rl.loops.rate import linear as linear
     from weft.rl.loops.rollouts import Groups as Groups
     from weft.rl.loops.rollouts import Rollouts as Rollouts
-    from weft.rl.loops.rollouts import RolloutsFailedError as RolloutsFailedError
     from weft.rl.loops.sft import sft as sft
     from weft.rl.loops.sinks import JsonLines as JsonLines
     from weft.rl.loops.sinks import Progress as Progress
@@ -84,9 +84,10 @@ _HOMES = {
     "loops.distill": "distill distill_async",
     "loops.dpo": "dpo pairs",
     "loops.evaluate": "Evaluation evaluate",
+    "loops.failures": "RolloutsFailedError",
     "loops.money": "estimate",
     "loops.rate": "constant cosine linear",
-    "loops.rollouts": "Groups Rollouts RolloutsFailedError",
+    "loops.rollouts": "Groups Rollouts",
     "loops.sft": "sft",
     "loops.sinks": "JsonLines Progress TensorBoard Trackio Wandb",
     "loops.train": "Report train train_async",

@@ -8,7 +8,8 @@ import pytest
 from pydantic import SecretStr
 
 from billing.payments.client import KEY, WEBHOOK_SECRETS, stripe_secrets
-from store.settings import PaymentsSettings, SettingsError, load_settings
+from store.load_settings import load_settings
+from store.settings import PaymentsSettings, SettingsError
 
 SETTINGS = PaymentsSettings(
     enabled=True, secret_key=SecretStr("rk_test_settings"), webhook_secrets=[SecretStr("whsec_s")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.rl.chat.chat import Chat, ContextFullError, StaleError, sample_together
+from weft.rl.chat.chat import Chat, ContextFullError, Reply, StaleError, answers_together
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Reward, function, prompts
@@ -129,8 +129,8 @@ def test_agents_of_one_name_draw_each_for_themselves() -> None:
 def test_a_group_asks_once_and_each_gets_its_own() -> None:
     who, sampler = policy("1", "2", "3")
     chats = [Chat(who).user("q") for _ in range(3)]
-    replies = asyncio.run(sample_together(chats))
-    assert [reply.text for reply in replies] == ["1", "2", "3"]
+    replies = asyncio.run(answers_together(chats, None, None))
+    assert [reply.text for reply in replies if isinstance(reply, Reply)] == ["1", "2", "3"]
     assert len(sampler.asked) == 1
     assert [len(chat.recorded) for chat in chats] == [1, 1, 1]
 

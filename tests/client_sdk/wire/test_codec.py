@@ -48,10 +48,10 @@ def test_the_oldest_protobuf_that_the_client_takes_loads_the_messages() -> None:
     assert [(one.operator, one.version) for one in needed.specifier] == [(">=", written[1])]
 
 
-def request_with(tensor: pb.Tensor, name: str = "weights") -> bytes:
+def request_with(tensor: pb.Tensor) -> bytes:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     message.data.add().model_input.add().encoded_text.tokens = np.array([1], np.int32).tobytes()
-    message.data.add().loss_fn_inputs[name].CopyFrom(tensor)
+    message.data.add().loss_fn_inputs["weights"].CopyFrom(tensor)
     return message.SerializeToString()
 
 

@@ -55,14 +55,14 @@ def played(queue: FairQueue, clock: Clock, requests: list[tuple[float, str]], *,
     return sum(worker.loads for worker in workers), waited / len(requests)
 
 
-def of_loops(step_s: float, steps: int = 2) -> list[tuple[float, str]]:
+def of_loops(step_s: float) -> list[tuple[float, str]]:
     """The requests of 40 runs: each step samples GROUPS requests of a new version, spread over half of `step_s`."""
     chance = random.Random(0)
     begins = {adapter: chance.uniform(0, step_s) for adapter in range(ADAPTERS)}
     return sorted(
         (begins[adapter] + step_s * (step + chance.uniform(0, 0.5)), f"{adapter}@{step}")
         for adapter in range(ADAPTERS)
-        for step in range(steps)
+        for step in range(2)
         for _ in range(GROUPS)
     )
 

@@ -205,7 +205,7 @@ def test_a_draft_that_is_not_finite_costs_nobody_anything(
     requests = [loops[0], GenerateRequest("other", repeating(2, 9), replace(GREEDY, temperature=0.7, seed=1))]
     wanted = run(engine(decoder), *requests)
     made = engine(decoder, lookup=4)
-    plain, poisoned = made._decode_plan, 0
+    plain, poisoned = made._decoding.launch, 0
 
     def poisons(plan: forward.DecodePlan) -> Tensor:
         nonlocal poisoned
@@ -220,7 +220,7 @@ def test_a_draft_that_is_not_finite_costs_nobody_anything(
                 made._cache.v_NKPD[0][page, :, at] = math.nan
         return logits_RV
 
-    made._decode_plan = poisons
+    made._decoding.launch = poisons
     found = run(made, *requests)
     assert poisoned > 20
     assert all(alike(wanted[request.id], found[request.id]) for request in requests)
@@ -228,7 +228,7 @@ def test_a_draft_that_is_not_finite_costs_nobody_anything(
 
 def test_drafts_take_only_what_nobody_needs(decoder: Decoder, loops: tuple[GenerateRequest, list[int]]) -> None:
     made = engine(decoder, slots=6, lookup=16, kv_tokens=6 * CONTEXT)
-    plain, most, left = made._decode_plan, {count: 0 for count in range(1, 7)}, set[int]()
+    plain, most, left = made._decoding.launch, {count: 0 for count in range(1, 7)}, set[int]()
 
     def counts(plan: forward.DecodePlan) -> Tensor:
         assert len(plan.rows) <= 6
@@ -236,7 +236,7 @@ def test_drafts_take_only_what_nobody_needs(decoder: Decoder, loops: tuple[Gener
         most[len(plan.sequences)] = max(most[len(plan.sequences)], len(plan.rows))
         return plain(plan)
 
-    made._decode_plan = counts
+    made._decoding.launch = counts
     samplings = [replace(GREEDY, max_tokens=20 + 30 * n) for n in range(6)]
     run(made, *(replace(loops[0], id=f"{n}", sampling=sampling) for n, sampling in enumerate(samplings)))
     assert {rows for rows in most.values() if rows} == {6}, "all rows were to be used, and no more"

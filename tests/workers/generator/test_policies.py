@@ -14,7 +14,7 @@ from workers.generator.engine import Finished, GenerateRequest, PolicySpan, Samp
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, policy_version, save_adapter
 from workers.model.attend import ALL, Reach
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.decoder import Decoder, LoraRows
 
 from .conftest import run, until_read
 from .test_engine_contract import ask, same
@@ -103,15 +103,12 @@ class GrowingAttend:
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
 
-    def keep(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
+        assert reach.all_of(1 << 20)
         before = (self.k.get(layer), self.v.get(layer))
         self.k[layer], self.v[layer] = (
             new if old is None else torch.cat((old, new)) for old, new in zip(before, (k_TKD, v_TKD), strict=True)
         )
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor:
-        assert reach.all_of(1 << 20)
-        self.keep(layer, k_TKD, v_TKD)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, self.k[layer], self.v[layer]))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -131,10 +128,11 @@ def test_after_a_swap_logprobs_are_the_new_weights_over_the_old_keys_and_values(
     tokens, at = [*request.prompt, *sequence.tokens.tolist()], 37 + 9  # keys of these positions are the old policy's
     attend = GrowingAttend()
     with torch.no_grad():
-        decoder(torch.tensor(tokens[:at]), torch.arange(at), PackedAttend([at], attend.keep), LoraRows([0, at], [old]))
-        for position in range(at, len(tokens) - 1):
-            one = LoraRows([0, 1], [new])
+        for position in range(len(tokens) - 1):
+            one = LoraRows([0, 1], [old if position < at else new])
             hidden_1D = decoder(torch.tensor([tokens[position]]), torch.tensor([position]), attend, one)
+            if position < at:
+                continue
             logprobs_V = torch.log_softmax(decoder.logits(hidden_1D, one)[0], -1)
             expected = float(logprobs_V[tokens[position + 1]])
             assert sequence.logprobs is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.workers.model import naive_fla
 from tests.workers.model.models import ours, random_adapter, reference
+from workers.generator import decoding, torch_engine
 from workers.generator.cache.prefix_cache import BLOCK_TOKENS, PrefixCache
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -106,7 +107,7 @@ def test_a_step_that_failed_is_repeated_from_the_same_states(
     requests = [replace(request, sampling=replace(SAMPLED, max_tokens=20)) for request in requests[1:5]]
     wanted = alone(hybrid, requests)
     crowded, calls = engine(hybrid), 0
-    draw = crowded._draw
+    draw = decoding.draw
 
     def failing(*arguments: Any) -> Any:
         nonlocal calls
@@ -115,7 +116,8 @@ def test_a_step_that_failed_is_repeated_from_the_same_states(
             raise RuntimeError("no")
         return draw(*arguments)
 
-    monkeypatch.setattr(crowded, "_draw", failing)
+    for module in (decoding, torch_engine):
+        monkeypatch.setattr(module, "draw", failing)
     found = run(crowded, *requests)
     assert calls > 20
     assert all(same(a, found[a.id]) for a in wanted)

@@ -20,17 +20,17 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 
 class Allocations(TorchDispatchMode):
     """Of the tensors that are made in it, so many find no memory, from the `first` on, counted from 1."""
 
-    def __init__(self, first: int, refusals: int = 1, error: Exception = NO_MEMORY) -> None:
+    def __init__(self, first: int, refusals: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = self.refused = 0
-        self._refused, self._error = range(first, first + refusals), error
+        self._refused = range(first, first + refusals)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any("Tensor" in str(each.type) and each.alias_info is None for each in func._schema.returns):
             self.made += 1
             if self.made in self._refused:
                 self.refused += 1
-                raise self._error
+                raise NO_MEMORY
         return func(*args, **(kwargs or {}))
 
 

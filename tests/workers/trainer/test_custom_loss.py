@@ -354,11 +354,11 @@ def test_hostile_graphs_fail_before_they_cost_anything(name: str) -> None:
         run_custom_loss(loss, [torch.linspace(-2, -1, 8).requires_grad_()])
 
 
-def growing(first: Any, times: int = 40) -> dict[str, Any]:
+def growing(first: Any) -> dict[str, Any]:
     """Tuples of four times the one before."""
     grown = [
         node("call_function", f"t{i + 1}", "operator.add", {"tuple": [ref(f"t{i}")] * 2}, {"tuple": [ref(f"t{i}")] * 2})
-        for i in range(times)
+        for i in range(40)
     ]
     return graph(
         node("call_function", "t0", "operator.add", first, first), *grown, node("call_method", "loss", "sum", X)

@@ -81,12 +81,11 @@ def write_peft(
     base_model: str,
     rank: int,
     alpha: float,
-    in_size: int = 0,
     named: Callable[[str], str] = str,
 ) -> list[str]:
     """Write `tensors` in PEFT's layout alone, under names that `named` makes of its own. Returns the names of the
     modules it has factors for."""
-    layout = {named(key): x for key, x in _peft_layout(_fused(list(_pairs(tensors)), in_size)).items()}
+    layout = {named(key): x for key, x in _peft_layout(_fused(list(_pairs(tensors)), 0)).items()}
     modules = sorted({_module_of(key) for key in layout})
     _write(folder, layout, _config(base_model, rank, alpha, modules, _other_ranks(layout, rank)))
     return modules

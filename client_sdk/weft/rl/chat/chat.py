@@ -267,20 +267,9 @@ def _call(call: Any) -> ToolCall:
     return call if isinstance(call, ToolCall) else ToolCall(call.name or "", call.arguments)
 
 
-async def sample_together(chats: Sequence[Chat], max_tokens: int | None = None, stop: Any = None) -> list[Reply]:
-    """One answer for each of several chats that have read the same: one request, whose prompt is computed once."""
-    replies = []
-    for answer in await answers_together(chats, max_tokens, stop):
-        if isinstance(answer, BaseException):
-            raise answer
-        replies.append(answer)
-    return replies
-
-
-async def answers_together(
-    chats: Sequence[Chat], max_tokens: int | None = None, stop: Any = None
-) -> list[Reply | BaseException]:
-    """`sample_together`, where one chat's error is that chat's own: a stale answer takes no other with it."""
+async def answers_together(chats: Sequence[Chat], max_tokens: int | None, stop: Any) -> list[Reply | BaseException]:
+    """One answer for each of several chats. If they have read the same, by one request, whose prompt is computed once.
+    One chat's error is that chat's own: a stale answer takes no other with it."""
     first = chats[0]
     prompt = first.prompt()
     if any(chat.prompt() != prompt for chat in chats[1:]):

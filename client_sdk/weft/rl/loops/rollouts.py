@@ -26,7 +26,7 @@ from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.batch import Batch
-from weft.rl.loops.failures import Failures
+from weft.rl.loops.failures import Failures, InARow
 from weft.rl.loops.mixture import Tries, Try, mixture
 from weft.rl.rollout import Group, Rollout, off_policy
 from weft.rl.sandboxes.sandbox import Sandboxes, require
@@ -45,10 +45,6 @@ logger = logging.getLogger("weft")
 
 #: How often the server is asked how long samples wait, and over which time at most, for `concurrency`.
 LOOK_S, WINDOW_S = 1.0, 10.0
-
-
-class RolloutsFailedError(WeftError):
-    """Every rollout fails: the cause is the last one's error."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,7 @@ class Rollouts:
         self._drawn: Counter[int] = Counter()
         self._base: int | None = None
         self._left = batches
-        self._failed = self._rejected = 0
-        self._told = Failures()
+        self._told, self._in_a_row = Failures(), InARow(self.groups.batch)
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -281,7 +276,7 @@ class Rollouts:
 
     def _ended(self, number: int, group: Group) -> None:
         """A group is complete: observe it, filter it, and give it to the pacer."""
-        self._failed = 0
+        self._in_a_row.rolled()
         self._drawn.pop(number, None)
         self._envs[group.source].source.observe(group.index, group.mean)
         oldest = group.oldest
@@ -293,7 +288,7 @@ class Rollouts:
         ]
         rejected = next((_name_of(keep) for keep in self.groups.keep if group.rollouts and not keep(group)), None)
         if rejected is not None or not group.rollouts:
-            self._rejection(rejected or "keep_rollout", rewards)
+            self._in_a_row.rejected(rejected or "keep_rollout", rewards)
             self._count(f"rejected_tokens/{rejected or 'keep_rollout'}", drawn)
             if self.groups.refill:
                 self.pacer.drop(number)
@@ -301,37 +296,18 @@ class Rollouts:
                 return
             group.rollouts = []
         else:
-            self._rejected = 0
+            self._in_a_row.kept()
         self._ready[number] = group
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
 
-    def _rejection(self, why: str, rewards: Sequence[float]) -> None:
-        """A group that no batch gets. Rejecting goes on as long as it takes, and costs: so it is told."""
-        self._rejected += 1
-        if self._rejected % (4 * self.groups.batch) == 0:
-            logger.warning(
-                "%d groups in a row were rejected by %r; the last had rewards from %g to %g. They are paid for:"
-                " look at the reward function, the filter, and how hard the tasks are",
-                self._rejected,
-                why,
-                min(rewards),
-                max(rewards),
-            )
-
     def _failure(self, error: Exception) -> None:
-        """A group without a rollout. The next may do better; when none does, the loop must not go on silently."""
+        """A group without a rollout."""
         if isinstance(error, StaleError):
             return
         if isinstance(error, RateLimitError) and self._concurrency is not None:
             self._concurrency.refused()
-        self._failed += 1
         self.waste["failed_groups"] += 1
-        logger.warning("a group failed: %s: %s", type(error).__name__, error)
-        if isinstance(error, FATAL):
-            self._error = error
-        elif self._failed >= max(4, self.groups.batch):
-            self._error = RolloutsFailedError(f"{self._failed} groups in a row failed; the last: {error}")
-            self._error.__cause__ = error
+        self._error = self._in_a_row.failed(error) or self._error
 
     async def _cancel(self, numbers: Sequence[int]) -> None:
         """What can no longer be trained: stop it, and count what it has drawn as waste."""

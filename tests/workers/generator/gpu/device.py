@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
-from workers.generator import forward, torch_engine
+from workers.generator import decoding, forward, torch_engine
 from workers.generator.attention.decode_attend import DecodeAttend
 from workers.generator.cache import prefix_cache
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, copy_pages
@@ -130,10 +130,10 @@ class Device:
             made._decoder, made._cache, slots=slots, context=context, capture=replayed if captures else None
         )
         self.reader = Reader()
-        made._decode_plan = self
+        made._decoding.launch = self
         made._adapters._thread = self.reader  # type: ignore[assignment]
         if made._drafts._most == 0:
-            made._ahead = Ahead(made._seating)
+            made._decoding.ahead = Ahead(made._seating)
         #: Of a request, the position from which on its logits are not finite.
         self.spoilt: dict[str, int] = {}
         self.ahead = 0
@@ -242,7 +242,7 @@ def failing(faults: Faults) -> Iterator[None]:
         patch.setattr(DecodeSteps, "__call__", _failing(faults, "after a launch", DecodeSteps.__call__, after=True))
         patch.setattr(ahead_module, "chosen", _failing(faults, "choosing", chosen))
         patch.setattr(Flight, "draws", _failing(faults, "receiving", Flight.draws))
-        patch.setattr(torch_engine, "sample", _failing(faults, "drawing", sample))
+        patch.setattr(decoding, "sample", _failing(faults, "drawing", sample))
         patch.setattr(torch_engine, "land", _failing(faults, "receiving scores", land))
         patch.setattr(KVCache, "copy", _failing(faults, "copying a page", KVCache.copy, times=10))
         patch.setattr(KVCache, "take_out", take_out)

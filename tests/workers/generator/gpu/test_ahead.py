@@ -34,7 +34,7 @@ class Launches:
 
     def __init__(self, made: TorchEngine, patch: pytest.MonkeyPatch) -> None:
         self.made, self.events, self.fails = made, [], lambda plan: False
-        made._decode_plan, made._ahead = self, Ahead(made._seating)
+        made._decoding.launch, made._decoding.ahead = self, Ahead(made._seating)
         wait = Flight.draws
 
         def draws(flight: Flight) -> list[Draw]:
@@ -166,7 +166,7 @@ def test_what_was_drawn_for_a_cancelled_sequence_is_neither_told_nor_billed(
         for request in (gone, *others):
             made.add(request)
         early = {done.id: done for _ in range(6) for done in made.step()}
-        assert (made._ahead is not None and made._ahead.flight is not None) == ahead
+        assert (made._decoding.ahead is not None and made._decoding.ahead.flight is not None) == ahead
         cancelled = made.cancel("gone")
         assert cancelled is not None
         assert cancelled.facts.sample == len(cancelled.sequences[0].tokens) == 7
@@ -182,8 +182,8 @@ def test_what_was_drawn_for_a_token_is_taken_for_no_other(decoder: Decoder, monk
     made.add(GenerateRequest("a", prompt(9), SamplingParams(max_tokens=40, stop_at_eos=False, seed=3)))
     for _ in range(4):
         made.step()
-    assert made._ahead is not None
-    flight = made._ahead.flight
+    assert made._decoding.ahead is not None
+    flight = made._decoding.ahead.flight
     assert flight is not None
     tokens = flight.plan.sequences[0].tokens
     fits = [flight.fits(0)]
@@ -208,8 +208,8 @@ def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
     made.add(request)
     while len(made.so_far("a")[0].tokens) < last:
         made.step()
-    assert made._ahead is not None
-    assert made._ahead.flight is not None
+    assert made._decoding.ahead is not None
+    assert made._decoding.ahead.flight is not None
     made.add(other)
     assert made._adapters.flight is not None
     made._adapters.flight.found.result()
@@ -257,7 +257,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
             logits_RV[owners.index("r4")] = math.nan
         return logits_RV
 
-    made._decode_plan = spoilt
+    made._decoding.launch = spoilt
     found = run(made, *crowd[:6])
     assert found.pop("r4").error is not None
     del plain["r4"]
@@ -270,7 +270,7 @@ def test_on_a_device_nothing_else_waits(reference: Qwen3MoeForCausalLM, tmp_path
     """A step in which nothing changes asks the device for nothing but its own tokens."""
     reference.save_pretrained(tmp_path)
     made = engine(load_decoder(tmp_path, torch.bfloat16, "cuda"))
-    assert made._ahead is not None
+    assert made._decoding.ahead is not None
     endless = SamplingParams(max_tokens=40, stop_at_eos=False, seed=1)
     for name in ("a", "b"):
         made.add(GenerateRequest(name, prompt(9), endless))
@@ -280,6 +280,6 @@ def test_on_a_device_nothing_else_waits(reference: Qwen3MoeForCausalLM, tmp_path
     try:
         for _ in range(6):
             made.step()
-            assert made._ahead.flight is not None
+            assert made._decoding.ahead.flight is not None
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -141,9 +141,11 @@ def test_graphs_decode_as_what_they_captured(device: str, tmp_path: Path) -> Non
     found = []
     for capture in captures:
         engine = TorchEngine(decoder(device), EOS, slots=SLOTS, context=CONTEXT)
-        engine._decode_plan = DecodeSteps(engine._decoder, engine._cache, slots=SLOTS, context=CONTEXT, capture=capture)
+        engine._decoding.launch = DecodeSteps(
+            engine._decoder, engine._cache, slots=SLOTS, context=CONTEXT, capture=capture
+        )
         if capture is None:
-            engine._ahead = None  # each step waits for the one before
+            engine._decoding.ahead = None  # each step waits for the one before
         found.append(run(engine, *requests))
     assert captures[1] is not None
     assert captures[1].captured > 2

@@ -22,8 +22,8 @@ P = PAGE_TOKENS
 SPANS = [(0, 1), (0, 70), (64, 150), (96, 97), (0, 32), (160, 200)]
 
 
-def scattered(number: int, stop: int, pages: int = 64) -> list[int]:
-    return [(number * 7 + i) * 17 % pages for i in range(pages_of(stop))]
+def scattered(number: int, stop: int) -> list[int]:
+    return [(number * 7 + i) * 17 % 64 for i in range(pages_of(stop))]
 
 
 def qkv(

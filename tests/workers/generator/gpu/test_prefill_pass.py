@@ -138,9 +138,9 @@ def waiting(config: DecoderConfig, spans: list[tuple[int, int]], device: torch.d
     return found
 
 
-def cache_of(config: DecoderConfig, device: torch.device, dtype: torch.dtype, pages: int = 128) -> KVCache:
+def cache_of(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> KVCache:
     groups = [group.layers for group in page_groups(config, CONTEXT)]
-    return KVCache(layers=config.num_layers, pages=pages, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+    return KVCache(layers=config.num_layers, pages=128, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                    groups=groups, dtype=dtype, device=device)  # fmt: skip
 
 

@@ -130,8 +130,8 @@ def compare(
         TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=context, lookup=most, **options)
         for most in (0, lookup)
     ]
-    used = engines[1]._decode_plan = Steps(engines[1], random_decoder(config), capture, context)
-    engines[1]._ahead = None if lookup else Ahead(engines[1]._seating)
+    used = engines[1]._decoding.launch = Steps(engines[1], random_decoder(config), capture, context)
+    engines[1]._decoding.ahead = None if lookup else Ahead(engines[1]._seating)
     for engine in engines:
         for request in wanted:
             engine.add(request)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from api.cli import weftd
 from api.server.workers.memory_plan import planned
-from store.settings import load_settings
+from store.load_settings import load_settings
 from tests.workers.model.models import ours, reference
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.shape import AdapterShape

@@ -16,7 +16,8 @@ from api.cli import weftd
 from api.server.workers.memory_plan import planned
 from api.server.workers.worker_programs import embedded_workers, lone_worker
 from scheduler.links.configs import GeneratorConfig, VllmConfig
-from store.settings import Settings, SettingsError, load_settings
+from store.load_settings import load_settings
+from store.settings import Settings, SettingsError
 from tests.workers.model.planning.test_check import NEMOTRON, NEMOTRONS, OF_TINKER, PUBLISHED, SAME
 from tests.workers.model.planning.test_plan import GIB, SHAPES
 from workers.generator.vllm.adapters import LoraLimits, targets

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from api.errors import RateLimited
-from api.state.misses import MOST_PER_MINUTE, Misses
+from api.state import failures
 from api.who.principal import Principal
 from tests.api.conftest import World
 
@@ -16,8 +16,8 @@ ONE, OTHER = Principal("a", 1), Principal("a", 2)
 
 def test_a_key_that_misses_too_often_waits_and_no_other() -> None:
     now = [0.0]
-    misses = Misses(lambda: now[0])
-    for _ in range(MOST_PER_MINUTE + 1):  # one more, for what rounding leaves
+    misses = failures.misses(lambda: now[0])
+    for _ in range(failures.MISSES_PER_MINUTE + 1):  # one more, for what rounding leaves
         misses.note(ONE)
     with pytest.raises(RateLimited, match="ids that are not there"):
         misses.check(ONE)
@@ -38,7 +38,7 @@ def test_a_key_that_misses_too_often_waits_and_no_other() -> None:
 def test_every_poll_is_counted_that_finds_nothing(
     world: World, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.state.misses.MOST_PER_MINUTE", 3)
+    monkeypatch.setattr("api.state.failures.MISSES_PER_MINUTE", 3)
     found = [world.call("POST", path, json=body) for _ in range(4)]
     assert [reply.status_code for reply in found] == [404, 404, 404, 429]
     assert int(found[-1].headers["retry-after"]) >= 1

@@ -1,0 +1,61 @@
+"""What every bench is asked for, and tells: figures, what is claimed of them, and where they were measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def asked(doc: str | None) -> argparse.ArgumentParser:
+    """Of a bench with the docstring `doc`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    return parser
+
+
+def tell(result: dict[str, Any], args: argparse.Namespace) -> None:
+    keep(result, args)
+    print(json.dumps(result, indent=None if args.json else 2))
+
+
+def keep(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write it where `--out` says."""
+    if getattr(args, "out", None) is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken with, and on."""
+    return {
+        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "cpus": len(os.sched_getaffinity(0)),  # `taskset` may have left fewer than there are
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": dict(filter(all, ((name, _version(name)) for name in ("torch", "tinker", "weft-server")))),
+        "at": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def _version(name: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def claim(name: str, value: float, target: float, holds: bool) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 4), "target": target, "holds": holds}
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

@@ -1,0 +1,79 @@
+"""Settings from the environment, a TOML file and the command line; the later one wins."""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from store.environment import SettingsError, from_environment, over, variable_of
+from store.settings import Settings
+
+
+def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
+    """Settings from the environment, then the file, with `overrides` (None: not given) on top. Folders come back
+    absolute; in the file they are relative to the file's own folder. Raises SettingsError with one line that names the
+    key."""
+    environment = from_environment(Settings.model_fields)
+    file = _read(config_file) if config_file is not None else {}
+    values = over(environment, file)
+    within = ("engine", "trainers", "trainer_ranks")  # of a section
+    values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
+    asked = [("trainer", "replicas", overrides.get("trainers")), ("trainer", "ranks", overrides.get("trainer_ranks"))]
+    asked.append(("generator", "replicas", list(overrides.get("engine") or ()) or None))
+    for section, field, value in asked:
+        if value is not None and isinstance(values.get(section, {}), dict):  # else it is refused below
+            values[section] = {**values.get(section, {}), field: value}
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        # A key that is unknown is often why another one is missing.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        where = variable_of(first["loc"], environment, file)
+        if where is None:
+            source = f"{config_file}: " if config_file is not None else ""
+            where = source + ".".join(map(str, first["loc"]))
+        raise SettingsError(f"{where}: {_in_words(first)}") from None
+    return settings.model_copy(
+        update={
+            "data_dir": settings.data_dir.expanduser().absolute(),
+            "models": {name: path.expanduser().absolute() for name, path in settings.models.items()},
+        }
+    )
+
+
+def _in_words(fault: ErrorDetails) -> str:
+    """What is wrong with a setting, and what to write instead where that is known."""
+    *sections, name = map(str, fault["loc"] or ("",))
+    if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
+        return "is missing: name the folder that holds everything, here or by --data-dir"
+    if fault["type"] != "extra_forbidden":
+        return fault["msg"]
+    known = Settings.model_fields
+    for section in sections:
+        kind = known[section].annotation if section in known else None
+        known = kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+    near = get_close_matches(name, known, 1)
+    return "there is no such setting; " + (f"did you mean {near[0]}?" if near else "docs/operating.md lists all")
+
+
+def _read(config_file: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(config_file.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read the config file {config_file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{config_file} is not TOML: {error}") from None
+    folder = config_file.absolute().parent
+    if isinstance(values.get("data_dir"), str):
+        values["data_dir"] = folder / Path(values["data_dir"]).expanduser()
+    models = values.get("models")
+    if isinstance(models, dict):
+        values["models"] = {
+            name: folder / Path(path).expanduser() if isinstance(path, str) else path for name, path in models.items()
+        }
+    return values

@@ -1,0 +1,43 @@
+"""When a loop ends by itself since nothing comes of its groups, and when it says that filters take all."""
+
+from __future__ import annotations
+
+import pytest
+from weft.rl.chat.chat import FATAL
+from weft.rl.loops.failures import InARow, RolloutsFailedError
+
+
+def test_a_loop_ends_when_a_batch_of_groups_failed_one_after_another() -> None:
+    groups, error = InARow(5), ValueError("no such column")
+    assert [groups.failed(error) for _ in range(4)] == [None] * 4
+    groups.rolled()
+    assert [groups.failed(error) for _ in range(4)] == [None] * 4
+    ended = groups.failed(error)
+    assert isinstance(ended, RolloutsFailedError)
+    assert str(ended) == "5 groups in a row failed; the last: no such column"
+    assert ended.__cause__ is error
+
+
+def test_one_failure_of_small_batches_is_not_the_end() -> None:
+    groups = InARow(1)
+    assert [groups.failed(ValueError("?")) is None for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", FATAL)
+def test_what_no_other_group_would_survive_ends_the_loop_as_it_is(kind: type[Exception]) -> None:
+    error = kind.__new__(kind)
+    assert InARow(100).failed(error) is error
+
+
+def test_rejections_are_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    groups = InARow(2)
+    for _ in range(17):
+        groups.rejected("not_all_equal", [0.0, 1.0])
+    assert [record.getMessage().split(" were")[0] for record in caplog.records] == [
+        "8 groups in a row",
+        "16 groups in a row",
+    ]
+    groups.kept()
+    for _ in range(7):
+        groups.rejected("not_all_equal", [0.0, 1.0])
+    assert len(caplog.records) == 2
