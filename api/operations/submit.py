@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import UntypedAPIFuture
@@ -166,10 +168,17 @@ async def submit(
             raise
         refused = error
         request_id = await accept(service, submitter, operation(Checked(), refused))
-    if refused is None:
-        return UntypedAPIFuture(request_id=request_id, model_id=run.id), None
-    refused.request_id = request_id
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id, refused=refused.detail), refused
+    if refused is not None:
+        refused.request_id = request_id
+        why: str | None = refused.detail
+    else:  # a repeat, as after an answer that was lost, is told what the first was
+        why = await service.read(partial(_failure, request_id=request_id)) if repeat else None
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id, refused=why), refused
+
+
+def _failure(session: Session, request_id: str) -> str | None:
+    row = tables.Operation
+    return session.scalar(select(row.error).where(row.id == request_id, row.state == "failed"))
 
 
 async def submit_json(

@@ -93,9 +93,10 @@ class TestBatches:
     def test_bad_data_fail_through_the_future_and_spend_their_number(self, world: World) -> None:
         run = world.run()
         bad = batch(run, 1, [datum([1]), datum([1, 100])])
-        request_id = world.train(bad)["request_id"]
-        assert "datum 1: model_input holds token 100" in world.error(request_id)
-        assert world.train(bad)["request_id"] == request_id
+        told = world.train(bad)
+        assert "datum 1: model_input holds token 100" in told["refused"]
+        assert world.error(told["request_id"]) == told["refused"]
+        assert world.train(bad) == told  # also after an answer that was lost
         step = world.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": ADAM})
         reason = world.outcome(step["request_id"]).json()["queue_state_reason"]
         assert "has not arrived" not in reason

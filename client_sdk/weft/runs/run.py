@@ -103,7 +103,7 @@ class Run:
                 missing, self._missing = self._missing, None
                 raise GradientMissingError(
                     f"optim_step was not sent: a forward_backward before it was refused, so its gradient is missing "
-                    f"({missing}). Repeat both; gradients of other calls since the last step are still there"
+                    f"({missing}). Repeat what was refused, and the step; all other gradients since the last are there"
                 ) from missing
             return await self._post(
                 turn, Call("POST", "/optim_step", encode(request(turn.next_seq()).body()), patient=True)
@@ -140,8 +140,8 @@ class Run:
     async def submit_parts(
         self, turn: Turn, parts: list[list[Datum]], loss_fn: str, config: LossConfig, forward_only: bool
     ) -> list[str]:
-        """Submit one operation per part, one after the other; their request ids."""
-        ids = []
+        """Submit one operation per part, one after the other, up to one that is refused; their request ids."""
+        ids, began = list[str](), 0
         for part in parts:
             request = ForwardBackwardRequest(
                 ForwardBackwardInput(part, loss_fn, config), self.model_id, turn.next_seq(), forward_only
@@ -150,7 +150,10 @@ class Run:
             future = await self._post(turn, call)
             ids.append(future.request_id)
             if future.refused is not None and not forward_only:
-                self._missing = RequestFailedError(future.refused, future.request_id, "user")
+                which = f"of the data from {began} on, which are not in the gradient: " if began else ""
+                self._missing = RequestFailedError(which + future.refused, future.request_id, "user")
+                break
+            began += len(part)
         return ids
 
     def _forward_call(self, request: ForwardBackwardRequest) -> Call:
