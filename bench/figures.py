@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-served": computing.gpu_served,
     "decoding": computing.decoding,
     "decoding-peers": computing.decoding_peers,
+    "skyrl": computing.skyrl,
     "vllm": computing.vllm,
     "vllm-options": computing.vllm_options,
     "lookup": computing.lookup,

@@ -2,7 +2,7 @@
 
     git clone https://github.com/NovaSky-AI/SkyRL FOLDER        # and, in it, for Python 3.12:
     python3.12 -m venv .venv && .venv/bin/pip install uv -e '.[tinker,jax]'
-    python bench/skyrl.py FOLDER [--json] [--rounds 3]
+    python bench/skyrl.py FOLDER [--json] [--out FILE] [--rounds 3]
 
 The model is a Qwen3-MoE of half a million parameters, with which both servers start at their users' commands; SkyRL is
 told to keep no more adapters than there are tenants (its time grows with that number) and to sample sixteen at a time
@@ -184,6 +184,7 @@ def main() -> None:
 
     parser = asked(__doc__)
     parser.add_argument("folder", type=Path, help="SkyRL's checkout, with its environment in .venv")
+    parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 

@@ -48,6 +48,13 @@ def decoding_peers() -> str:
     return "\n\n".join([*shown, f"Parameters of an adapter: {parameters(found)}."])
 
 
+def skyrl() -> str:
+    found = read("skyrl")
+    ours, theirs = (found["per_second"][server] for server in ("weft", "skyrl"))
+    rows = [(name, *numbers((rate, theirs[name], rate / theirs[name]))) for name, rate in ours.items()]
+    return table(found, ("tokens, or steps, a second", "Weft", "SkyRL-tx", "Weft / SkyRL-tx"), rows)
+
+
 def vllm() -> str:
     found = read("generator-vllm")
     rates = found["vllm"]["tokens_per_s"]

@@ -16,13 +16,15 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 NOT_OURS = {"get_console_url", "get_telemetry", "holder", "create", "on_queue_state_change"}
 #: What our clients take beyond Tinker's, behind it and optional.
 OF_SAMPLE = ("max_staleness", "priority", "return_routed_experts", "stream")
-MORE = {("SamplingClient", "sample", name) for name in OF_SAMPLE} | {
-    ("ServiceClient", method, "name")
-    for method in (
-        "create_lora_training_client",
-        "create_training_client_from_state",
-        "create_training_client_from_state_with_optimizer",
-    )
+NAMED = (
+    "create_lora_training_client",
+    "create_training_client_from_state",
+    "create_training_client_from_state_with_optimizer",
+)
+MORE = {
+    *(("SamplingClient", "sample", name) for name in OF_SAMPLE),
+    *(("ServiceClient", method, "name") for method in NAMED),
+    *((client, "get_audit_log", "offset") for client in ("RestClient", "AdminClient")),
 }
 CLIENTS = {
     "ServiceClient": tinker.ServiceClient,

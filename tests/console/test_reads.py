@@ -53,7 +53,8 @@ def test_what_a_run_did_is_not_looked_for_among_all_that_its_organisation_did(co
     console.sign_in()
     run = console.made.runs[0]
     paths = [f"/runs/{run}", f"/runs/{run}/live", f"/compare?{compared(console)}", "/queues"]
-    for table, narrow in (("usage_events", ("run_id=?", "recorded_at>?")), ("operations", ("lane=?", "finished_at>?"))):
+    of_run = {"usage_events": ("run_id=?", "recorded_at>?"), "operations": ("lane=?", "finished_at>?", "(id=?)")}
+    for table, narrow in of_run.items():
         found = [statement for path in paths for statement in asked_by(console, path, table)]
         plans = [row[3] for statement in found for row in rows_of(console, statement, "EXPLAIN QUERY PLAN ")]
         looked = [plan for plan in plans if f" {table} " in plan]
