@@ -51,7 +51,7 @@ def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequ
     invoice its usage from now on. Returns the customer's id."""
     customer_id = customer_of(client, database, org_id, now)
     if price_ids:
-        subscription = _subscribed(client, customer_id, price_ids, now)
+        subscription = subscribe(client, customer_id, price_ids, now)
         database.write_now(lambda session: _compare(session, subscription, org_id, price_ids, now))
     return customer_id
 
@@ -73,13 +73,9 @@ def _compare(
     raise_alert(session, **name, message=message, now=now, detail={"org": org_id})
 
 
-def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> str:
+def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> Subscription:
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
-    subscription; where two at once have made two, across a full hour, both keep the older. Returns its id."""
-    return _subscribed(client, customer_id, price_ids, now).id
-
-
-def _subscribed(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> Subscription:
+    subscription; where two at once have made two, across a full hour, both keep the older."""
     if not (found := _of_meters(client, customer_id)):
         made = _make(client, customer_id, price_ids, now)
         found = _of_meters(client, customer_id) or [made]

@@ -366,11 +366,11 @@ def test_two_who_subscribe_at_once_at_a_full_hour_make_one_subscription(
 
     def after_the_other(what: str, now: datetime) -> Any:
         monkeypatch.undo()
-        others.append(customers.subscribe(client, customer, prices, at - timedelta(seconds=1)))
+        others.append(customers.subscribe(client, customer, prices, at - timedelta(seconds=1)).id)
         return once(what, now)
 
     monkeypatch.setattr(customers, "_once", after_the_other)
-    mine = customers.subscribe(client, customer, prices, at)
+    mine = customers.subscribe(client, customer, prices, at).id
     assert others == [mine]
     assert [row["id"] for row in payments.fake.stripe.all("subscription") if row["status"] == "active"] == [mine]
 
@@ -381,7 +381,7 @@ def test_a_subscription_that_another_cancels_first_is_cancelled(payments: Paymen
     client = stripe_client(payments.settings)
     subscription = customers.subscribe(
         client, payments.customer(payments.organisation()), payments.settings.price_ids, payments.now
-    )
+    ).id
     for _ in range(2):
         customers.cancel(client, subscription)
     assert payments.fake.stripe.get("subscription", subscription)["status"] == "canceled"
