@@ -123,8 +123,8 @@ class LaneBrokenError(WeftError):
 
 
 class GradientMissingError(WeftError):
-    """An `optim_step` that was not sent, because a `forward_backward` before it never reached the run: it would have
-    been taken without its gradient."""
+    """An `optim_step` that was not taken, because a `forward_backward` before it has failed or was never sent: it would
+    have been taken without its gradient. The next one is."""
 
 
 #: Of HTML.

@@ -81,6 +81,12 @@ class APIFuture(Generic[T]):
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
+        self._told = False
+
+    @property
+    def known(self) -> bool:
+        """Whether it has come out well, or who waited for it has been told how it ended."""
+        return self._told or (self._future.done() and not self._future.cancelled() and self._future.exception() is None)
 
     @classmethod
     def start(cls, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
@@ -91,11 +97,17 @@ class APIFuture(Generic[T]):
         """Wait for the result, at most `timeout` seconds (`TimeoutError`)."""
         if background().here() and not self._future.done():
             raise RuntimeError("result() would block the client's own event loop; use await")
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        finally:
+            self._told = self._future.done()
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109
         """Wait for the result in any event loop, at most `timeout` seconds (`TimeoutError`)."""
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
+        finally:
+            self._told = self._future.done()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()

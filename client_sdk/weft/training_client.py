@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         self._run = Run(session)
         self._made = background().run(self._ready(request))
         self._curves = Curves(self._run, self._made)
+        self._backwards: list[Output] = []  # since the last step, of which the caller does not know how they ended
 
     def __repr__(self) -> str:
         made, info = self._made, self._run.info
@@ -86,7 +87,8 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Output:
         """Compute the loss and its outputs, without gradients."""
-        return self._forward(data, loss_fn, loss_fn_config, forward_only=True)
+        given = _checked(data, loss_fn)
+        return APIFuture.start(self._run.forward(given, loss_fn, dict(loss_fn_config or {})))
 
     forward_async = future_twin(forward)
 
@@ -97,15 +99,17 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
 
         The result holds, per datum, `logprobs` shaped as its target tokens, and metrics such as `loss:sum`.
         """
-        return self._forward(data, loss_fn, loss_fn_config, forward_only=False)
+        given, config = _checked(data, loss_fn), dict(loss_fn_config or {})
+        return self._adding(lambda told: self._run.forward_backward(given, loss_fn, config, told))
 
     forward_backward_async = future_twin(forward_backward)
 
-    def _forward(
-        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, forward_only: bool
-    ) -> Output:
-        given = _checked(data, loss_fn)
-        return APIFuture.start(self._run.forward(given, loss_fn, dict(config or {}), forward_only))
+    def _adding(self, work: Callable[[bool], Coroutine[Any, Any, ForwardBackwardOutput]]) -> Output:
+        """Start what adds to the gradient; it hears whether the caller knows how all before it has ended."""
+        self._backwards = [other for other in self._backwards if not other.known]
+        future = APIFuture.start(work(not self._backwards))
+        self._backwards.append(future)
+        return future
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss | LossHandle, *, loss_type_input: str | None = None
@@ -124,7 +128,8 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
                 return self.forward_backward(given, "custom", {"loss_id": loss_fn.loss_id})
             loss_fn = loss_fn.run
         require_torch()
-        return APIFuture.start(run_custom(self._run, given, loss_fn))
+        mine = loss_fn
+        return self._adding(lambda told: run_custom(self._run, given, mine, told))
 
     forward_backward_custom_async = future_twin(forward_backward_custom)
 
@@ -152,8 +157,15 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
             adam = params if isinstance(params, AdamParams) else None
             other = None if isinstance(params, AdamParams) else params.body()
             model_id = self._run.model_id
-            return OptimStepRequest(model_id=model_id, adam_params=adam, optimizer_params=other, seq_id=seq_id)
+            return OptimStepRequest(
+                model_id=model_id,
+                adam_params=adam,
+                optimizer_params=other,
+                seq_id=seq_id,
+                heard_of=self._run.heard_of if self._session.config.optim_step_heard_of else None,
+            )
 
+        self._backwards = []
         return APIFuture.start(self._run.step(request, OptimStepResponse))
 
     optim_step_async = future_twin(optim_step)

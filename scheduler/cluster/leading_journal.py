@@ -126,7 +126,7 @@ class LeadingJournal:
         if row.state == "queued":
             training.enqueue(from_row(row))
         else:
-            training.skip(row.lane, row.seq)
+            training.skip(from_row(row), row.error)
         return None
 
     def waiting(self, op_id: str) -> Waiting | None:

@@ -119,7 +119,8 @@ class TrainerDesk:
         soon = upcoming(self._training.queue, model, only)
         limit_s = self._pass_limit_s * max(1.0, sum(unit.tokens for unit in units) / self._pass_tokens)
         trainer.overdue.begin(limit_s)
-        trainer.link.send(Pass(self._passes, model, [u.send for u in units], release, soon, limit_s, hand_over))
+        ops = [self._training.message_of(unit) for unit in units]
+        trainer.link.send(Pass(self._passes, model, ops, release, soon, limit_s, hand_over))
 
     def _begin(self, units: list[Unit]) -> None:
         now = datetime.now(UTC)

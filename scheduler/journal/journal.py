@@ -156,7 +156,7 @@ class Journal:
             return session.get(tables.Operation, request_id)
 
     def skip(self, op: Operation) -> None:
-        self.training.skip(op.lane, op.seq)
+        self.training.skip(op, op.outcome.error if op.outcome is not None else None)
 
     def enqueue(self, op: Operation) -> None:
         """Queue an operation that was accepted already."""

@@ -18,7 +18,7 @@ from scheduler.journal.rows import from_row, plan_of
 from scheduler.journal.samples.versions import policy_of
 from scheduler.journal.training import Training
 from scheduler.links.messages import MUTATING, OpKind, PolicyMoved, RunSpec, Snapshot
-from scheduler.order.lanes import RunLane
+from scheduler.order.lanes import RunLane, uses_gradients
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
 from store import tables
@@ -71,6 +71,7 @@ def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None
     for seq in ended:
         lane.refuse(seq)
     for row in rows:
+        _note(lane, row)
         if row.state == "failed" and row.kind == OpKind.CREATE:
             lane.broken, lane.broken_category = f"run {run.id} was never created: {row.error}", "user"
         elif row.state == "done" and row.kind in MUTATING and (snapshot is None or row.seq > snapshot.seq):
@@ -82,6 +83,18 @@ def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None
             enqueue(from_row(row))
     if lane.closing:
         training.close_run(run.id)
+
+
+def _note(lane: RunLane, row: tables.Operation) -> None:
+    """What the next step of a run has to know of an operation that has ended."""
+    if row.state == "queued":
+        return
+    if row.kind == OpKind.FORWARD_BACKWARD:
+        lane.gradients.came(row.seq, row.accepted_at)
+        if row.error is not None:
+            lane.gradients.failed(row.seq, row.error, row.finished_at or row.accepted_at)
+    elif uses_gradients(row.kind, row.error):
+        lane.gradients.used(row.seq)
 
 
 def snapshot_of(run: tables.Run) -> Snapshot | None:

@@ -17,7 +17,7 @@ from scheduler.journal.ending.recording import Recorder
 from scheduler.journal.gaps import Gaps
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.storing import Storing
-from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot
+from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot, TrainOp
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
@@ -95,11 +95,13 @@ class Training:
         self.gaps.watch(lane)
         self.wake_soon()
 
-    def skip(self, run_id: str, seq: int) -> None:
-        """Nothing comes under this number of a run: what follows need not wait for it."""
-        lane = self.runs.get(run_id)
+    def skip(self, op: Operation, why: str | None) -> None:
+        """It has ended already: what follows need not wait for its number. `why` it failed, if it did."""
+        lane = self.runs.get(op.lane)
         if lane is not None:
-            self.queue_units(lane, lane.refuse(seq))
+            if why is not None:
+                _note_failure(lane, op, why, op.accepted_at)
+            self.queue_units(lane, lane.refuse(op.seq))
             self.wake_soon()
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
@@ -117,6 +119,11 @@ class Training:
         """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
         self.unqueue(lane)
         self.queue_units(lane, lane.lost())
+
+    def message_of(self, unit: Unit) -> TrainOp:
+        """What a trainer is sent of it."""
+        lane = self.runs.get(unit.send.run_id)
+        return lane.sent(unit) if lane is not None else unit.send
 
     def wake(self) -> None:
         for desk in self.desks:
@@ -153,8 +160,10 @@ class Training:
         op = self._open.get(done.op_id)
         if op is None or op.settling:
             return
-        op.settling = True
-        op.timings.done(datetime.now(UTC))
+        op.settling, now = True, datetime.now(UTC)
+        op.timings.done(now)
+        if done.failure is not None and (lane := self.runs.get(op.lane)) is not None:
+            _note_failure(lane, op, done.failure.message, now)
         saves = op.kind in SAVES
         before = self._last_save.get(op.lane) if saves else None
         settling = self._settle(op, done) if before is None else self._settle_after(before, op, done)
@@ -299,6 +308,12 @@ def in_line(desks: list[Desk], worker: str, ahead: int) -> Waiting:
     if any(desk.worker == worker and not desk.attached for desk in desks):
         return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {place}")
     return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
+
+
+def _note_failure(lane: RunLane, op: Operation, why: str, at: datetime) -> None:
+    """Its gradient is missing from the next step."""
+    if op.kind == OpKind.FORWARD_BACKWARD:
+        lane.gradients.failed(op.seq, why, at)
 
 
 def moves_samplers(op: Operation) -> bool:

@@ -15,9 +15,16 @@ from bisect import insort
 from dataclasses import dataclass
 from operator import itemgetter
 
+from msgspec.structs import replace
+from weft.wire.checks.runs import is_not_taken
+
 from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot, TrainOp
+from scheduler.order.gradients import Gradients, Lacking
 from scheduler.order.operations import INTERACTIVE, Operation
-from scheduler.order.plans import Create, ForwardBackward, Load, Slice
+from scheduler.order.plans import Create, ForwardBackward, Load, Slice, Step
+
+#: What uses the gradients before it, or puts others in their place.
+_USES = (OpKind.OPTIM_STEP, OpKind.LOAD_STATE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +84,11 @@ def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool 
     ]
 
 
+def uses_gradients(kind: str, error: str | None) -> bool:
+    """Whether an operation that has ended leaves nothing to the next step (`Gradients.used`)."""
+    return kind in _USES and (error is None or is_not_taken(error))
+
+
 class RunLane:
     """One run: what has been released to the queue, what is parked, and how to rebuild it."""
 
@@ -100,6 +112,7 @@ class RunLane:
         self.closing = False
         self.paused = ""  # why nothing of it is queued for now
         self.setbacks = 0  # times that it was set aside, or a trainer lost over it, since it last got on
+        self.gradients = Gradients()
         self._parked: dict[int, Operation] = {}
         self._refused: set[int] = set()  # numbers ahead of next_seq that are spent without an operation
         self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
@@ -122,6 +135,8 @@ class RunLane:
     def arrive(self, op: Operation) -> list[Unit]:
         """A new operation. Returns the units that may be queued now, in order."""
         self._parked[op.seq] = op
+        if op.kind == OpKind.FORWARD_BACKWARD:
+            self.gradients.came(op.seq, op.accepted_at)
         return self._advance()
 
     def refuse(self, seq: int) -> list[Unit]:
@@ -164,9 +179,22 @@ class RunLane:
         self._pending.pop(op.id, None)
         if self._parked.get(op.seq) is op:
             del self._parked[op.seq]
+        if op.outcome is not None and uses_gradients(op.kind, op.outcome.error):
+            self.gradients.used(op.seq)
         op.attempts, op.reached, op.alone = 0, 0, False  # as a replay it has yet to show what it does
         if ok and op.kind in MUTATING:
             insort(self._log, op, key=lambda other: other.seq)
+
+    def sent(self, unit: Unit) -> TrainOp:
+        """What a trainer is sent of it now: to a step belongs whose gradient it would lack."""
+        op, send = unit.op, unit.send
+        if op is None or send.replay or send.kind is not OpKind.OPTIM_STEP:
+            return send
+        heard_of, since = op.plan.heard_of if isinstance(op.plan, Step) else None, 0
+        if self.gradients.any_failed:
+            since = max((o.seq for o in self._pending.values() if o.kind in _USES and o.seq < op.seq), default=0)
+        lacking = self.gradients.lacking(op.seq, since, heard_of)
+        return replace(send, lacks=lacking.why, knows=lacking.knows) if lacking != Lacking() else send
 
     def lost(self) -> list[Unit]:
         """The trainer is gone. Returns everything to queue again (the caller has emptied the run's queue)."""

@@ -102,11 +102,13 @@ class Sample(msgspec.Struct, frozen=True, tag=True):
     priority: str
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """optim_step: the settings that its body gives the optimizer, by name, for people who look at the run later, when
-    the body is gone. What computes reads the body."""
+    the body is gone. What computes reads the body. `heard_of` is what its client has said of failures that it knows
+    (`weft.wire.OptimStepRequest`)."""
 
     settings: dict[str, float]
+    heard_of: int | None = None
 
 
 class BodyOnly(msgspec.Struct, frozen=True, tag=True):

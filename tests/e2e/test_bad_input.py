@@ -163,29 +163,6 @@ def test_what_cannot_be_written_is_not_sent_and_the_run_goes_on(weftd: Weftd, ca
         assert update.metrics["step:max"] == 1
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_no_step_is_taken_without_the_gradient_of_data_that_were_refused(weftd: Weftd, parts: int) -> None:
-    """They were submitted together, so the step is on its way before the future says what is wrong with the data."""
-    bad = weft.Datum(weft.ModelInput.from_ints([50]), {"target_tokens": [10_000_000], "weights": [1.0]})
-    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:
-        run = service.create_lora_training_client(BASE_MODEL, rank=4)
-        run.forward_backward([PLAIN], "cross_entropy")
-        run.optim_step(weft.AdamParams(learning_rate=1e-2)).result(10)
-        before = run.forward([PLAIN], "cross_entropy").result(10).metrics["loss:sum"]
-        given = [PLAIN] * 1024 * (parts - 1) + [bad] + [PLAIN] * 1024 * (parts - 1)
-        backward, update = run.forward_backward(given, "cross_entropy"), run.optim_step(weft.AdamParams())
-        with pytest.raises(weft.RequestFailedError, match="10000000"):
-            backward.result(10)
-        told = "of the data from 1024 on.*10000000" if parts > 1 else "missing .datum 0.*10000000"
-        with pytest.raises(weft.GradientMissingError, match=told):
-            update.result(10)
-        assert run.forward([PLAIN], "cross_entropy").result(10).metrics["loss:sum"] == before
-        run.forward_backward([PLAIN], "cross_entropy")
-        again = run.optim_step(weft.AdamParams()).result(10)
-        assert again.metrics is not None
-        assert again.metrics["step:max"] == 2
-
-
 def test_what_is_too_large_to_be_read_uses_no_number(weftd: Weftd) -> None:
     """The server has not seen which number it had, and would wait for it."""
     with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:

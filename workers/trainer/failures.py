@@ -20,11 +20,15 @@ class NotResident(LookupError):
     """The operation needs something that this trainer does not hold: an error of the service, not of the user."""
 
 
+class GradientMissing(ValueError):
+    """A step that was not taken, because something before it has failed that its client may not know of."""
+
+
 def failure_of(error: Exception) -> Failure:
     """The failure as the user is told it. Everything but a user's own mistake is logged with its traceback."""
     if isinstance(error, DamagedState):
         return Failure(str(error))
-    if isinstance(error, BadOperation | OptimizerError | StateError):
+    if isinstance(error, BadOperation | OptimizerError | StateError | GradientMissing):
         return Failure(str(error), "user")
     if not isinstance(error, NotResident):
         log.error("an operation failed", exc_info=error)

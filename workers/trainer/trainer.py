@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 import torch
 from weft.wire.checks.losses import CUSTOM, loss_id_of
+from weft.wire.checks.runs import step_not_taken
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import (
@@ -45,7 +46,7 @@ from store.blobs.contract import Blobs
 from workers.model.decoder import Decoder
 from workers.model.memory import with_room
 from workers.trainer.computing import Computing, Others
-from workers.trainer.failures import NotResident, cannot_now, cannot_replay, failure_of, may_pass
+from workers.trainer.failures import GradientMissing, NotResident, cannot_now, cannot_replay, failure_of, may_pass
 from workers.trainer.losses.custom import CustomLosses, UploadedLoss, most_work_of
 from workers.trainer.packing import leading
 from workers.trainer.progress import Part, Progress, begin
@@ -346,7 +347,10 @@ class Trainer:
             if op.run_id in self._aside or not self._ready(op, send, here=False):
                 continue
             try:
-                due.append((op, self._run(op), self._body(op)))
+                run = self._run(op)
+                if why := _lacks(op, run):
+                    raise GradientMissing(step_not_taken(why))
+                due.append((op, run, self._body(op)))
             except Exception as error:
                 self._failed(op, error, send)
         results = step_runs([(run, body) for _, run, body in due], self.held)
@@ -366,6 +370,8 @@ class Trainer:
     def _answer(self, op: TrainOp, send: Tell, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
         if op.replay:
             return
+        if failure is not None and op.kind is OpKind.FORWARD_BACKWARD and op.run_id in self.held.runs:
+            self.held.runs[op.run_id].lacks = op.seq, failure.message
         billed = failure is None or failure.ran
         send(Done(op.op_id, b"" if failure else payload, facts if billed else {}, failure))
         with logs.on(**facts_of(op)):
@@ -384,3 +390,9 @@ class Trainer:
         if decoder is None:
             raise NotResident(f"this trainer has no base model {spec.base_model!r}; it has {sorted(self.models)}")
         return decoder
+
+
+def _lacks(op: TrainOp, run: RunState) -> str:
+    """Why a gradient is missing from the step `op`, told once; "" when none is, or its client knows."""
+    (number, why), run.lacks = run.lacks, (0, "")
+    return "" if op.replay else op.lacks or (why if number > op.knows else "")

@@ -82,7 +82,7 @@ async def get_info(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 @router.post("/optim_step", response_model_exclude_none=True, **declare(scope="train", limit="work"))
 async def optim_step(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     def check(body: OptimStepRequest, run: tables.Run) -> Checked:
-        return Checked(Step(check_step(body, run.optimizer)))
+        return Checked(Step(check_step(body, run.optimizer), body.heard_of))
 
     raw = await read_body(request)
     return await submit_json(service, who, OpKind.OPTIM_STEP, raw, OptimStepRequest, check, at_once=True)

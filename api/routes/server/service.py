@@ -53,6 +53,7 @@ async def client_config(request: Request, service: ServiceDep, who: PrincipalDep
         sample_use_retrieve_futures=service.settings.sample_use_retrieve_futures,
         custom_loss_server_side=True,
         sample_join_sampling_session=True,
+        optim_step_heard_of=True,
     )
 
 

@@ -53,8 +53,8 @@ def require_torch() -> Any:
         raise ImportError("forward_backward_custom differentiates your loss with torch: pip install torch") from None
 
 
-async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> ForwardBackwardOutput:
-    """Both passes, in one turn: operations called later stay behind the second."""
+async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss, told: bool) -> ForwardBackwardOutput:
+    """Both passes, in one turn: operations called later stay behind the second. `told`: see `Run.add_gradient`."""
     require_torch()
     given = list(data)
     if not given:
@@ -68,7 +68,7 @@ async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss) -> Fo
         backward = [mine.data[start:stop] for start, stop in zip([0, *sizes], sizes, strict=False)]
         return mine, await run.submit_parts(turn, backward, "cross_entropy", None, False)
 
-    mine, ids = await run.add_gradient(both)
+    mine, ids = await run.add_gradient(both, told)
     return _with_metrics(await run.fetch_parts(ids), mine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import httpx
@@ -18,6 +19,7 @@ from weft.transport.http import PROTOBUF, Call, encode, parse
 from weft.transport.poll import fetch_result
 from weft.wire.base import Request
 from weft.wire.binary.request_codec import decode_forward_backward_output, encode_forward_backward
+from weft.wire.checks.runs import is_not_taken
 from weft.wire.inputs import Datum
 from weft.wire.service import UntypedAPIFuture
 from weft.wire.training import (
@@ -45,8 +47,10 @@ class Run:
         self.model_id = ""
         self.info: GetInfoResponse | None = None
         self._lane = Lane()
-        #: Why the gradient for the next optimizer step is not whole.
+        #: Why some of the gradient for the next optimizer step has not reached the server, which says of the rest.
         self._missing: Exception | None = None
+        #: The caller had been told of all failures up to this number, and went on.
+        self.heard_of = 0
 
     async def make(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> None:
         """Make the run on the server, before any of its operations. `request` is told session id and model number."""
@@ -81,11 +85,13 @@ class Run:
 
         return await asyncio.shield(asyncio.ensure_future(take()))
 
-    async def add_gradient(self, work: Callable[[Turn], Awaitable[R]]) -> R:
-        """`in_turn`, for what adds to the gradient. Where any of it is refused, be it that its future will say so, the
-        next optimizer step is not sent."""
+    async def add_gradient(self, work: Callable[[Turn], Awaitable[R]], told: bool) -> R:
+        """`in_turn`, for what adds to the gradient. Where any of it does not reach the server, the next optimizer step
+        is not sent; a caller who has been `told` of all that failed before goes on without that."""
 
         async def noted(turn: Turn) -> R:
+            if told:
+                self._missing, self.heard_of = None, turn.next_seq() - 1
             try:
                 return await work(turn)
             except Exception as error:
@@ -96,21 +102,26 @@ class Run:
 
     async def step(self, request: Callable[[int], Request], answer: type[M]) -> M:
         """An optimizer step over all that was called before it. `GradientMissingError`, once, if some of that is not
-        there."""
+        there, unless a caller who had been told of it has gone on."""
 
         async def submit(turn: Turn) -> UntypedAPIFuture:
             if self._missing is not None:
                 missing, self._missing = self._missing, None
                 raise GradientMissingError(
-                    f"optim_step was not sent: a forward_backward before it was refused, so its gradient is missing "
-                    f"({missing}). Repeat what was refused, and the step; all other gradients since the last are there"
+                    f"optim_step was not sent: a forward_backward before it was not, so its gradient is missing "
+                    f"({missing}). Repeat that, and the step; all other gradients since the last are there"
                 ) from missing
             return await self._post(
                 turn, Call("POST", "/optim_step", encode(request(turn.next_seq()).body()), patient=True)
             )
 
         future = await self.in_turn(submit)
-        return await fetch_result(self.session.transport, future.request_id, lambda got: parse(got, answer))
+        try:
+            return await fetch_result(self.session.transport, future.request_id, lambda got: parse(got, answer))
+        except RequestFailedError as error:
+            if is_not_taken(error.message):
+                raise GradientMissingError(str(error)) from error
+            raise
 
     async def operate(self, path: str, request: Callable[[int], Request], answer: type[M]) -> M:
         """One JSON operation: submit it in turn (`request` is told its number) and fetch its result."""
@@ -121,16 +132,21 @@ class Run:
         future = await self.in_turn(submit)
         return await fetch_result(self.session.transport, future.request_id, lambda got: parse(got, answer))
 
-    async def forward(
-        self, data: Sequence[Datum], loss_fn: str, config: LossConfig, forward_only: bool
+    async def forward(self, data: Sequence[Datum], loss_fn: str, config: LossConfig) -> ForwardBackwardOutput:
+        """A forward over `data`, in as many parts as it needs."""
+        return await self.fetch_parts(await self.in_turn(partial(self._submit, data, loss_fn, config, True)))
+
+    async def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, config: LossConfig, told: bool
     ) -> ForwardBackwardOutput:
-        """A forward or forward_backward over `data`, in as many parts as it needs."""
+        """A forward_backward over `data`, in as many parts as it needs. `told`: see `add_gradient`."""
+        work = partial(self._submit, data, loss_fn, config, False)
+        return await self.fetch_parts(await self.add_gradient(work, told))
 
-        async def submit(turn: Turn) -> list[str]:
-            return await self.submit_parts(turn, self.parts(data), loss_fn, config, forward_only)
-
-        take = self.in_turn if forward_only else self.add_gradient
-        return await self.fetch_parts(await take(submit))
+    async def _submit(
+        self, data: Sequence[Datum], loss_fn: str, config: LossConfig, forward_only: bool, turn: Turn
+    ) -> list[str]:
+        return await self.submit_parts(turn, self.parts(data), loss_fn, config, forward_only)
 
     def parts(self, data: Sequence[Datum]) -> list[list[Datum]]:
         """`data` cut to the sizes that the server wants."""
@@ -141,7 +157,7 @@ class Run:
         self, turn: Turn, parts: list[list[Datum]], loss_fn: str, config: LossConfig, forward_only: bool
     ) -> list[str]:
         """Submit one operation per part, one after the other, up to one that is refused; their request ids."""
-        ids, began = list[str](), 0
+        ids = list[str]()
         for part in parts:
             request = ForwardBackwardRequest(
                 ForwardBackwardInput(part, loss_fn, config), self.model_id, turn.next_seq(), forward_only
@@ -150,10 +166,7 @@ class Run:
             future = await self._post(turn, call)
             ids.append(future.request_id)
             if future.refused is not None and not forward_only:
-                which = f"of the data from {began} on, which are not in the gradient: " if began else ""
-                self._missing = RequestFailedError(which + future.refused, future.request_id, "user")
                 break
-            began += len(part)
         return ids
 
     def _forward_call(self, request: ForwardBackwardRequest) -> Call:

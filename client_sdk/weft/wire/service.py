@@ -54,7 +54,8 @@ class ClientConfigRequest(Request):
 
 class ClientConfigResponse(Response):
     """What a server tells a client about how to behave. `weft` minds the chunk limits, the billing pause and
-    `sample_max_concurrent_requests`; the others are Tinker's."""
+    `sample_max_concurrent_requests`, and that the server takes `heard_of` with a step, which is ours; the others are
+    Tinker's."""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -73,6 +74,7 @@ class ClientConfigResponse(Response):
     sample_use_retrieve_futures: bool = False
     custom_loss_server_side: bool = False
     sample_join_sampling_session: bool = False
+    optim_step_heard_of: bool = False
 
 
 class ClientDynamicConfigResponse(Response):

@@ -134,12 +134,16 @@ class GetInfoResponse(Response):
 
 
 class OptimStepRequest(Request):
-    """Apply the accumulated gradient. `adam_params` or, for other optimizers, `optimizer_params`; exactly one."""
+    """Apply the accumulated gradient. `adam_params` or, for other optimizers, `optimizer_params`; exactly one.
+
+    `heard_of` is the number up to which the caller had been told of what failed when it went on with another
+    forward_backward: a step behind a later failure is not taken. Tinker's own client does not say."""
 
     model_id: ModelID
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
     seq_id: TrainSeq | None = None
+    heard_of: Count | None = None
     type: Literal["optim_step"] = "optim_step"
 
     @model_validator(mode="after")

@@ -79,7 +79,8 @@ class RunState:
     began while the section was in use, by operation id. `dirty`: something has changed since the run's page was
     written; `paged_gradient` and `paged_apart` say what the page holds besides weights and moments. `part` came with a
     snapshot and waits for the rest of its operation. `saved_at`: when the run was last equal to a snapshot, in seconds
-    of time.monotonic. A `guest` is at home on another rank: weights and gradient for a part of one operation."""
+    of time.monotonic. A `guest` is at home on another rank: weights and gradient for a part of one operation. `lacks`:
+    the number of the latest forward_backward that failed since the last step, and why."""
 
     spec: RunSpec
     kind: ArenaKind
@@ -97,6 +98,7 @@ class RunState:
     paged_apart: tuple[str, ...] = ()
     part: PartDone | None = None
     guest: bool = False
+    lacks: tuple[int, str] = (0, "")
 
     @property
     def unsaved(self) -> bool:

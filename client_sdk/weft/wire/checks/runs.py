@@ -11,6 +11,8 @@ from weft.wire.training import AdamParams
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
+_NOT_TAKEN = "no step was taken: a forward_backward before it failed, so its gradient is missing"
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
 _USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_params of the type dimuon"}
 
@@ -37,6 +39,19 @@ def step_problems(given: str, optimizer: str) -> Iterator[Problem]:
         use = f"; {_USE[optimizer]}" if optimizer in _USE else ""
         what = f"this model's optimizer is {optimizer}, set when it was created{use}"
         yield Problem("", what, optimizer, given)
+
+
+def step_not_taken(why: str) -> str:
+    """What a step is told that would lack the gradient of something which failed: `why` it did."""
+    return (
+        f"{_NOT_TAKEN}. Repeat what failed, and the step; all other gradients since the last step are there. It failed "
+        f"because of this: {why}"
+    )
+
+
+def is_not_taken(told: str) -> bool:
+    """Whether a step failed for that reason."""
+    return told.startswith(_NOT_TAKEN)
 
 
 def adam_problems(params: AdamParams) -> Iterator[Problem]:

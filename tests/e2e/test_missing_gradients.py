@@ -1,0 +1,132 @@
+"""No step is taken without a gradient that its client counts on. Clients submit forward_backward and optim_step
+together, so the step is on its way before anybody knows that the first has failed, be it that its data are refused or
+that its gradient comes out as infinite. And whoever has been told, and goes on, is not stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import tinker
+import weft
+from tinker import types
+
+from tests.e2e.conftest import BASE_MODEL, Weftd
+
+pytestmark = pytest.mark.server
+Official = Callable[..., Any]
+
+#: Refused before it is queued, and failing while it is computed.
+BAD = {"refused": ([10_000_000], [1.0]), "computed": ([52], [3.4e38])}
+PARTS = {"alone": 0, "amid a large batch": 1024}
+
+
+def good(token: int = 51, kind: Any = weft) -> Any:
+    return datum(kind, [token], [1.0])
+
+
+def datum(kind: Any, targets: list[int], weights: list[float]) -> Any:
+    where = kind if kind is weft else types
+    inputs = {"target_tokens": targets, "weights": weights}
+    return where.Datum(model_input=where.ModelInput.from_ints([50]), loss_fn_inputs=inputs)
+
+
+class Ours:
+    """The same few calls with either client."""
+
+    kind: Any = weft
+    adam: Any = staticmethod(weft.AdamParams)
+    failed: Any = weft.RequestFailedError
+    missing: Any = weft.GradientMissingError
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def backward(self, data: list[Any]) -> Any:
+        return self.run.forward_backward(data, "cross_entropy")
+
+    def step(self, rate: float = 1e-2) -> Any:
+        return self.run.optim_step(self.adam(learning_rate=rate))
+
+    def loss(self) -> float:
+        loss: float = self.run.forward([good(53, self.kind)], "cross_entropy").result(60).metrics["loss:sum"]
+        return loss
+
+    def steps(self) -> float:
+        metrics = self.step(0.0).result(60).metrics
+        assert metrics is not None
+        return float(metrics["step:max"])
+
+
+class Theirs(Ours):
+    kind = tinker
+    adam = staticmethod(types.AdamParams)
+    failed = tinker.RequestFailedError
+    missing = tinker.RequestFailedError
+
+
+@pytest.fixture(params=[Ours, Theirs])
+def client(request: pytest.FixtureRequest, weftd: Weftd, official: Official) -> Any:
+    if request.param is Theirs:
+        yield Theirs(official("careless").create_lora_training_client(BASE_MODEL, rank=4).result())
+    else:
+        with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:
+            yield Ours(service.create_lora_training_client(BASE_MODEL, rank=4))
+
+
+@pytest.mark.parametrize("around", PARTS)
+@pytest.mark.parametrize("how", BAD)
+def test_a_step_behind_it_is_not_taken_once(client: Ours, how: str, around: str) -> None:
+    client.backward([good(kind=client.kind)])
+    client.step().result(60)  # so that there is momentum
+    before = client.loss()
+    others = [good(kind=client.kind)] * PARTS[around]
+    backward, step = client.backward([*others, datum(client.kind, *BAD[how]), *others]), client.step()
+    with pytest.raises(client.failed):
+        backward.result(60)
+    with pytest.raises(client.missing, match=r"no step was taken.*its gradient is missing.*dat(um|a) \d"):
+        step.result(60)
+    assert client.loss() == before
+    client.backward([good(kind=client.kind)])
+    client.step().result(60)
+    assert client.steps() == 3
+
+
+@pytest.mark.parametrize("client", [Ours], indirect=True)  # Tinker's says nothing of what it knows
+@pytest.mark.parametrize("how", BAD)
+def test_microbatches_that_were_submitted_with_it_do_not_make_up_for_it(client: Ours, how: str) -> None:
+    before = client.loss()
+    bad = client.backward([datum(client.kind, *BAD[how])])
+    step = (client.backward([good(kind=client.kind)]), client.step())[1]
+    with pytest.raises(client.missing, match="its gradient is missing"):
+        step.result(60)
+    with suppress(client.failed):
+        bad.result(60)
+    assert client.loss() == before
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_who_was_told_and_goes_on_is_not_stopped(client: Ours, how: str) -> None:
+    """Data that are corrected and sent again, and a batch that is left out."""
+    for _ in range(2):
+        with pytest.raises(client.failed):
+            client.backward([datum(client.kind, *BAD[how])]).result(60)
+    client.backward([good(kind=client.kind)])
+    client.step().result(60)
+    assert client.steps() == 2
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_the_same_step_again_is_taken(client: Ours, how: str) -> None:
+    """The gradient of what was good is still there."""
+    before = client.loss()
+    client.backward([good(53, client.kind)]).result(60)
+    bad, step = client.backward([datum(client.kind, *BAD[how])]), client.step()
+    with pytest.raises(client.failed):
+        bad.result(60)
+    with pytest.raises(client.missing):
+        step.result(60)
+    client.step().result(60)
+    assert client.loss() < before

@@ -1,0 +1,81 @@
+"""What a step is sent with, when a forward_backward before it has failed: also after the trainer, or the server, is
+lost in between, when nobody but the journal knows of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from weft.wire.checks.runs import step_not_taken
+
+from scheduler.journal.recovery import recover
+from scheduler.links.messages import Done, Failure, Pass, PullPass, TrainOp
+from scheduler.order.plans import Step
+from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, train
+
+__all__ = ["folder"]
+BAD = Failure("datum 3 is not finite", "user")
+UNTOLD = Step({}, heard_of=0)
+
+
+def step_of(pass_: Pass) -> TrainOp:
+    [step] = [op for op in pass_.ops if op.kind == "optim_step"]
+    return step
+
+
+@pytest.mark.parametrize("refused", [True, False])
+@pytest.mark.parametrize("lost", ["trainer", "server"])
+def test_a_step_lacks_what_failed_before_it(folder: Path, refused: bool, lost: str) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            bad = await service.journal.accept(replace(train(1), refused=BAD.message if refused else None))
+            step = await service.journal.accept(train(2, "optim_step", plan=UNTOLD))
+            sent = step_of(await service.ask(link, PullPass(["m"])))
+            assert sent.lacks == (BAD.message if refused else "")  # else its trainer knows
+            if not refused:
+                link.send(Done(bad, failure=BAD))
+            assert (await outcome(service, bad)).error == BAD.message
+        if lost == "server":
+            service.database.close()
+            service = Service(folder)
+            recover(service.journal, service.database)
+        async with service.worker(service.trainer) as link:
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            again = step_of(await service.ask(link, PullPass(["m"])))
+            assert again.lacks == BAD.message
+            link.send(Done(step, failure=Failure(step_not_taken(again.lacks), "user")))
+            await outcome(service, step)
+            await service.journal.accept(train(3, "optim_step", plan=UNTOLD))
+            assert step_of(await service.ask(link, PullPass(["m"]))).lacks == ""  # said once
+
+    go(scenario())
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_step_knows_what_its_client_was_told(folder: Path, says: bool) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            bad = await service.journal.accept(train(1))
+            await service.ask(link, PullPass(["m"]))
+            link.send(Done(bad, failure=BAD))
+            await outcome(service, bad)
+            good = await service.journal.accept(train(2))
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            await outcome(service, good)
+            await service.journal.accept(train(3, "optim_step", plan=Step({}, heard_of=1) if says else Step({})))
+            sent = step_of(await service.ask(link, PullPass(["m"])))
+            assert (sent.lacks, sent.knows) == ("", 1)
+        service.database.close()
+        service = Service(folder)
+        recover(service.journal, service.database)
+        async with service.worker(service.trainer) as link:
+            await service.answer(link, await service.ask(link, PullPass(["m"])))
+            sent = step_of(await service.ask(link, PullPass(["m"])))
+            assert (sent.lacks, sent.knows) == ("", 1)
+
+    go(scenario())

@@ -1,0 +1,59 @@
+"""A step says whose gradient it would lack, unless its client knows of that and has gone on."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from scheduler.order.gradients import Gradients, Lacking
+
+
+def at(second: float) -> datetime:
+    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second)
+
+
+def gradients(came: dict[int, float], failed: dict[int, float]) -> Gradients:
+    """forward_backwards by number: when they were accepted, and when those that failed did."""
+    made = Gradients()
+    for seq, second in came.items():
+        made.came(seq, at(second))
+    for seq, second in failed.items():
+        made.failed(seq, f"{seq} is bad", at(second))
+    return made
+
+
+def test_a_step_sent_behind_what_fails_lacks_it() -> None:
+    made = gradients({1: 0}, {1: 2})
+    assert made.lacking(2, 0, None) == Lacking("1 is bad")
+    assert made.lacking(1, 0, None) == Lacking()  # what comes later is not its affair
+
+
+def test_any_part_of_a_batch_counts() -> None:
+    """Tinker's client sends the first part last; a part may be refused before the others have come."""
+    assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking("2 is bad")
+    assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking("2 is bad")
+    assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking("1 is bad")
+
+
+def test_who_has_sent_another_after_it_failed_knows() -> None:
+    made = gradients({1: 0, 2: 3}, {1: 2})
+    assert made.lacking(3, 0, None) == Lacking(knows=1)
+
+
+def test_what_came_before_it_failed_does_not_show_that() -> None:
+    made = gradients({1: 0, 2: 1}, {1: 2})
+    assert made.lacking(3, 0, None) == Lacking("1 is bad")
+
+
+def test_a_client_that_says_what_it_knows_is_believed_in_both_directions() -> None:
+    made = gradients({1: 0, 2: 3}, {1: 2})
+    assert made.lacking(3, 0, 0) == Lacking("1 is bad")
+    assert made.lacking(3, 0, 1) == Lacking(knows=1)
+
+
+def test_each_step_has_its_own() -> None:
+    made = gradients({1: 0, 3: 0, 5: 0}, {1: 2, 5: 2})
+    assert made.lacking(2, 0, None).why
+    assert not made.lacking(4, 2, None).why  # the one at 2 has not ended, and is told of 1
+    assert made.lacking(6, 4, None) == Lacking("5 is bad")
+    made.used(2)
+    assert not made.lacking(4, 0, None).why

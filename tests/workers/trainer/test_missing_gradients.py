@@ -1,0 +1,76 @@
+"""A step in the same pass as a forward_backward that fails, or in a later one, is not taken."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from weft.wire.binary.codec import ArrayDatum
+
+from scheduler.links.messages import Failure, OpKind, TrainOp
+from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed
+
+
+def overflowing(bench: Bench) -> TrainOp:
+    targets, weights = np.arange(4), np.full(4, 3e38, np.float32)
+    return bench.fb("r", [ArrayDatum(np.arange(4, dtype=np.int32), {"target_tokens": targets, "weights": weights})])
+
+
+def begun(bench: Bench) -> list[torch.Tensor]:
+    """A run that has momentum, and a gradient; its arenas."""
+    bench.ok(bench.create("r"), bench.fb("r", ce_data([9], seed=1)), bench.optim("r"))
+    bench.ok(bench.fb("r", ce_data([7], seed=2)))
+    return [part.clone() for part in arenas(bench.run("r"))]
+
+
+def assert_missing(failure: Failure | None) -> None:
+    assert failure is not None
+    assert failure.category == "user"
+    assert not failure.ran
+    assert failure.message.startswith("no step was taken: a forward_backward before it failed")
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_it_is_not_taken_and_the_next_one_is(bench: Bench, passes: int) -> None:
+    before = begun(bench)
+    bad, step = overflowing(bench), bench.optim("r")
+    dones = bench.go(bad, step) if passes == 1 else bench.go(bad) | bench.go(step)
+    assert dones[bad.op_id].failure is not None
+    assert_missing(dones[step.op_id].failure)
+    for was, now in zip(before, arenas(bench.run("r")), strict=True):
+        assert torch.equal(was, now)
+    bench.ok(bench.optim("r"))
+    assert bench.run("r").step == 2
+
+
+def test_a_client_that_knows_of_it_may_go_on(bench: Bench) -> None:
+    begun(bench)
+    bad = overflowing(bench)
+    bench.go(bad)
+    knows = msgspec.structs.replace(bench.optim("r"), knows=bad.seq)
+    bench.ok(bench.fb("r", ce_data([5], seed=3)), knows)
+
+
+def test_what_the_journal_knows_alone_counts_too(bench: Bench) -> None:
+    begun(bench)
+    step = msgspec.structs.replace(bench.optim("r"), lacks="token 9 is out of the vocabulary")
+    failure = bench.go(step)[step.op_id].failure
+    assert_missing(failure)
+    assert failure is not None
+    assert failure.message.endswith("token 9 is out of the vocabulary")
+
+
+def test_weights_that_are_loaded_take_its_place(bench: Bench) -> None:
+    begun(bench)
+    saved = bench.op("r", OpKind.SAVE_STATE, target_ref="weights/saved")
+    bench.ok(saved)
+    bench.go(overflowing(bench))
+    bench.ok(bench.op("r", OpKind.LOAD_STATE, source_ref="weights/saved", with_optimizer=True), bench.optim("r"))
+
+
+def test_a_replay_is_what_it_was(bench: Bench) -> None:
+    """What is repeated was taken; that something before it now fails says nothing of it."""
+    begun(bench)
+    bench.go(overflowing(bench), replayed(bench.optim("r")))
+    assert bench.run("r").step == 2
