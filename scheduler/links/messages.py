@@ -63,8 +63,8 @@ class TrainOp(msgspec.Struct, frozen=True):
     With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says
     that a trainer was lost since it was accepted: how far it gets is written down more often. The body is `body`
     if it is small, else the blob `body_ref`; `body_sha256` its digest as hex; `origin` the HTTP request that brought it
-    (`store.tracing.origin_here`), for log and traces. A step that `lacks` a gradient is not taken: it says why that one
-    failed. Its client `knows` of what has failed up to that number.
+    (`store.tracing.origin_here`), for log and traces. A step that `lacks` the gradient of an operation (its
+    number, and why it failed) is not taken. Its client `knows` of what has failed up to that number.
     """
 
     op_id: str
@@ -85,7 +85,7 @@ class TrainOp(msgspec.Struct, frozen=True):
     with_optimizer: bool = False
     spec: RunSpec | None = None  # with CREATE only
     body: bytes = b""
-    lacks: str = ""
+    lacks: tuple[int, str] = (0, "")
     knows: int = 0
 
 

@@ -14,10 +14,10 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class Lacking:
-    """What a step is told: `why` it would lack a gradient ("" if it would not), and that its client knows of every
-    failure up to operation `knows`."""
+    """What a step is told: the last operation `of` which it would lack the gradient, and why that failed; and that its
+    client knows of every failure up to operation `knows`."""
 
-    why: str = ""
+    of: tuple[int, str] = (0, "")
     knows: int = 0
 
 
@@ -47,8 +47,8 @@ class Gradients:
         """Of step `seq`, behind another at `since` that has not ended; `heard_of` is what its client says."""
         failed = {other: told for other, told in self._failed.items() if since < other < seq}
         if heard_of is not None:
-            unknown = [other for other in failed if other > heard_of]
-            return Lacking(failed[unknown[0]][0] if unknown else "", heard_of)
+            unknown = {other: why for other, (why, _) in failed.items() if other > heard_of}
+            return Lacking(max(unknown.items(), default=(0, "")), heard_of)
         if not failed:
             return Lacking()
         last_failed, came = max(failed), {other: at for other, at in self._came.items() if since < other < seq}
@@ -57,4 +57,4 @@ class Gradients:
         known_at = max([at for _, at in failed.values()] + [at for other, at in came.items() if other < last_failed])
         if last > last_failed and came[last] >= known_at:
             return Lacking(knows=last_failed)
-        return Lacking(failed[last_failed][0])
+        return Lacking((last_failed, failed[last_failed][0]))

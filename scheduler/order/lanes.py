@@ -194,7 +194,7 @@ class RunLane:
         if self.gradients.any_failed:
             since = max((o.seq for o in self._pending.values() if o.kind in _USES and o.seq < op.seq), default=0)
         lacking = self.gradients.lacking(op.seq, since, heard_of)
-        return replace(send, lacks=lacking.why, knows=lacking.knows) if lacking != Lacking() else send
+        return replace(send, lacks=lacking.of, knows=lacking.knows) if lacking != Lacking() else send
 
     def lost(self) -> list[Unit]:
         """The trainer is gone. Returns everything to queue again (the caller has emptied the run's queue)."""

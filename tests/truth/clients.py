@@ -198,9 +198,9 @@ class Clients:
     def _parameters(self, op: Step) -> dict[str, Any]:
         if kind_of_run(self._steps, op.run).optimizer == "dimuon":
             params = {"learning_rate": op.learning_rate, "beta1": op.beta1, "grad_clip_norm": op.grad_clip_norm}
-            return {"optimizer_params": {"type": "dimuon", **params}, "type": "optim_step"}
+            return {"optimizer_params": {"type": "dimuon", **params}, "heard_of": 0, "type": "optim_step"}
         names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-        return {"adam_params": {name: getattr(op, name) for name in names}, "type": "optim_step"}
+        return {"adam_params": {name: getattr(op, name) for name in names}, "heard_of": 0, "type": "optim_step"}
 
     def _train(self, each: Planned, op: Forward | ForwardBackward) -> list[tuple[str, bytes, str]]:
         data = data_of(op.batch)

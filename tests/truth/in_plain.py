@@ -137,6 +137,8 @@ class InPlain:
     found: plays.Found
     differences: list[str] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
+    #: Runs whose next step would lack a gradient, and is not taken.
+    lacking: set[int] = field(default_factory=set)
     #: Runs of which nothing more can be said.
     lost: set[int] = field(default_factory=set)
     #: How much of what is allowed was used, at most, by kind.
@@ -159,6 +161,7 @@ class InPlain:
                 )
             case Load() if self._ended_well(each):
                 source = self._runs[each.op.source[0]]
+                self.lacking.discard(each.op.run)
                 self._follow(each.op.run, each.op.source[0])
                 self._runs[each.op.run].load(each.op.source[1], source, optimizer=each.op.optimizer)
             case SaveState() if self._ended_well(each):
@@ -174,6 +177,8 @@ class InPlain:
             case Bad():
                 if self.found.outcomes[f"{each.place}.0"][0] == "result":
                     self.differences.append(f"{each.place} {each.op} was done")
+                if each.op.fault not in ("optimizer", "path"):
+                    self.lacking.add(each.op.run)
 
     def _create(self, each: Planned, op: Create) -> None:
         tensors = self.found.checkpoints[f"session-{each.session}:train:{each.model_seq}/weights/n{START}"]
@@ -233,9 +238,13 @@ class InPlain:
         self._compute(each, 1, batch, second, True)
 
     def _step(self, each: Planned, op: Step) -> None:
-        outcome = self.found.outcomes[f"{each.place}.0"]
-        if outcome[0] != "result":
-            self.differences.append(f"{each.place} {op} ended as {outcome}")
+        outcome, lacks = self.found.outcomes[f"{each.place}.0"], op.run in self.lacking
+        self.lacking.discard(op.run)
+        if (outcome[0] == "result") is lacks:
+            self.differences.append(
+                f"{each.place} {op} ended as {outcome}, and {'lacks' if lacks else 'has'} its gradient"
+            )
+        if outcome[0] != "result" or lacks:
             return
         params = {name: value for name, value in vars(op).items() if name != "run"}
         if kind_of_run(self.found.steps, op.run).optimizer == "dimuon":

@@ -77,5 +77,6 @@ def test_a_play_is_always_the_same(bench: Bench) -> None:
     one, other = bench.play(program, schedule), bench.play(program, schedule)
     assert one.statistics == other.statistics
     assert one.outcomes == other.outcomes
-    assert all(kind == "result" for kind, *_ in (v for k, v in one.outcomes.items() if k != "5.0"))
-    assert one.outcomes["5.0"][:2] == ("error", "user")
+    failed = {place for place, (kind, *_) in one.outcomes.items() if kind != "result"}
+    assert failed == {"5.0", "6.0"}  # a step behind a gradient that overflows
+    assert {one.outcomes[place][:2] for place in failed} == {("error", "user")}

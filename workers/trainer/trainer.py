@@ -394,5 +394,5 @@ class Trainer:
 
 def _lacks(op: TrainOp, run: RunState) -> str:
     """Why a gradient is missing from the step `op`, told once; "" when none is, or its client knows."""
-    (number, why), run.lacks = run.lacks, (0, "")
-    return "" if op.replay else op.lacks or (why if number > op.knows else "")
+    (number, why), run.lacks = max(op.lacks, run.lacks), (0, "")
+    return why if number > op.knows and not op.replay else ""

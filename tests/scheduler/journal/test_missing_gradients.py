@@ -17,6 +17,7 @@ from tests.scheduler.journal.test_journal import Service, first_pass, folder, go
 __all__ = ["folder"]
 BAD = Failure("datum 3 is not finite", "user")
 UNTOLD = Step({}, heard_of=0)
+NOTHING = (0, "")
 
 
 def step_of(pass_: Pass) -> TrainOp:
@@ -34,7 +35,7 @@ def test_a_step_lacks_what_failed_before_it(folder: Path, refused: bool, lost: s
             bad = await service.journal.accept(replace(train(1), refused=BAD.message if refused else None))
             step = await service.journal.accept(train(2, "optim_step", plan=UNTOLD))
             sent = step_of(await service.ask(link, PullPass(["m"])))
-            assert sent.lacks == (BAD.message if refused else "")  # else its trainer knows
+            assert sent.lacks == ((1, BAD.message) if refused else NOTHING)  # else its trainer knows
             if not refused:
                 link.send(Done(bad, failure=BAD))
             assert (await outcome(service, bad)).error == BAD.message
@@ -45,11 +46,11 @@ def test_a_step_lacks_what_failed_before_it(folder: Path, refused: bool, lost: s
         async with service.worker(service.trainer) as link:
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             again = step_of(await service.ask(link, PullPass(["m"])))
-            assert again.lacks == BAD.message
-            link.send(Done(step, failure=Failure(step_not_taken(again.lacks), "user")))
+            assert again.lacks == (1, BAD.message)
+            link.send(Done(step, failure=Failure(step_not_taken(BAD.message), "user")))
             await outcome(service, step)
             await service.journal.accept(train(3, "optim_step", plan=UNTOLD))
-            assert step_of(await service.ask(link, PullPass(["m"]))).lacks == ""  # said once
+            assert step_of(await service.ask(link, PullPass(["m"]))).lacks == NOTHING  # said once
 
     go(scenario())
 
@@ -69,13 +70,13 @@ def test_a_step_knows_what_its_client_was_told(folder: Path, says: bool) -> None
             await outcome(service, good)
             await service.journal.accept(train(3, "optim_step", plan=Step({}, heard_of=1) if says else Step({})))
             sent = step_of(await service.ask(link, PullPass(["m"])))
-            assert (sent.lacks, sent.knows) == ("", 1)
+            assert (sent.lacks, sent.knows) == (NOTHING, 1)
         service.database.close()
         service = Service(folder)
         recover(service.journal, service.database)
         async with service.worker(service.trainer) as link:
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             sent = step_of(await service.ask(link, PullPass(["m"])))
-            assert (sent.lacks, sent.knows) == ("", 1)
+            assert (sent.lacks, sent.knows) == (NOTHING, 1)
 
     go(scenario())

@@ -23,15 +23,15 @@ def gradients(came: dict[int, float], failed: dict[int, float]) -> Gradients:
 
 def test_a_step_sent_behind_what_fails_lacks_it() -> None:
     made = gradients({1: 0}, {1: 2})
-    assert made.lacking(2, 0, None) == Lacking("1 is bad")
+    assert made.lacking(2, 0, None) == Lacking((1, "1 is bad"))
     assert made.lacking(1, 0, None) == Lacking()  # what comes later is not its affair
 
 
 def test_any_part_of_a_batch_counts() -> None:
     """Tinker's client sends the first part last; a part may be refused before the others have come."""
-    assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking("2 is bad")
-    assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking("2 is bad")
-    assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking("1 is bad")
+    assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking((2, "2 is bad"))
+    assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking((2, "2 is bad"))
+    assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking((1, "1 is bad"))
 
 
 def test_who_has_sent_another_after_it_failed_knows() -> None:
@@ -41,19 +41,19 @@ def test_who_has_sent_another_after_it_failed_knows() -> None:
 
 def test_what_came_before_it_failed_does_not_show_that() -> None:
     made = gradients({1: 0, 2: 1}, {1: 2})
-    assert made.lacking(3, 0, None) == Lacking("1 is bad")
+    assert made.lacking(3, 0, None) == Lacking((1, "1 is bad"))
 
 
 def test_a_client_that_says_what_it_knows_is_believed_in_both_directions() -> None:
     made = gradients({1: 0, 2: 3}, {1: 2})
-    assert made.lacking(3, 0, 0) == Lacking("1 is bad")
+    assert made.lacking(3, 0, 0) == Lacking((1, "1 is bad"))
     assert made.lacking(3, 0, 1) == Lacking(knows=1)
 
 
 def test_each_step_has_its_own() -> None:
     made = gradients({1: 0, 3: 0, 5: 0}, {1: 2, 5: 2})
-    assert made.lacking(2, 0, None).why
-    assert not made.lacking(4, 2, None).why  # the one at 2 has not ended, and is told of 1
-    assert made.lacking(6, 4, None) == Lacking("5 is bad")
+    assert made.lacking(2, 0, None).of[1]
+    assert not made.lacking(4, 2, None).of[1]  # the one at 2 has not ended, and is told of 1
+    assert made.lacking(6, 4, None) == Lacking((5, "5 is bad"))
     made.used(2)
-    assert not made.lacking(4, 0, None).why
+    assert not made.lacking(4, 0, None).of[1]

@@ -54,7 +54,7 @@ def test_a_client_that_knows_of_it_may_go_on(bench: Bench) -> None:
 
 def test_what_the_journal_knows_alone_counts_too(bench: Bench) -> None:
     begun(bench)
-    step = msgspec.structs.replace(bench.optim("r"), lacks="token 9 is out of the vocabulary")
+    step = msgspec.structs.replace(bench.optim("r"), lacks=(2, "token 9 is out of the vocabulary"))
     failure = bench.go(step)[step.op_id].failure
     assert_missing(failure)
     assert failure is not None
