@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -30,6 +32,7 @@ from weft.wire.weights import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 def base_model_of(info: GetInfoResponse) -> str:
@@ -45,14 +48,22 @@ class RunWeights:
 
     _session: Session
     _run: Run
+    _counted_on: Sequence[APIFuture[Any]] = ()  # by the next step, of which the caller does not know how they ended
+
+    def _counted(self, work: Callable[[bool], Coroutine[Any, Any, T]]) -> APIFuture[T]:
+        """Start something on which the next step counts; it hears whether the caller knows how all such before it has
+        ended."""
+        unknown = [other for other in self._counted_on if not other.known]
+        future = APIFuture.start(work(not unknown))
+        self._counted_on = [*unknown, future]
+        return future
 
     def _operate(self, route: str, request: Request, answer: type[M]) -> APIFuture[M]:
         """Submit `request`, which was checked where it was made; run and number are filled in when its turn comes."""
+        return APIFuture.start(self._run.operate(route, partial(self._numbered, request), answer))
 
-        def numbered(seq_id: int) -> Request:
-            return request.model_copy(update={"model_id": self._run.model_id, "seq_id": seq_id})
-
-        return APIFuture.start(self._run.operate(route, numbered, answer))
+    def _numbered(self, request: Request, seq_id: int) -> Request:
+        return request.model_copy(update={"model_id": self._run.model_id, "seq_id": seq_id})
 
     def save_state(
         self,
@@ -90,7 +101,8 @@ class RunWeights:
     def _load(self, path: str, token: str | None, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
         with arguments():
             request = LoadWeightsRequest(model_id="", path=path, optimizer=optimizer, weights_access_token=token)
-        return self._operate("/load_weights", request, LoadWeightsResponse)
+        numbered = partial(self._numbered, request)
+        return self._counted(lambda told: self._run.operate("/load_weights", numbered, LoadWeightsResponse, told))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,6 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         self._run = Run(session)
         self._made = background().run(self._ready(request))
         self._curves = Curves(self._run, self._made)
-        self._backwards: list[Output] = []  # since the last step, of which the caller does not know how they ended
 
     def __repr__(self) -> str:
         made, info = self._made, self._run.info
@@ -100,16 +99,9 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         The result holds, per datum, `logprobs` shaped as its target tokens, and metrics such as `loss:sum`.
         """
         given, config = _checked(data, loss_fn), dict(loss_fn_config or {})
-        return self._adding(lambda told: self._run.forward_backward(given, loss_fn, config, told))
+        return self._counted(lambda told: self._run.forward_backward(given, loss_fn, config, told))
 
     forward_backward_async = future_twin(forward_backward)
-
-    def _adding(self, work: Callable[[bool], Coroutine[Any, Any, ForwardBackwardOutput]]) -> Output:
-        """Start what adds to the gradient; it hears whether the caller knows how all before it has ended."""
-        self._backwards = [other for other in self._backwards if not other.known]
-        future = APIFuture.start(work(not self._backwards))
-        self._backwards.append(future)
-        return future
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss | LossHandle, *, loss_type_input: str | None = None
@@ -129,7 +121,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
             loss_fn = loss_fn.run
         require_torch()
         mine = loss_fn
-        return self._adding(lambda told: run_custom(self._run, given, mine, told))
+        return self._counted(lambda told: run_custom(self._run, given, mine, told))
 
     forward_backward_custom_async = future_twin(forward_backward_custom)
 
@@ -165,7 +157,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
                 heard_of=self._run.heard_of if self._session.config.optim_step_heard_of else None,
             )
 
-        self._backwards = []
+        self._counted_on = ()
         return APIFuture.start(self._run.step(request, OptimStepResponse))
 
     optim_step_async = future_twin(optim_step)

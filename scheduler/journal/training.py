@@ -12,12 +12,23 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sqlalchemy import Update, update
+from weft.wire.checks.runs import step_not_taken
 
 from scheduler.journal.ending.recording import Recorder
 from scheduler.journal.gaps import Gaps
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.storing import Storing
-from scheduler.links.messages import MUTATING, SAVES, Done, Failure, OpKind, PolicyMoved, Snapshot, TrainOp
+from scheduler.links.messages import (
+    MUTATING,
+    SAVES,
+    STEPS_COUNT_ON,
+    Done,
+    Failure,
+    OpKind,
+    PolicyMoved,
+    Snapshot,
+    TrainOp,
+)
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
@@ -311,9 +322,9 @@ def in_line(desks: list[Desk], worker: str, ahead: int) -> Waiting:
 
 
 def _note_failure(lane: RunLane, op: Operation, why: str, at: datetime) -> None:
-    """Its gradient is missing from the next step."""
-    if op.kind == OpKind.FORWARD_BACKWARD:
-        lane.gradients.failed(op.seq, why, at)
+    """The next step counts on it."""
+    if op.kind in STEPS_COUNT_ON:
+        lane.gradients.failed(op.seq, step_not_taken(op.kind, why), at)
 
 
 def moves_samplers(op: Operation) -> bool:

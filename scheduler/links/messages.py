@@ -40,6 +40,10 @@ READ = frozenset({OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.OPTIM_STEP, Op
 SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
 
 
+#: Operations on which a step counts: behind one that has failed it is not taken (`scheduler.order.gradients`).
+STEPS_COUNT_ON = frozenset({OpKind.FORWARD_BACKWARD, OpKind.LOAD_STATE})
+
+
 class RunSpec(msgspec.Struct, frozen=True):
     """What a trainer must know to hold a run. `alpha / rank` scales the adapter's output; `optimizer` is the family of
     all its steps, adamw or dimuon."""
@@ -63,8 +67,8 @@ class TrainOp(msgspec.Struct, frozen=True):
     With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says
     that a trainer was lost since it was accepted: how far it gets is written down more often. The body is `body`
     if it is small, else the blob `body_ref`; `body_sha256` its digest as hex; `origin` the HTTP request that brought it
-    (`store.tracing.origin_here`), for log and traces. A step that `lacks` the gradient of an operation (its
-    number, and why it failed) is not taken. Its client `knows` of what has failed up to that number.
+    (`store.tracing.origin_here`), for log and traces. A step that `lacks` an operation (its number, and
+    what is told) is not taken. Its client `knows` of what has failed up to that number.
     """
 
     op_id: str

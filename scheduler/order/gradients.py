@@ -1,4 +1,5 @@
-"""Whose gradient an optimizer step of a run would lack: that of each forward_backward before it which has failed.
+"""What an optimizer step of a run would lack: the gradient of each forward_backward before it which has failed, or the
+weights of a load_state which has.
 
 A client submits forward_backward and optim_step before it waits for either. When the first fails the second is on its
 way: taken all the same it would move the weights by momentum alone, or by part of a batch. So the step fails instead,
@@ -14,8 +15,8 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class Lacking:
-    """What a step is told: the last operation `of` which it would lack the gradient, and why that failed; and that its
-    client knows of every failure up to operation `knows`."""
+    """What a step is told: the last operation `of` which it would lack, and what to say of that; and that its client
+    knows of every failure up to operation `knows`."""
 
     of: tuple[int, str] = (0, "")
     knows: int = 0
@@ -26,7 +27,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self._came: dict[int, datetime] = {}  # forward_backwards by number, and when they were accepted
-        self._failed: dict[int, tuple[str, datetime]] = {}  # why, and when
+        self._failed: dict[int, tuple[str, datetime]] = {}  # what to say, and when
 
     @property
     def any_failed(self) -> bool:
@@ -35,8 +36,9 @@ class Gradients:
     def came(self, seq: int, accepted_at: datetime) -> None:
         self._came[seq] = accepted_at
 
-    def failed(self, seq: int, why: str, at: datetime) -> None:
-        self._failed.setdefault(seq, (why, at))
+    def failed(self, seq: int, says: str, at: datetime) -> None:
+        """`says` is what a step is told that counts on it."""
+        self._failed.setdefault(seq, (says, at))
 
     def used(self, seq: int) -> None:
         """Operation `seq` has used them, told its client that some are missing, or put others in their place."""
@@ -47,7 +49,7 @@ class Gradients:
         """Of step `seq`, behind another at `since` that has not ended; `heard_of` is what its client says."""
         failed = {other: told for other, told in self._failed.items() if since < other < seq}
         if heard_of is not None:
-            unknown = {other: why for other, (why, _) in failed.items() if other > heard_of}
+            unknown = {other: says for other, (says, _) in failed.items() if other > heard_of}
             return Lacking(max(unknown.items(), default=(0, "")), heard_of)
         if not failed:
             return Lacking()

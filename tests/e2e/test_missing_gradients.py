@@ -130,3 +130,24 @@ def test_the_same_step_again_is_taken(client: Ours, how: str) -> None:
         step.result(60)
     client.step().result(60)
     assert client.loss() < before
+
+
+@pytest.mark.parametrize("client", [Ours], indirect=True)
+def test_a_step_that_counts_on_weights_which_were_not_loaded_is_not_taken(client: Ours) -> None:
+    before = client.loss()
+    load = client.run.load_state(f"tinker://{client.run.model_id}/weights/nobody")
+    client.backward([good(53, client.kind)])
+    with pytest.raises(client.missing, match=r"a load_state before it failed.*nobody"):
+        client.step().result(60)
+    with pytest.raises((weft.WeftError, tinker.TinkerError), match="nobody"):
+        load.result(60)
+    assert client.loss() == before
+    client.step().result(60)  # by the gradient on the weights that it has
+    assert client.loss() < before
+
+
+def test_who_was_told_that_weights_were_not_loaded_goes_on_without(client: Ours) -> None:
+    with pytest.raises((weft.WeftError, tinker.TinkerError), match="nobody"):
+        client.run.load_state(f"tinker://{client.run.model_id}/weights/nobody").result(60)
+    client.backward([good(kind=client.kind)])
+    client.step().result(60)

@@ -177,7 +177,7 @@ class InPlain:
             case Bad():
                 if self.found.outcomes[f"{each.place}.0"][0] == "result":
                     self.differences.append(f"{each.place} {each.op} was done")
-                if each.op.fault not in ("optimizer", "path"):
+                if each.op.fault != "optimizer":
                     self.lacking.add(each.op.run)
 
     def _create(self, each: Planned, op: Create) -> None:

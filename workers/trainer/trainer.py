@@ -29,6 +29,7 @@ from weft.wire.checks.runs import step_not_taken
 
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import (
+    STEPS_COUNT_ON,
     Done,
     Failure,
     InLoss,
@@ -349,7 +350,7 @@ class Trainer:
             try:
                 run = self._run(op)
                 if why := _lacks(op, run):
-                    raise GradientMissing(step_not_taken(why))
+                    raise GradientMissing(why)
                 due.append((op, run, self._body(op)))
             except Exception as error:
                 self._failed(op, error, send)
@@ -370,8 +371,8 @@ class Trainer:
     def _answer(self, op: TrainOp, send: Tell, payload: bytes, facts: dict[str, int], failure: Failure | None) -> None:
         if op.replay:
             return
-        if failure is not None and op.kind is OpKind.FORWARD_BACKWARD and op.run_id in self.held.runs:
-            self.held.runs[op.run_id].lacks = op.seq, failure.message
+        if failure is not None and op.kind in STEPS_COUNT_ON and op.run_id in self.held.runs:
+            self.held.runs[op.run_id].lacks = op.seq, step_not_taken(op.kind, failure.message)
         billed = failure is None or failure.ran
         send(Done(op.op_id, b"" if failure else payload, facts if billed else {}, failure))
         with logs.on(**facts_of(op)):
@@ -393,6 +394,6 @@ class Trainer:
 
 
 def _lacks(op: TrainOp, run: RunState) -> str:
-    """Why a gradient is missing from the step `op`, told once; "" when none is, or its client knows."""
+    """What to tell, once, of an operation on which the step `op` counts and which failed; "" if its client knows."""
     (number, why), run.lacks = max(op.lacks, run.lacks), (0, "")
     return why if number > op.knows and not op.replay else ""

@@ -90,8 +90,7 @@ class Run:
         is not sent; a caller who has been `told` of all that failed before goes on without that."""
 
         async def noted(turn: Turn) -> R:
-            if told:
-                self._missing, self.heard_of = None, turn.next_seq() - 1
+            self._going_on(turn, told)
             try:
                 return await work(turn)
             except Exception as error:
@@ -123,10 +122,16 @@ class Run:
                 raise GradientMissingError(str(error)) from error
             raise
 
-    async def operate(self, path: str, request: Callable[[int], Request], answer: type[M]) -> M:
-        """One JSON operation: submit it in turn (`request` is told its number) and fetch its result."""
+    def _going_on(self, turn: Turn, told: bool) -> None:
+        if told:
+            self._missing, self.heard_of = None, turn.next_seq() - 1
+
+    async def operate(self, path: str, request: Callable[[int], Request], answer: type[M], told: bool = False) -> M:
+        """One JSON operation: submit it in turn (`request` is told its number) and fetch its result. `told`: see
+        `add_gradient`."""
 
         async def submit(turn: Turn) -> UntypedAPIFuture:
+            self._going_on(turn, told)
             return await self._post(turn, Call("POST", path, encode(request(turn.next_seq()).body()), patient=True))
 
         future = await self.in_turn(submit)

@@ -16,6 +16,7 @@ from tests.scheduler.journal.test_journal import Service, first_pass, folder, go
 
 __all__ = ["folder"]
 BAD = Failure("datum 3 is not finite", "user")
+TOLD = step_not_taken("forward_backward", BAD.message)
 UNTOLD = Step({}, heard_of=0)
 NOTHING = (0, "")
 
@@ -35,7 +36,7 @@ def test_a_step_lacks_what_failed_before_it(folder: Path, refused: bool, lost: s
             bad = await service.journal.accept(replace(train(1), refused=BAD.message if refused else None))
             step = await service.journal.accept(train(2, "optim_step", plan=UNTOLD))
             sent = step_of(await service.ask(link, PullPass(["m"])))
-            assert sent.lacks == ((1, BAD.message) if refused else NOTHING)  # else its trainer knows
+            assert sent.lacks == ((1, TOLD) if refused else NOTHING)  # else its trainer knows
             if not refused:
                 link.send(Done(bad, failure=BAD))
             assert (await outcome(service, bad)).error == BAD.message
@@ -46,8 +47,8 @@ def test_a_step_lacks_what_failed_before_it(folder: Path, refused: bool, lost: s
         async with service.worker(service.trainer) as link:
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             again = step_of(await service.ask(link, PullPass(["m"])))
-            assert again.lacks == (1, BAD.message)
-            link.send(Done(step, failure=Failure(step_not_taken(BAD.message), "user")))
+            assert again.lacks == (1, TOLD)
+            link.send(Done(step, failure=Failure(TOLD, "user")))
             await outcome(service, step)
             await service.journal.accept(train(3, "optim_step", plan=UNTOLD))
             assert step_of(await service.ask(link, PullPass(["m"]))).lacks == NOTHING  # said once

@@ -80,7 +80,7 @@ class RunState:
     written; `paged_gradient` and `paged_apart` say what the page holds besides weights and moments. `part` came with a
     snapshot and waits for the rest of its operation. `saved_at`: when the run was last equal to a snapshot, in seconds
     of time.monotonic. A `guest` is at home on another rank: weights and gradient for a part of one operation. `lacks`:
-    the number of the latest forward_backward that failed since the last step, and why."""
+    the number of the latest operation that failed and on which the next step counts, and what to tell it."""
 
     spec: RunSpec
     kind: ArenaKind

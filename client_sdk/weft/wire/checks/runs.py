@@ -11,7 +11,13 @@ from weft.wire.training import AdamParams
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
-_NOT_TAKEN = "no step was taken: a forward_backward before it failed, so its gradient is missing"
+_NOT_TAKEN = "no step was taken: "
+_WITHOUT = {
+    "forward_backward": "a forward_backward before it failed, so its gradient is missing. Repeat what failed, and the "
+    "step; all other gradients since the last step are there",
+    "load_state": "a load_state before it failed, so the run has its weights of before. Load others, or repeat the "
+    "step",
+}
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
 _USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_params of the type dimuon"}
@@ -41,12 +47,9 @@ def step_problems(given: str, optimizer: str) -> Iterator[Problem]:
         yield Problem("", what, optimizer, given)
 
 
-def step_not_taken(why: str) -> str:
-    """What a step is told that would lack the gradient of something which failed: `why` it did."""
-    return (
-        f"{_NOT_TAKEN}. Repeat what failed, and the step; all other gradients since the last step are there. It failed "
-        f"because of this: {why}"
-    )
+def step_not_taken(kind: str, why: str) -> str:
+    """What a step is told that counts on an operation of this `kind`, which failed: `why` it did."""
+    return f"{_NOT_TAKEN}{_WITHOUT[kind]}. It failed because of this: {why}"
 
 
 def is_not_taken(told: str) -> bool:
