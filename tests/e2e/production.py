@@ -79,9 +79,9 @@ class Production:
         assert made.exit_code == 0, made.output
         return made.stdout.strip()
 
-    def query(self, statement: str) -> list[tuple[Any, ...]]:
+    def query(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self._database.replace("+psycopg", "")) as connection:
-            return connection.execute(statement).fetchall()  # type: ignore[arg-type]
+            return connection.execute(statement, values).fetchall()  # type: ignore[arg-type]
 
     def leader(self, urls: Iterable[str], within_s: float = 60) -> str:
         """Which of the replicas leads."""

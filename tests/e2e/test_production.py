@@ -70,6 +70,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
 
     calm = there.create_lora_training_client(BASE_MODEL, rank=4, seed=5).result(timeout=PATIENCE_S)
     expected = train(calm), fingerprint(calm)
+    careless = no_step_is_taken_without_its_gradient(service)
     standby = production.ranks()
     sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
     drawn = sampled(sampler)
@@ -105,13 +106,17 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
     inflight_samples_follow_their_run(other, key)
     a_stream_is_read_while_it_is_drawn(other, key)
     until(lambda: production.query("select count(*) from operations where state = 'queued'") == [(0,)])
-    failed = production.query("select kind, error from operations where state = 'failed'")
+    failed = production.query("select kind, error from operations where state = 'failed' and lane <> %s", careless)
     doubled = production.query(
         "select operation_id, kind, count(*) from usage_events where operation_id is not null "
         "group by operation_id, kind having count(*) > 1"
     )
-    (trained,) = production.query("select count(*) from operations where kind = 'forward_backward'")[0]
-    (billed,) = production.query("select count(distinct operation_id) from usage_events where kind = 'train'")[0]
+    (trained,) = production.query(
+        "select count(*) from operations where kind = 'forward_backward' and lane <> %s", careless
+    )[0]
+    (billed,) = production.query(
+        "select count(distinct operation_id) from usage_events where kind = 'train' and run_id <> %s", careless
+    )[0]
     assert (failed, doubled) == ([], [])
     assert trained == billed
     assert [stop(worker, PATIENCE_S) for worker in (standby, generators[1])] == [0, 0], production.log()
@@ -126,6 +131,23 @@ def train(run: Any, disturb: Callable[[int], None] = lambda step: None) -> list[
         found.append(backward.result(timeout=PATIENCE_S).metrics["loss:sum"])
         update.result(timeout=PATIENCE_S)
     return found
+
+
+def no_step_is_taken_without_its_gradient(service: tinker.ServiceClient) -> str:
+    """Through a replica that does not lead: it refuses data of which the leader has to hear, or a gradient overflows.
+    Returns the run."""
+    run = service.create_lora_training_client(BASE_MODEL, rank=4).result(timeout=PATIENCE_S)
+    before = fingerprint(run)
+    for token, weight in ((10_000_000, 1.0), (52, 3.4e38)):
+        inputs = {"target_tokens": [token], "weights": [weight]}
+        bad = types.Datum(model_input=types.ModelInput.from_ints([50]), loss_fn_inputs=inputs)  # type: ignore[arg-type]
+        backward, step = run.forward_backward([bad], "cross_entropy"), run.optim_step(ADAM)
+        with pytest.raises(tinker.RequestFailedError, match=r"dat(um|a) 0"):
+            backward.result(timeout=PATIENCE_S)
+        with pytest.raises(tinker.RequestFailedError, match="its gradient is missing"):
+            step.result(timeout=PATIENCE_S)
+    np.testing.assert_array_equal(fingerprint(run), before)
+    return str(run.model_id)
 
 
 def sampled(client: Any) -> list[list[int]]:
