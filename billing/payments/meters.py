@@ -5,6 +5,7 @@ waits for the next time, so rounding errors do not add up.
 
 from __future__ import annotations
 
+import uuid
 from datetime import datetime, timedelta
 
 from sqlalchemy import and_, func, select
@@ -115,7 +116,8 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
             org_id=org_id,
             meter=meter,
             period_start=period,
-            identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}",
+            # Its last part is nobody's else: a database that was restored gives its numbers once more.
+            identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}:{uuid.uuid4().hex[:8]}",
             customer_id=customer_id,
             value_uusd=delta_uusd,
             occurred_at=min(now, end_of(period) - timedelta(seconds=1)).replace(microsecond=0),

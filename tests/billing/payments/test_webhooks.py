@@ -333,7 +333,8 @@ def test_meter_errors_raise_an_alert(door: Door) -> None:
         (alert,) = session.query(Alert)
         assert alert.kind == "meter_errors"
         assert alert.detail["codes"] == ["meter_event_customer_not_found"]
-        assert alert.detail["identifiers"] == [f"{org_id}:train:2026-11:1"]
+        (row,) = door.payments.outbox()
+        assert alert.detail["identifiers"] == [row.identifier]
 
 
 def test_the_same_topup_asked_for_twice_is_one_checkout(door: Door) -> None:
