@@ -120,6 +120,26 @@ def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tupl
     assert compare_with_stripe(payments.context)["differ"] == 0
 
 
+def test_no_more_is_read_of_a_month_than_its_hours(
+    database: Database, stripe_server: FakeStripe, tmp_path: Path
+) -> None:
+    """While the writer reads, everybody waits: of events, of which a month has millions, those of refunds alone."""
+    payments = Payments(database, stripe_server.reset(START), tmp_path)
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    driver = database.write_now(lambda session: session.connection().connection.driver_connection)
+    assert isinstance(driver, sqlite3.Connection)
+    asked: list[str] = []
+    driver.set_trace_callback(asked.append)
+    put_meter_events(payments.context)
+    driver.set_trace_callback(None)
+    of_events = [statement for statement in asked if "usage_events" in statement]
+    with closing(sqlite3.connect(tmp_path / "weft.db")) as there:
+        plans = [step[3] for one in of_events for step in there.execute(f"EXPLAIN QUERY PLAN {one}")]
+    assert {step for step in plans if "usage_events" in step and "(operation_id=" not in step} == set()
+    assert len(of_events) == 2 * len(METERS)
+
+
 def test_rounding_never_drifts(payments: Payments) -> None:
     org_id = payments.organisation()
     for _ in range(7):
