@@ -1,13 +1,18 @@
 """A write that is not done twice because its answer was lost: for commands, which whoever typed them would type again.
 
 A connection may break, or a server be restarted, between a COMMIT and its answer. PostgreSQL knows of each transaction
-whether it was committed, so it is asked, by the transaction's number. SQLite has no connection to lose.
+whether it was committed, so it is asked, by the transaction's number. SQLite has no connection to lose. And who presses
+Ctrl-C while the write waits for others gives it up: it is not committed later, behind their back.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy import func, select
@@ -30,15 +35,18 @@ class Unsure(RuntimeError):
 def write_surely(database: Database, work: Callable[[Session], T]) -> T:
     """`Database.write_now`, which says that it failed only when it did. Raises Unsure when PostgreSQL does not say."""
     done: list[tuple[int, T]] = []
+    given_up = threading.Event()
 
     def numbered(session: Session) -> T:
         result = work(session)
         if session.connection().dialect.name == "postgresql":
             done[:] = [(session.execute(select(func.txid_current())).scalar_one(), result)]
+        if given_up.is_set():
+            raise KeyboardInterrupt
         return result
 
     try:
-        return database.write_now(numbered)
+        return _unless_given_up(partial(database.write_now, numbered), given_up)
     except OperationalError as error:
         if not (done and error.connection_invalidated):
             raise
@@ -46,6 +54,17 @@ def write_surely(database: Database, work: Callable[[Session], T]) -> T:
         if not _was_committed(database, number, error):
             raise
         return result
+
+
+def _unless_given_up(write: Callable[[], T], given_up: threading.Event) -> T:
+    """What `write` returns, also after Ctrl-C, if that came too late."""
+    with ThreadPoolExecutor(1, thread_name_prefix="writing") as pool:
+        writing = pool.submit(copy_context().run, write)
+        try:
+            return writing.result()
+        except KeyboardInterrupt:
+            given_up.set()
+            return writing.result()
 
 
 def _was_committed(database: Database, number: int, lost: OperationalError) -> bool:

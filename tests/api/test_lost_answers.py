@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +13,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from sqlalchemy import Engine, event, select
+from sqlalchemy import Engine, event, select, text
 
 from api.cli import weftd
 from billing.money.wallets import wallet_of
 from store.database import sure
+from store.database.bulk import take_locks
 from store.database.db import Database
 from store.people.keys import find
 from store.tables import ApiKey, Organisation
@@ -128,3 +133,25 @@ def test_what_nobody_can_say_is_not_said(
     assert balance_nusd(postgres_database, acme) == moved_nusd
     assert said.exit_code == 2
     assert "may or may not have done it" in said.output
+
+
+def test_what_was_given_up_is_not_done(postgres_database: Database, acme: str, tmp_path: Path) -> None:
+    """Ctrl-C while it waits for others: whoever presses it, and is told that it was aborted, types it again."""
+    (tmp_path / "weft.toml").write_text(f'data_dir = "{tmp_path}"\ndatabase_url = "{postgres_database.url}"\n')
+    command = [sys.executable, "-m", "weft_server", *TWICE["grant"][0], "--config", str(tmp_path / "weft.toml")]
+    with postgres_database.read() as busy:
+        take_locks(busy, [acme])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as started:
+            while not waiting_for_locks(postgres_database):
+                assert started.poll() is None
+                time.sleep(0.05)
+            started.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            busy.rollback()
+            said, _ = started.communicate(timeout=60)
+    assert (started.returncode, balance_nusd(postgres_database, acme)) == (1, 0), said
+
+
+def waiting_for_locks(database: Database) -> int:
+    with database.ask() as connection:
+        return int(connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")) or 0)
