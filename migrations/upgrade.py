@@ -7,6 +7,7 @@ together upgrade once. A database that is there already costs one read: Alembic 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,13 @@ class InUse(CannotMigrate):
     """Servers of another version are at work on them."""
 
 
-def migrate(database: Database) -> None:
+def migrate(database: Database, other_server: Callable[[], str | None] = lambda: None) -> None:
     """Bring the tables up to date; nothing happens when they are. Safe when two processes start at once. Raises
     LostCommits when this is not the newest state that the database has had, UnknownRevision when another version of
-    Weft made it, and InUse while servers that share it have a leader."""
+    Weft made it, and InUse while servers that share it have a leader, or while there is an `other_server` that has it
+    for itself (its process)."""
     database.refuse_lost_commits()
-    upgrade(database.url)
+    upgrade(database.url, other_server)
 
 
 def alembic_config(connection: Connection | None = None) -> Config:
@@ -97,7 +99,7 @@ def refuse_unknown(revision: str | None, what: str) -> None:
         )
 
 
-def upgrade(url: str) -> None:
+def upgrade(url: str, other_server: Callable[[], str | None]) -> None:
     """`alembic upgrade head` on the database at `url`."""
     engine = create_engine(url)
     try:
@@ -107,6 +109,11 @@ def upgrade(url: str) -> None:
         if found == head():
             return
         refuse_unknown(found, "the database")
+        if found is not None and (process := other_server()) is not None:
+            raise InUse(
+                f"the database is of revision {found}, and weftd of another version (process {process}) is at work on "
+                f"it: stop that, then start this one, or bring it to {head()} (`weftd migrate`)"
+            )
         from alembic import command
 
         with engine.connect() as connection, connection.begin():

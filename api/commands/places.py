@@ -66,6 +66,7 @@ def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = F
     from sqlalchemy.exc import OperationalError
 
     from api.server.serve import CannotServe, open_database
+    from store.database.sure import Unsure
 
     settings = settings_of(config, data_dir)
     if is_new(settings) and not may_be_new:
@@ -78,6 +79,11 @@ def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = F
         yield database
     except OperationalError as error:  # a disk or a server that takes nothing, or nothing from this user
         refuse(f"the database of {settings.data_dir} does not do it: {error.orig}")
+    except Unsure as error:
+        refuse(
+            f"the database of {settings.data_dir} was lost while it did it, and may or may not have done it: look "
+            f"(the ledger, the audit log) before you do it again: {error}"
+        )
     finally:
         database.close()
 

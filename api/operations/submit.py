@@ -104,7 +104,9 @@ async def accept(
         await check_in_flight(submitter.limits, in_flight, new)
     try:
         with in_flight.arriving(new):
-            return await service.journal.accept(new, *rows)
+            request_id = await service.journal.accept(new, *rows)
+        service.liveness.asked(submitter.who, new.session_id)
+        return request_id
     except QueueFull as error:
         raise Busy(str(error)) from None
     except OutOfMoney as error:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -210,7 +211,7 @@ def open_database(settings: Settings) -> Database:
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         database = Database(settings.effective_database_url, durable=settings.durable)
-        migrate(database)
+        migrate(database, partial(other_server, settings.data_dir))
     except (LostCommits, CannotMigrate) as error:
         if database is not None:
             database.close()
@@ -241,6 +242,22 @@ def only_one(data_dir: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
         yield
+    finally:
+        os.close(descriptor)
+
+
+def other_server(data_dir: Path) -> str | None:
+    """The process that has a data folder by `only_one`, unless it is this one."""
+    try:
+        descriptor = os.open(data_dir / "server.lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        owner = os.read(descriptor, 20).decode()
+        return owner if owner != str(os.getpid()) else None
     finally:
         os.close(descriptor)
 

@@ -1,7 +1,8 @@
 """Which sessions are alive: when each was last heard of, and how they end.
 
-Every client says so every ten seconds. That is kept in memory and written now and then by `flush`; a crash loses at
-most that, and a session that looks older than it is is only ended after long silence. Ending is decided in the
+Every client says so every ten seconds, and what it asks for counts as well: a sampler that was handed to another
+process is used without signs of life of its own. That is kept in memory and written now and then by `flush`; a crash
+loses at most that, and a session that looks older than it is is only ended after long silence. Ending is decided in the
 database, where the first one wins, and by its time: the clocks of servers may differ.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
-from sqlalchemy import Table, bindparam, exists, select, update
+from sqlalchemy import Table, bindparam, select, update
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -58,6 +59,10 @@ class Liveness:
         seen = self._seen.get(session_id)
         if seen is None or seen.domain != who.domain:
             await run_in_threadpool(self._check, who, session_id)
+        self._seen[session_id] = _Seen(who.domain, self._clock())
+
+    def asked(self, who: Principal, session_id: str) -> None:
+        """`who` may ask, and has been given, something in this session."""
         self._seen[session_id] = _Seen(who.domain, self._clock())
 
     def _check(self, who: Principal, session_id: str) -> None:
@@ -121,13 +126,9 @@ def runs_over(session: Session) -> list[str]:
 
 
 def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:
-    """Expire the sessions that neither were heard of nor asked for anything since `before`, in a write; but those that
-    are `working` have time until they are done. Returns them.
-
-    A sampler that was handed to another process is used without signs of life of its own: its requests count."""
-    op = tables.Operation
-    asked = exists().where(op.session_id == tables.Session.id, op.accepted_at > before)
-    query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before, ~asked)
+    """Expire the sessions that were not heard of since `before`, in a write; but those that are `working` have time
+    until they are done. Returns them."""
+    query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before)
     idle = [row for row in session.scalars(query) if row.id not in working][:FLUSH_ROWS]
     for row in idle:
         end(session, row, "expired", reason=None, detail=None, key_id=None)

@@ -25,7 +25,7 @@ from store import tables
 from store.database.bulk import take_locks
 from store.database.caller import unrestricted
 from store.database.db import Database
-from store.tables import Checkpoint, Operation, Run, Sampler, StorageSpan
+from store.tables import LOADS, Checkpoint, Operation, Run, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
@@ -142,7 +142,7 @@ def _keepers(session: Session, refs: Collection[str]) -> list[tuple[str, tables.
         (ref, row.id): (ref, row)
         for query in (
             sampled.where(Sampler.adapter_ref.in_(refs), owner.state == "active"),
-            loaded.where(_SOURCE_REF.in_(refs), Run.state == "live", owner.state == "active"),
+            loaded.where(LOADS, _SOURCE_REF.in_(refs), Run.state == "live", owner.state == "active"),
         )
         for ref, row in session.execute(query)
     }

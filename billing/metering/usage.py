@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from store.tables import UsageHour
+
+_HALF = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,26 @@ class UsageRow:
 
 
 def summary(session: Session, org_id: str, run_id: str | None = None, since: datetime | None = None) -> list[UsageRow]:
-    """Usage of an organisation by run, kind and base model, of one run only or since an hour if asked.
-
-    Added up in Python: SQLite's SUM fails beyond 64 bits and PostgreSQL's changes its type."""
+    """Usage of an organisation by run, kind and base model, of one run only or since an hour if asked. An organisation
+    has hundreds of thousands of hours in a year, so the database adds them up: in two halves, for SQLite's SUM fails
+    beyond 64 bits."""
     hour = UsageHour
-    query = select(hour.run_id, hour.kind, hour.base_model, hour.quantity, hour.amount_nusd)
-    query = query.where(hour.org_id == org_id)
+    key = (hour.run_id, hour.kind, hour.base_model)
+    halves = (part for column in (hour.quantity, hour.amount_nusd) for part in (column.op("/")(_HALF), column % _HALF))
+    query = select(*key, *map(func.sum, halves)).where(hour.org_id == org_id).group_by(*key)
     if run_id is not None:
         query = query.where(hour.run_id == run_id)
     if since is not None:
         query = query.where(hour.hour >= since)
-    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for run, kind, base_model, quantity, amount in session.execute(query.execution_options(yield_per=10_000)):
-        total = sums[run, kind, base_model]
-        total[0] += quantity
-        total[1] += amount
-    return [
-        UsageRow(run or None, kind, base_model, quantity, amount)
-        for (run, kind, base_model), (quantity, amount) in sorted(sums.items())
-    ]
+    return sorted(
+        (
+            UsageRow(run or None, kind, base_model, _whole(quantities, quantity), _whole(amounts, amount))
+            for run, kind, base_model, quantities, quantity, amounts, amount in session.execute(query)
+        ),
+        key=lambda row: (row.run_id or "", row.kind, row.base_model),
+    )
+
+
+def _whole(upper: int, lower: int) -> int:
+    """PostgreSQL's sums are of another type."""
+    return int(upper) * _HALF + int(lower)

@@ -248,7 +248,8 @@ class Accounts:
         for limit in budgets.values():
             self._budgets[limit.org_id, limit.scope, limit.scope_id].append(limit)
         for budget_id, start, spent, held in ((row[6], *row[14:]) for row in rows if row[14] is not None):
-            self._periods[budget_id, start] = PeriodRow(budget_id, start, spent, held)
+            # PostgreSQL says it in its own time zone, where it may be of another month.
+            self._periods[budget_id, start] = PeriodRow(budget_id, start.astimezone(UTC), spent, held)
         return sorted({row[0] for row in rows if row[5]})
 
     def _read_grants(self, org_ids: list[str]) -> None:

@@ -35,6 +35,19 @@ KIND_KEY, ORG_KEY, TOPUP = "weft_kind", "weft_org", "topup"
 INQUIRIES = ("warning_needs_response", "warning_under_review", "warning_closed", "prevented")
 
 
+CHECKOUTS = ("checkout.session.completed", "checkout.session.async_payment_succeeded")
+REFUNDS = ("refund.created", "refund.updated", "refund.failed")
+DISPUTES = (
+    "charge.dispute.created",
+    "charge.dispute.updated",
+    "charge.dispute.closed",
+    "charge.dispute.funds_withdrawn",
+    "charge.dispute.funds_reinstated",
+)
+#: What is acted on; of these Stripe also gives a list (`billing.payments.inbox.missed`).
+TYPES = ("payment_intent.succeeded", "payment_intent.payment_failed", *CHECKOUTS, *REFUNDS, *DISPUTES, *invoices.EVENTS)
+
+
 def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
     """Fetch what the event is about. Raises stripe.StripeError when Stripe does not answer."""
     kind = event["type"]
@@ -42,22 +55,16 @@ def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
         return _meter_problem(client, event)
     about = event.get("data", {}).get("object", {})
     match kind:
-        case "checkout.session.completed" | "checkout.session.async_payment_succeeded":
+        case _ if kind in CHECKOUTS:
             payment = about.get("payment_intent")
             return _topup(client, payment) if payment else _nothing("a checkout without a payment")
         case "payment_intent.succeeded":
             return _topup(client, about["id"])
         case "payment_intent.payment_failed":
             return _declined(client, about["id"])
-        case "refund.created" | "refund.updated" | "refund.failed":
+        case _ if kind in REFUNDS:
             return _refund(client, about["id"])
-        case (
-            "charge.dispute.created"
-            | "charge.dispute.updated"
-            | "charge.dispute.closed"
-            | "charge.dispute.funds_withdrawn"
-            | "charge.dispute.funds_reinstated"
-        ):
+        case _ if kind in DISPUTES:
             return _dispute(client, about["id"])
         case _ if kind in invoices.EVENTS:
             invoice = client.v1.invoices.retrieve(about["id"])

@@ -1,14 +1,15 @@
 """Webhooks: verified and stored while Stripe waits, processed later (`billing.payments.events`).
 
-An event that arrives twice is stored once, by its id. One that cannot be processed yet is retried until it can.
+An event that arrives twice is stored once, by its id. One that cannot be processed yet is retried until it can. One
+that never arrived, because nobody answered for days or a backup was restored, is asked for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 from sqlalchemy import select
@@ -18,11 +19,19 @@ from billing.money.alerts import raise_alert, resolve_alert
 from store.database.bulk import insert_into
 from store.tables import StripeWebhookEvent
 
+if TYPE_CHECKING:
+    from stripe import StripeClient
+    from stripe.params import EventListParams
+
 #: The greatest age of a signature.
 TOLERANCE_S = 300
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
 #: After this many failed attempts an alert is raised; attempts go on.
 ATTEMPTS_BEFORE_ALERT = 6
+#: Stripe tries for three days to deliver an event, and has a list of those of the last thirty.
+LATE, LISTED = timedelta(days=4), timedelta(days=30)
+#: Events on a page of that list, at most.
+PAGE = 100
 
 
 class BadWebhook(ValueError):
@@ -60,6 +69,19 @@ def keep(session: Session, event: dict[str, Any], now: datetime) -> bool:
         event_id=event["id"], type=event["type"], payload=event, received_at=now, next_attempt_at=now
     )
     return session.scalar(row.on_conflict_do_nothing().returning(StripeWebhookEvent.event_id)) is not None
+
+
+def missed(
+    client: StripeClient, types: Sequence[str], asked_at: datetime | None, now: datetime
+) -> Iterator[list[dict[str, Any]]]:
+    """The events since they were last asked for, page by page, and before that those that might still have come. Most
+    were stored long ago."""
+    since = now - LISTED if asked_at is None else max(now - LISTED, asked_at - LATE)
+    params: EventListParams = {"created": {"gte": int(since.timestamp())}, "types": list(types), "limit": PAGE}
+    page = client.v1.events.list(params)
+    while page.data:
+        yield [event.to_dict() for event in page.data]
+        page = page.next_page()
 
 
 def due(session: Session, now: datetime, limit: int) -> list[StripeWebhookEvent]:

@@ -5,16 +5,18 @@ waits for the next time, so rounding errors do not add up.
 
 from __future__ import annotations
 
+import uuid
 from datetime import datetime, timedelta
 
-from sqlalchemy import and_, func, select
+from sqlalchemy import and_, func, select, text
 from sqlalchemy.orm import Session
 
 from billing.money.wallets import Mode, set_mode, wallet_of
 from billing.payments.client import NUSD_PER_UUSD
 from billing.payments.periods import end_of, name_of, period_before, period_of
 from store.database.bulk import insert_into
-from store.tables import Invoice, LedgerEntry, StripeMeterCursor, StripeOutbox, UsageEvent, Wallet
+from store.tables import Invoice, LedgerEntry, StripeMeterCursor, StripeOutbox, UsageEvent, UsageHour, Wallet
+from store.tables.base import any_index_but
 
 #: The kinds of usage on each meter. A meter is one line of an invoice.
 METERS: dict[str, tuple[str, ...]] = {
@@ -23,6 +25,9 @@ METERS: dict[str, tuple[str, ...]] = {
     "sample": ("sample",),
     "storage": ("storage",),
 }
+
+#: As it is written in its index, or SQLite does not see that the index has all that is asked for.
+_NOT_USAGE = text("ledger_entries.type <> 'usage'")
 
 
 def event_name(meter: str) -> str:
@@ -63,14 +68,16 @@ def put_into_outbox(session: Session, org_id: str, customer_id: str, now: dateti
 
 
 def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tuple[str, ...]) -> int:
-    """What an organisation used of some kinds in a month, less the operations that were refunded in it. SQLite raises,
-    rather than errs, beyond 64 bits of nano-dollars."""
-    event, entry, end = UsageEvent, LedgerEntry, end_of(period_start)
-    used = select(func.sum(event.amount_nusd)).where(event.org_id == org_id, event.kind.in_(kinds))
-    of_operation = and_(entry.org_id == event.org_id, entry.ref_id == event.operation_id)
-    refunded = used.join(entry, of_operation).where(entry.type == "refund", entry.ref_type == "operation")
+    """What an organisation used of some kinds in a month, less the operations that were refunded in it. Of the sums by
+    the hour: who settles waits meanwhile. SQLite raises, rather than errs, beyond 64 bits of nano-dollars."""
+    hour, event, entry, end = UsageHour, UsageEvent, LedgerEntry, end_of(period_start)
+    used = select(func.sum(hour.amount_nusd)).where(hour.org_id == org_id, hour.kind.in_(kinds))
+    used = used.where(hour.hour >= period_start, hour.hour < end)
+    of_operation = and_(any_index_but(event.org_id) == entry.org_id, event.operation_id == entry.ref_id)
+    refunded = select(func.sum(event.amount_nusd)).select_from(entry).join(event, of_operation)
+    refunded = refunded.where(entry.org_id == org_id, _NOT_USAGE, entry.type == "refund")
+    refunded = refunded.where(entry.ref_type == "operation", event.kind.in_(kinds))
     refunded = refunded.where(entry.at >= period_start, entry.at < end)
-    used = used.where(event.recorded_at >= period_start, event.recorded_at < end)
     return int(session.scalar(used) or 0) - int(session.scalar(refunded) or 0)
 
 
@@ -115,7 +122,8 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
             org_id=org_id,
             meter=meter,
             period_start=period,
-            identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}",
+            # Its last part is nobody's else: a database that was restored gives its numbers once more.
+            identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}:{uuid.uuid4().hex[:8]}",
             customer_id=customer_id,
             value_uusd=delta_uusd,
             occurred_at=min(now, end_of(period) - timedelta(seconds=1)).replace(microsecond=0),

@@ -8,8 +8,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from billing.payments import customers, events, inbox, invoices, meters, sender, summaries
 from billing.payments.client import stripe_client
@@ -17,6 +21,7 @@ from billing.payments.periods import period_before, period_of
 from billing.payments.sender import MeterEvent
 from scheduler.jobs.registry import JobContext, Result, job
 from scheduler.jobs.running import ask
+from store.tables import JobRun
 
 if TYPE_CHECKING:
     from stripe import StripeClient, StripeError
@@ -147,6 +152,27 @@ def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[s
         said = f"{type(error).__name__}: {error}"
         context.database.write_now(partial(inbox.failed, event_id=event_id, error=said, now=context.now()))
         return "away" if isinstance(error, stripe.APIConnectionError) else "failed"
+
+
+@job("ask_for_missed_events", every_s=86_400)
+def ask_for_missed_events(context: JobContext) -> Result:
+    """What Stripe has told, and nobody has heard: a payment that was made must be somebody's money."""
+    if not context.settings.payments.enabled:
+        return {}
+    client, now = stripe_client(context.settings.payments), context.now()
+    with context.database.read() as session:
+        asked_at = session.scalar(select(JobRun.succeeded_at).where(JobRun.name == "ask_for_missed_events"))
+    kept = 0
+    for page in inbox.missed(client, events.TYPES, asked_at, now):
+        kept += context.database.write_now(partial(_keep, page=page, now=now))
+    if kept:
+        log.warning("%d events of Stripe had never arrived", kept)
+        context.database.write_now(partial(ask, name="process_webhooks", now=now))
+    return {"kept": kept}
+
+
+def _keep(session: Session, page: list[dict[str, Any]], now: datetime) -> int:
+    return sum(inbox.keep(session, event, now) for event in page)
 
 
 @job("close_invoices", every_s=3600)

@@ -19,7 +19,7 @@ class Session(Base):
     that made it, which is what "owned" means."""
 
     __tablename__ = "sessions"
-    __table_args__ = (Index("ix_sessions_org_state", "org_id", "state"),)
+    __table_args__ = (Index("ix_sessions_org_state", "org_id", "state"), Index("ix_sessions_state", "state"))
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
     state: Mapped[str] = mapped_column(String(16))
@@ -44,7 +44,7 @@ class Run(Base):
     `state` is live | closed."""
 
     __tablename__ = "runs"
-    __table_args__ = (Index("ix_runs_org_state", "org_id", "state"),)
+    __table_args__ = (Index("ix_runs_org_state", "org_id", "state"), Index("ix_runs_state", "state"))
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), index=True)
@@ -84,8 +84,8 @@ class Sampler(Base):
     sampling_session_seq_id: Mapped[int]
     base_model: Mapped[str] = mapped_column(String(256))
     model_path: Mapped[str | None] = mapped_column(String(512))
-    adapter_ref: Mapped[str] = mapped_column(String(256))
-    run_id: Mapped[str | None] = mapped_column(String(128))
+    adapter_ref: Mapped[str] = mapped_column(String(256), index=True)
+    run_id: Mapped[str | None] = mapped_column(String(128), index=True)
     kind: Mapped[str] = mapped_column(String(16))
     clients: Mapped[int] = mapped_column(server_default="0")
     created_at: Mapped[datetime]
@@ -117,12 +117,18 @@ class Checkpoint(Base):
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), index=True)
     kind: Mapped[str] = mapped_column(String(32))
     name: Mapped[str] = mapped_column(String(256))
-    ref: Mapped[str] = mapped_column(String(256))
+    ref: Mapped[str] = mapped_column(String(256), index=True)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     public: Mapped[bool]
     user_metadata: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]
-    expires_at: Mapped[datetime | None]
+    expires_at: Mapped[datetime | None] = mapped_column(index=True)
+
+
+#: Operations that may begin a run from weights, or load them into it. As it is written in an index, or SQLite does not
+#: see that the index has all that is asked for.
+LOADS = text("operations.kind IN ('create', 'load_state')")
+_LOADS = text("kind IN ('create', 'load_state')")
 
 
 class Operation(Base):
@@ -143,6 +149,8 @@ class Operation(Base):
             sqlite_where=text("result_bytes IS NOT NULL"),
             postgresql_where=text("result_bytes IS NOT NULL"),
         ),
+        # A run has few of them, among all its steps.
+        Index("ix_operations_loads", "lane", sqlite_where=_LOADS, postgresql_where=_LOADS),
     )
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)

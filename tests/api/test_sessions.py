@@ -17,6 +17,7 @@ from api.state import liveness
 from api.state.liveness import Liveness, end
 from api.who import session_search
 from api.who.principal import Principal
+from scheduler.journal.accepting import acceptance
 from store import tables
 from store.database.db import Database
 from store.tables import AuditEntry
@@ -149,8 +150,8 @@ class TestReaping:
         world.finish(creation)
         path = world.checkpoint(run, 1)
         world.post("session_heartbeat", {"session_id": alive})
-        world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
         age(world.database, idle, 1.1)
+        world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
         assert self.reap(world) == []  # it worked a moment ago
         age(world.database, alive, -1)
         assert self.reap(world, hours=1.1) == [idle]
@@ -241,6 +242,29 @@ class TestReaping:
         world.post("session_heartbeat", {"session_id": session})
         world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
         assert stored(world, session).last_seen_at >= began
+
+    def test_so_are_requests(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a sampler that is used by a process without signs of life, through a server whose clock is behind."""
+
+        class Behind(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+                return datetime.now(tz) - timedelta(hours=2)
+
+        monkeypatch.setattr(acceptance, "datetime", Behind)
+        session = world.session()
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        body = {
+            "sampling_session_id": world.post("create_sampling_session", sampler)["sampling_session_id"],
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "sampling_params": {"max_tokens": 2},
+            "num_samples": 1,
+        }
+        age(world.database, session, 2)
+        world.finish(world.post("asample", body)["request_id"], b"x", prefill=2, sample=1)
+        world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
+        assert self.reap(world) == []
 
     def test_a_run_that_was_being_made_when_its_session_ended_is_over(
         self, world: World, monkeypatch: pytest.MonkeyPatch

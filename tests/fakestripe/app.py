@@ -255,6 +255,20 @@ def _prices(stripe: Stripe, form: Form, _id: str) -> Form:
     return _list([row for row in stripe.all("price") if row["lookup_key"] in form.get("lookup_keys", [])])
 
 
+def _events(stripe: Stripe, form: Form, _id: str) -> Form:
+    """Of the last thirty days, the newest first."""
+    since = max(int(form["created"]["gte"]), stripe.now - 30 * DAY_S)
+    if len(form["types"]) > 20:
+        raise BadRequest("You can pass up to 20 event names", param="types")
+    found = [event for event in stripe.told if event["created"] >= since and event["type"] in form["types"]]
+    found.reverse()
+    places = {event["id"]: place for place, event in enumerate(found)}
+    start = places[form["starting_after"]] + 1 if "starting_after" in form else 0
+    end = start + int(form["limit"])
+    page = _list([check_object(event) for event in found[start:end]])
+    return {**page, "url": "/v1/events", "has_more": end < len(found)}
+
+
 #: Path, method: the type of its parameters, and what it does.
 API: dict[str, dict[str, tuple[type | None, Handler]]] = {
     "/v1/customers": {"POST": (v1.CustomerCreateParams, _customer)},
@@ -280,5 +294,6 @@ API: dict[str, dict[str, tuple[type | None, Handler]]] = {
         "POST": (v1.ProductCreateParams, lambda stripe, form, _id: stripe.add("prod", "product", name=form["name"])),
     },
     "/v1/prices": {"POST": (v1.PriceCreateParams, _price), "GET": (v1.PriceListParams, _prices)},
+    "/v1/events": {"GET": (v1.EventListParams, _events)},
     "/v2/core/events/{id}": {"GET": (None, _thin)},
 }

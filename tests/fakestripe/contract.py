@@ -131,6 +131,7 @@ MODELS: dict[str, Any] = {
     "subscription": stripe.Subscription,
     "product": stripe.Product,
     "price": stripe.Price,
+    "event": stripe.Event,
 }
 
 

@@ -40,6 +40,8 @@ class Stripe:
     identifiers: dict[str, float] = field(default_factory=dict)
     #: Webhooks that are to be delivered, oldest first: the test takes them.
     events: list[Form] = field(default_factory=list)
+    #: All that were ever told, for those who ask for a list.
+    told: list[Form] = field(default_factory=list)
     #: The whole of thin events, for those who fetch them.
     thin: dict[str, Form] = field(default_factory=dict)
     #: What the payment of a checkout session will carry.
@@ -71,6 +73,7 @@ class Stripe:
             "data": {"object": dict(thing)},
         }
         self.events.append(event)
+        self.told.append(event)
         return event
 
     # Meters.

@@ -22,6 +22,7 @@ from billing.payments.meters import change_mode
 from billing.reports.reconcile import check
 from store.database import audit
 from store.database.db import Database
+from store.database.sure import write_surely
 from store.settings import PaymentsSettings, SettingsError
 from store.tables import Organisation
 
@@ -80,7 +81,7 @@ def grant(
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
     with database_of(config, data_dir) as database:
-        click.echo(database.write_now(write))
+        click.echo(write_surely(database, write))
 
 
 @credit.command("take")
@@ -102,7 +103,7 @@ def take_(data_dir: Path | None, config: Path | None, org: str, amount_nusd: int
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
     with database_of(config, data_dir) as database:
-        click.echo(database.write_now(write))
+        click.echo(write_surely(database, write))
 
 
 @credit.command()
@@ -122,7 +123,7 @@ def refund(data_dir: Path | None, config: Path | None, org: str, operation_id: s
         return entry.amount_nusd
 
     with database_of(config, data_dir) as database:
-        amount = database.write_now(write)
+        amount = write_surely(database, write)
     if amount is None:
         refuse(f"operation {operation_id!r} of {org} was refunded before, or has cost nothing")
     click.echo(f"{org}\trefunded {usd(amount)}")
@@ -166,7 +167,7 @@ def set_(
         return made.id
 
     with database_of(config, data_dir) as database:
-        click.echo(database.write_now(write))
+        click.echo(write_surely(database, write))
 
 
 @budget.command("list")
@@ -198,7 +199,7 @@ def remove(data_dir: Path | None, config: Path | None, org: str, budget_id: str)
         return removed
 
     with database_of(config, data_dir) as database:
-        if not database.write_now(write):
+        if not write_surely(database, write):
             refuse(f"no budget {budget_id!r} of {org}: see weftd budget list")
 
 
@@ -227,7 +228,7 @@ def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overd
     with database_of(config, data_dir) as database:
         if mode == "postpaid" and payments.enabled:
             _enrol(database, payments, org)
-        click.echo(database.write_now(write))
+        click.echo(write_surely(database, write))
 
 
 def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from api.commands.places import blobs_to_change, database_of, refuse, settings_o
 from billing.metering import storage
 from store import tables
 from store.database import audit
+from store.database.sure import write_surely
 from workers.model.adapters.imported import CannotImport, Imported, read_adapter
 
 
@@ -59,7 +61,8 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
         with blobs.new_folder(ref) as target:
             found.write(target, card.name)
         size = blobs.size_bytes(ref)
-        click.echo(database.write_now(lambda session: _record(session, org_id, card.name, name, found, ref, size)))
+        made = partial(_record, org_id=org_id, base_model=card.name, name=name, found=found, ref=ref, size_bytes=size)
+        click.echo(write_surely(database, made))
 
 
 def _record(

@@ -11,11 +11,10 @@ from sqlalchemy import Select, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from scheduler.journal.rows import source_ref
-from scheduler.links.messages import MUTATING, SAVES, OpKind
+from scheduler.links.messages import MUTATING, SAVES
 from store import tables
 from store.database.caller import unrestricted
 
-_LOADING = (OpKind.CREATE.value, OpKind.LOAD_STATE.value)
 _SAVING = sorted(kind.value for kind in SAVES)
 _REPLAYED = sorted(kind.value for kind in MUTATING)
 
@@ -62,7 +61,7 @@ def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]
     yield sampler, queued.where(tables.Operation.state == "queued")
     # A live run would be rebuilt from what it was loaded from, until its first snapshot.
     loaded = select(source_ref).join(tables.Run, tables.Run.id == tables.Operation.lane)
-    live = (tables.Operation.kind.in_(_LOADING), source_ref.is_not(None), tables.Run.state == "live")
+    live = (tables.LOADS, source_ref.is_not(None), tables.Run.state == "live")
     yield source_ref, loaded.where(*live)
     # What a trainer writes before the checkpoint's row is there.
     target = "weights/" + tables.Operation.id  # as `scheduler.order.operations` says

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from billing.money.accounts import OutOfMoney, Payer, check_left, period_start
@@ -22,6 +25,7 @@ from billing.money.budgets import (
 )
 from billing.money.grants import expire, give
 from store import tables
+from store.database.db import Database
 from store.people.keys import new_key
 from store.people.organisations import create_project
 from tests.billing.conftest import Till
@@ -99,6 +103,23 @@ def test_a_refusal_says_which(till: Till, scope: Scope, scope_id: str, name: str
     assert (refusal.needed_nusd, refusal.available_nusd, refusal.held_nusd) == (4, 3, 2)
     assert till.wallet().held_nusd == 2  # nothing is held anywhere for what was refused
     assert till.agrees()
+
+
+def test_a_month_is_that_of_utc_wherever_the_database_is(till: Till) -> None:
+    """West of Greenwich it begins in another one."""
+    if till.database.url.startswith("sqlite"):
+        pytest.skip("SQLite has no time zone")
+    name = till.database.url.rpartition("/")[2]
+    set_zone = text(f"ALTER DATABASE {name} SET timezone = 'America/New_York'")
+    till.database.write_now(lambda session: session.execute(set_zone))
+    with closing(Database(till.database.url)) as there:
+        till = replace(till, database=there)
+        put(till, 5)
+        till.accept(2, KEY, NOVEMBER)
+        assert till.refused(4, KEY, NOVEMBER).limit == "the budget of the organisation in 2026-11 (UTC)"
+        till.end(till.accept(1, KEY, NOVEMBER), train=1)
+        assert spent(till) == [(1, 2)]
+        assert till.agrees()
 
 
 def test_several_count_each_its_own(till: Till) -> None:

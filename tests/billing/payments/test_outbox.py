@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +23,10 @@ from billing.payments.meters import METERS
 from billing.payments.periods import period_of
 from billing.payments.sender import RESEND_WINDOW
 from scheduler.jobs.payments import compare_with_stripe, put_meter_events, send_meter_events
+from store.database.db import Database
 from store.tables import Alert, UsageEvent
 from tests.billing.payments.kit import START, Payments
+from tests.fakestripe import FakeStripe
 from tests.search import examples
 
 HOUR = 3600.0
@@ -114,6 +120,26 @@ def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tupl
     assert compare_with_stripe(payments.context)["differ"] == 0
 
 
+def test_no_more_is_read_of_a_month_than_its_hours(
+    database: Database, stripe_server: FakeStripe, tmp_path: Path
+) -> None:
+    """While the writer reads, everybody waits: of events, of which a month has millions, those of refunds alone."""
+    payments = Payments(database, stripe_server.reset(START), tmp_path)
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    driver = database.write_now(lambda session: session.connection().connection.driver_connection)
+    assert isinstance(driver, sqlite3.Connection)
+    asked: list[str] = []
+    driver.set_trace_callback(asked.append)
+    put_meter_events(payments.context)
+    driver.set_trace_callback(None)
+    of_events = [statement for statement in asked if "usage_events" in statement]
+    with closing(sqlite3.connect(tmp_path / "weft.db")) as there:
+        plans = [step[3] for one in of_events for step in there.execute(f"EXPLAIN QUERY PLAN {one}")]
+    assert {step for step in plans if "usage_events" in step and "(operation_id=" not in step} == set()
+    assert len(of_events) == 2 * len(METERS)
+
+
 def test_rounding_never_drifts(payments: Payments) -> None:
     org_id = payments.organisation()
     for _ in range(7):
@@ -128,7 +154,32 @@ def test_identifiers_name_organisation_meter_month_and_number(payments: Payments
     org_id = payments.organisation()
     payments.use(org_id, "cached_prefill", 5_000)
     put_meter_events(payments.context)
-    assert [row.identifier for row in payments.outbox()] == [f"{org_id}:prefill:2026-11:1"]
+    (row,) = payments.outbox()
+    assert row.identifier.startswith(f"{org_id}:prefill:2026-11:1:")
+
+
+def test_a_restored_database_does_not_take_lost_events_for_its_own(
+    database: Database, stripe_server: FakeStripe, tmp_path: Path
+) -> None:
+    """What is used from then on is counted beside what the database knows nothing of."""
+    lost = Payments(database, stripe_server.reset(START), tmp_path)
+    org_id = lost.organisation()
+    lost.use(org_id, "train", 5_000)
+    _drain(lost)
+    with closing(sqlite3.connect(tmp_path / "weft.db")) as there, closing(sqlite3.connect(tmp_path / "old.db")) as old:
+        there.backup(old)
+    lost.use(org_id, "train", 70_000)
+    _drain(lost)
+    restored = replace(lost, database=Database(f"sqlite:///{tmp_path}/old.db"))
+    with closing(restored.database):
+        restored.use(org_id, "train", 300_000)
+        _drain(restored)
+        assert restored.fake.stripe.total("weft_train", restored.customer(org_id)) == 5 + 70 + 300
+        restored.wait(7 * HOUR)
+        assert compare_with_stripe(restored.context) == {"compared": 1, "differ": 1}
+        with restored.database.read() as session:
+            (alert,) = session.scalars(select(Alert).where(Alert.kind == "stripe_drift"))
+        assert "counts +70 micro-USD beside ours" in alert.message  # exactly what was lost
 
 
 def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Payments) -> None:

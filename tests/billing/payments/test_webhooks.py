@@ -13,10 +13,11 @@ from starlette.testclient import TestClient
 
 from api.server.app import front
 from api.state.service import Service
+from billing.payments import inbox
 from billing.payments.client import stripe_client
 from billing.payments.events import effect_of
 from billing.prices import load_prices
-from scheduler.jobs.payments import process_webhooks, put_meter_events, send_meter_events
+from scheduler.jobs.payments import ask_for_missed_events, process_webhooks, put_meter_events, send_meter_events
 from scheduler.journal.journal import Journal
 from store.settings import Settings
 from store.tables import Alert, Organisation, StripeWebhookEvent
@@ -333,7 +334,8 @@ def test_meter_errors_raise_an_alert(door: Door) -> None:
         (alert,) = session.query(Alert)
         assert alert.kind == "meter_errors"
         assert alert.detail["codes"] == ["meter_event_customer_not_found"]
-        assert alert.detail["identifiers"] == [f"{org_id}:train:2026-11:1"]
+        (row,) = door.payments.outbox()
+        assert alert.detail["identifiers"] == [row.identifier]
 
 
 def test_the_same_topup_asked_for_twice_is_one_checkout(door: Door) -> None:
@@ -348,3 +350,40 @@ def test_the_same_topup_asked_for_twice_is_one_checkout(door: Door) -> None:
 def test_amounts_that_are_refused(door: Door, amount: str) -> None:
     status = 400 if amount in ("4.99", "10000.01") else 422
     assert "amount_usd" in door.topup(amount, status=status)["detail"]
+
+
+# ---- what never arrived
+
+
+def test_what_never_arrived_is_asked_for(door: Door) -> None:
+    """Nobody answered for longer than Stripe tries, or the database is a backup of before."""
+    payment = door.paid("25")
+    door.payments.fake.stripe.refund(payment["id"], 500)
+    door.told.clear()
+    door.payments.wait(20 * 86_400)
+    process_webhooks(door.payments.context)
+    assert door.ledger() == []
+    assert ask_for_missed_events(door.payments.context)["kept"] >= 2
+    process_webhooks(door.payments.context)
+    assert sorted(door.ledger()) == [("refund", -5 * USD), ("topup", 25 * USD)]
+    assert ask_for_missed_events(door.payments.context) == {"kept": 0}
+
+
+def test_what_arrives_later_all_the_same_changes_nothing(door: Door) -> None:
+    door.paid("25")
+    late = door.told
+    ask_for_missed_events(door.payments.context)
+    process_webhooks(door.payments.context)
+    door.deliver(*late)
+    assert door.ledger() == [("topup", 25 * USD)]
+
+
+def test_all_pages_of_them(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "PAGE", 2)
+    for _ in range(3):
+        door.paid("25")
+        door.payments.wait(60)
+    door.told.clear()
+    ask_for_missed_events(door.payments.context)
+    process_webhooks(door.payments.context)
+    assert door.ledger() == [("topup", 25 * USD)] * 3

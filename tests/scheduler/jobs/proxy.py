@@ -18,6 +18,7 @@ class Proxy:
         self.swallowing = False
         self.swallowed_bytes = 0
         self.losing = b""  # the next reply that has these bytes, or answers what has them, is lost
+        self.then_gone = False  # and with it goes the server
         self._closed = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -47,6 +48,8 @@ class Proxy:
                         loses = loses or (self.losing != b"" and self.losing in data)
                         if loses and side is far:
                             self.losing = b""
+                            if self.then_gone:
+                                self.close()
                             return
                         if self.swallowing:
                             self.swallowed_bytes += len(data)
