@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from weft import rl
 from weft.rl.chat.render import TemplateRenderer, _apart
 from weft.rl.loops.dpo import pairs
 
@@ -128,6 +129,16 @@ def test_a_call_ends_where_its_result_begins() -> None:
     first, last = TemplateRenderer(made("first", thinking)).example(TALK)  # of which the history has another text
     for ids, sampled in (first, last):
         assert (known.convert_ids_to_tokens(ids[-1]), sampled[-1]) == ("<|user|>", True)
+
+
+def test_parts_of_a_message_are_its_text_and_what_is_no_text_is_refused() -> None:
+    """Left out in silence, an answer would be trained behind a question without its picture."""
+    renderer = TemplateRenderer(made("first", CHATML))
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3 + 5?"}]
+    assert renderer.example([{"role": "user", "content": parts}, *TALK[1:]]) == renderer.example(TALK)
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(ValueError, match="'user' message has a part of type 'image_url'"):
+        rl.conversations([[{"role": "user", "content": [*parts, picture]}, TALK[1]]], renderer.tokenizer)
 
 
 def test_calls_are_those_that_the_format_has_also_in_text_that_is_no_call() -> None:

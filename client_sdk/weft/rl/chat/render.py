@@ -206,11 +206,16 @@ def _with_arguments(call: Any) -> Any:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message whose content may be parts, as OpenAI writes it."""
+    """The text of a message whose content may be parts, as OpenAI writes it. Raises ValueError for what is no text."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""
-    return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+    for part in content:
+        if part.get("type") != "text":
+            raise ValueError(
+                f"a {message.get('role')!r} message has a part of type {part.get('type')!r}: only text can be read"
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _apart(text: str) -> tuple[str, list[str]]:
