@@ -85,6 +85,7 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: 
     assert ids == known.encode(text, add_special_tokens=False)
     drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
     assert drawn.count(known.convert_tokens_to_ids(end)) == 2  # each answer learns to end
+    assert renderer.get_stop_token_ids() == [known.convert_tokens_to_ids(end)]
     for place in (1, 3):  # each answer is behind the prompt that it would be sampled from
         prompt = renderer.render_ids(TALK[:place], add_generation_prompt=True)
         assert ids[: len(prompt)] == prompt

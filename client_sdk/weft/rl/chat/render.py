@@ -138,6 +138,15 @@ class TemplateRenderer:
         mark = (self._behind_an_answer([following], tools) or [])[:1]
         return [token for token in mark if token in self.tokenizer.all_special_ids]
 
+    def get_stop_token_ids(self) -> list[int]:
+        """What ends an answer as the template writes it; nothing where that is no special token."""
+        try:
+            [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        except ValueError:  # a template whose prompt begins a thought
+            return []
+        last = ids[max(place for place, own in enumerate(sampled) if own)]
+        return [last] if last in self.tokenizer.all_special_ids else []
+
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
         ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids
         text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
