@@ -166,6 +166,14 @@ def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: st
     assert other.parse_response(known.encode(said, add_special_tokens=False)).reasoning_content is None
 
 
+@pytest.mark.parametrize(("begun", "said"), [("<think>\n", "It is 8, or"), ("", "<think>It is 8, or")])
+def test_a_thought_that_was_cut_off_is_no_answer(begun: str, said: str) -> None:
+    """A reward that looks for 8 would pay for it."""
+    known = made("first", CHATML.replace("assistant\n{% endif", f"assistant\n{begun}{{% endif"))
+    parsed = TemplateRenderer(known).parse_response(known.encode(said, add_special_tokens=False))
+    assert (parsed.content, parsed.reasoning_content) == ("", "It is 8, or")
+
+
 def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_whole() -> None:
     """What is asked to go on knows no calls, and such templates raise."""
     refusing = "{% if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"

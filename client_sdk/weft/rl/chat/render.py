@@ -150,8 +150,11 @@ class TemplateRenderer:
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
         ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids
         text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
-        if _END_OF_THOUGHT in text and not text.lstrip().startswith(_THINK) and self._begins_thought:
+        closed = _END_OF_THOUGHT in text
+        if (closed or not ended) and not text.lstrip().startswith(_THINK) and self._begins_thought:
             text = _THINK + text
+        if not closed and not ended and text.lstrip().startswith(_THINK):  # cut off within it
+            text += _END_OF_THOUGHT
         thought = _THOUGHT.match(text)
         rest = text[thought.end() :] if thought else text
         said, written = _apart(rest)
