@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime
 from typing import Any
 
 from store import tables
+from store.database.db import Database
+from store.database.works import Batch
+
+
+def in_batch(database: Database, batch: Batch, item: Any, *, lock: str) -> Any:
+    """`Database.write_batched`, for tests without an event loop."""
+    return asyncio.run(database.write_batched(batch, item, lock=lock))
 
 
 def session_row(org_id: str, now: datetime, id: str = "s", **columns: Any) -> tables.Session:

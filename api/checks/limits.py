@@ -48,6 +48,7 @@ def _model(card: ModelCard, limits: Limits) -> ModelLimits:
     return ModelLimits(
         vocab_size=card.vocab_size,
         context_length=min(card.context_length, limits.max_seq_len),
+        eos_token_ids=list(card.eos_token_ids),
         num_experts=config.num_experts,
         mixture_layers=len(config.mixture_layers),
         experts_per_token=config.experts_per_token,

@@ -89,10 +89,9 @@ async def long_page(request: Request, template: str, viewer: Viewer, **values: A
     return await service_of(request).threads.run(viewer.org_id, lambda: page(request, template, viewer, **values))
 
 
-def say(message: str, *, reload: bool = True) -> Response:
+def say(message: str) -> Response:
     """The answer to a button: what was done, and the page shows it as it is now."""
-    headers = {"hx-refresh": "true"} if reload else {}
-    return PlainTextResponse(message, 200, headers)
+    return PlainTextResponse(message, 200, {"hx-refresh": "true"})
 
 
 def link_with(query: Mapping[str, Any], **changes: Any) -> str:

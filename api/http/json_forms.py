@@ -131,6 +131,8 @@ def sample_result(payload: bytes) -> dict[str, Any]:
                 "tokens": sequence.tokens.tolist(),
                 "logprobs": None if sequence.logprobs is None else sequence.logprobs.tolist(),
                 **({} if sequence.topk is None else {"topk_logprobs": sequence.topk.tolist()}),
+                **({"stale": True} if sequence.stale else {}),
+                **({} if sequence.routed_experts is None else {"routed_experts": sequence.routed_experts.tolist()}),
             }
             for sequence in result.sequences
         ],
@@ -140,4 +142,9 @@ def sample_result(payload: bytes) -> dict[str, Any]:
         found["prompt_logprobs"] = [None if math.isnan(x) else x for x in result.prompt_logprobs.tolist()]
     if result.topk_prompt_logprobs is not None:
         found["topk_prompt_logprobs"] = result.topk_prompt_logprobs.tolist()
+    if result.target_prompt_logprobs is not None:
+        found["target_prompt_logprobs"] = result.target_prompt_logprobs.to_json()
+    if result.prompt_alt_tokens is not None:
+        both = zip(("tokens", "logprobs"), result.prompt_alt_tokens, strict=True)
+        found["prompt_alt_tokens"] = {name: TensorData.from_numpy(array).to_json() for name, array in both}
     return found

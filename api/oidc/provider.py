@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -64,10 +64,9 @@ class Tokens:
 class Provider:
     """Lives in the event loop, and holds nothing that another replica would need."""
 
-    def __init__(self, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: OidcSettings) -> None:
         self.settings = settings
         self._secret = client_secret(settings)
-        self._clock = clock
         self._known: tuple[float, Metadata | ProviderError] | None = None
         self._asking = asyncio.Lock()
         self._room = asyncio.Semaphore(AT_ONCE)
@@ -79,7 +78,7 @@ class Provider:
     async def metadata(self) -> Metadata:
         """Raises ProviderError."""
         async with self._asking:  # who comes meanwhile waits for the same answer
-            if self._known is None or self._clock() >= self._known[0]:
+            if self._known is None or time.monotonic() >= self._known[0]:
                 self._known = await self._discover()
         if isinstance(self._known[1], ProviderError):
             raise ProviderError(str(self._known[1]))
@@ -90,8 +89,8 @@ class Provider:
         try:
             metadata = read_metadata(self.settings, await self._asked("GET", discovery_address(self.settings)))
         except ProviderError as error:
-            return self._clock() + FAILED_S, error
-        return self._clock() + REMEMBERED_S, metadata
+            return time.monotonic() + FAILED_S, error
+        return time.monotonic() + REMEMBERED_S, metadata
 
     async def exchange(self, code: str, verifier: str) -> Tokens:
         """The tokens of a code (RFC 6749, section 4.1.3; RFC 7636). Raises ProviderError."""

@@ -8,7 +8,7 @@ database, where the first one wins, and by its time: the clocks of servers may d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import cast
@@ -49,9 +49,8 @@ class _Seen:
 class Liveness:
     """The sessions that were heard of since the last flush. Lives in the event loop."""
 
-    def __init__(self, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._clock = clock
         self._seen: dict[str, _Seen] = {}
 
     async def beat(self, who: Principal, session_id: str) -> None:
@@ -59,7 +58,7 @@ class Liveness:
         seen = self._seen.get(session_id)
         if seen is None or seen.domain != who.domain:
             await run_in_threadpool(self._check, who, session_id)
-        self._seen[session_id] = _Seen(who.domain, self._clock())
+        self._seen[session_id] = _Seen(who.domain, datetime.now(UTC))
 
     def asked(self, who: Principal, session_id: str) -> None:
         """`who` may ask, and has been given, something in this session."""
@@ -79,7 +78,7 @@ class Liveness:
         """Write what is new. Sessions that have ended, or that nothing was heard of since the last flush, are
         forgotten: their next sign of life is looked up again."""
         self.ended([session_id for session_id, seen in self._seen.items() if seen.written])
-        fresh, now = list(self._seen.items()), self._clock()
+        fresh, now = list(self._seen.items()), datetime.now(UTC)
         for start in range(0, len(fresh), FLUSH_ROWS):
             part = [(session_id, seen, now - seen.at) for session_id, seen in fresh[start : start + FLUSH_ROWS]]
 

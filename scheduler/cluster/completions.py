@@ -25,12 +25,12 @@ class SharedFeeds:
     def follows(self, key: FeedKey) -> bool:
         return self._feeds.follows(key)
 
-    def follow(self, key: FeedKey) -> None:
+    def follow(self, key: FeedKey, cursor: int = 0) -> None:
         try:
             self._blocks[key] = self._reserve(BLOCK)
         except QueueUnreachable:
             self._blocks[key] = time.time_ns() // 1000
-        self._feeds.follow(key)
+        self._feeds.follow(key, cursor)
 
     def forget(self, key: FeedKey) -> None:
         self._blocks.pop(key, None)

@@ -147,12 +147,6 @@ class Database:
         self._submit(batched(batch, item, lock, Waiting(future, loop)))
         return await future
 
-    def write_batched_now(self, batch: Batch, item: Any, *, lock: str) -> Any:
-        """`write_batched` for a thread that may block."""
-        future: Future[Any] = Future()
-        self._submit(batched(batch, item, lock, Waiting(future)))
-        return future.result()
-
     def write_now(self, work: Callable[[Session], T]) -> T:
         """`write` for a thread that may block: command line, start-up, tests."""
         if threading.current_thread() is self._writer:

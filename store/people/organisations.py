@@ -52,15 +52,13 @@ def organisation_named(session: Session, name: str) -> Organisation:
     return org
 
 
-def set_status(session: Session, org: Organisation, status: str, key_id: int | None = None) -> None:
+def set_status(session: Session, org: Organisation, status: str) -> None:
     if status not in STATUSES:
         raise PeopleError(f"status: must be one of {', '.join(STATUSES)}, got {status!r}")
     if org.status != status:
         detail = {"from": org.status, "to": status}
         org.status = status
-        audit.record(
-            session, org_id=org.id, key_id=key_id, event="organization_status_set", target=org.id, detail=detail
-        )
+        audit.record(session, org_id=org.id, key_id=None, event="organization_status_set", target=org.id, detail=detail)
 
 
 def set_weight(session: Session, org: Organisation, weight: int) -> None:

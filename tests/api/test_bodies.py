@@ -217,7 +217,11 @@ class TestRoom:
             bodies = LargeBodies(self.MOST, wait_s=0.05)
             async with AsyncExitStack() as stack:
                 for number in range(AT_A_TIME):
-                    await (await stack.enter_async_context(bodies.room(f"org {number}", self.MOST))).work()
+                    room = await stack.enter_async_context(bodies.room(f"org {number}", self.MOST))
+                    for _ in range(2):  # the same body again takes no more
+                        await room.work()
+                async with bodies.room("small", SMALL_BYTES) as small:
+                    await small.work()
                 last = await stack.enter_async_context(bodies.room("last", self.MOST))
                 with pytest.raises(RateLimited, match="this server"):
                     await last.work()
@@ -248,6 +252,34 @@ class TestRoom:
             return order
 
         assert asyncio.run(scene()) == [0, 1, 2, 3, 4]
+
+    def test_all_that_an_organisation_has_in_hand_counts(self) -> None:
+        async def scene() -> None:
+            bodies, part = LargeBodies(self.MOST, wait_s=0.05), self.MOST // 5
+            async with bodies.room("a", 2 * part):
+                async with bodies.room("a", 2 * part):
+                    pass
+                with pytest.raises(RateLimited, match="this organisation"):
+                    async with bodies.room("a", 4 * part):
+                        pass
+
+        asyncio.run(scene())
+
+    def test_who_gives_up_lets_in_who_stands_behind(self) -> None:
+        async def scene() -> None:
+            bodies, part = LargeBodies(self.MOST, wait_s=60), self.MOST // 5
+
+            async def one(size_bytes: int) -> None:
+                async with bodies.room("a", size_bytes):
+                    pass
+
+            async with asyncio.timeout(30), bodies.room("a", 2 * part):
+                large, small = asyncio.create_task(one(4 * part)), asyncio.create_task(one(part))
+                await asyncio.sleep(0)
+                large.cancel()
+                await small
+
+        asyncio.run(scene())
 
     def test_who_was_refused_rests_and_nobody_else(self) -> None:
         async def scene() -> None:

@@ -216,6 +216,20 @@ class TestPublishing:
         assert row.run_id is None
         assert row.adapter_ref
 
+    @pytest.mark.parametrize("own", [True, False], ids=["own", "of another organisation"])
+    def test_what_was_noted_with_a_checkpoint_stays_in_its_organisation(self, world: World, own: bool) -> None:
+        """A loop of weft.rl notes its runs and what they have cost."""
+        noted, key = {"customer": "acme"}, world.key if own else world.other_key
+        body = {"model_id": world.run(), "seq_id": 1, "path": "one", "user_metadata": noted}
+        saving = world.post("save_weights", body)["request_id"]
+        world.finish(saving, size_bytes=7)
+        path = world.outcome(saving).json()["path"]
+        world.post(f"{route(path)}/publish")
+        copy = {"source_path": path, "session_id": world.session(key), "model_seq_id": 1}
+        copied = world.post("copy_weights", copy, key=key)["tinker_path"]
+        listed = {one["tinker_path"]: one for one in world.get("checkpoints", key=key)["checkpoints"]}
+        assert listed[copied]["user_metadata"] == (noted if own else {})
+
     def test_with_the_owners_key_no_publishing_is_needed(self, world: World) -> None:
         path = world.checkpoint(world.run(), 1)
         own = world.session(world.other_key)

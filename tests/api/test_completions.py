@@ -132,6 +132,20 @@ def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
     assert second in told
 
 
+def test_a_restart_with_a_clock_that_was_set_back_hides_nothing(world: World) -> None:
+    """A cursor from before it is ahead of the clock: whoever brought it waited until the clock had come so far."""
+    sampler_id = sampler(world, world.session())
+    first, second, third = (submit(world, sampler_id, seq) for seq in range(3))
+    world.finish(first, b"1", sample=1)
+    ahead = (time.time_ns() // 1000) + 600 * 10**6
+    told = poll(world, sampler_id, ahead)
+    assert told["completions"] == [finished(first, 1)]
+    world.finish(second, b"2", sample=1)
+    assert poll(world, sampler_id, ahead)["completions"][1:] == [finished(second, 1)]  # whose first answer was lost
+    world.finish(third, b"3", sample=1)
+    assert [one["request_id"] for one in poll(world, sampler_id, told["cursor"])["completions"]] == [second, third]
+
+
 def test_what_ended_before_is_told_though_the_first_poll_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a restart, while the database is away for a moment: the next poll waited for ever for what had ended."""
     sampler_id = sampler(world, world.session())

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from weft.wire import TensorData
+from weft.wire.binary.sample_codec import SequenceResult, encode_sample_response
 
 from tests.api.conftest import World
 from tests.api.data import batch
+from tests.api.test_sampling import sample, sampler
 
 PROTOBUF = "application/x-protobuf"
 
@@ -49,6 +53,40 @@ def test_large_results_are_announced_to_who_allows_it(
         else:
             assert (reply.content, reply.headers["content-type"]) == (b"x" * size, PROTOBUF)
     assert retrieve(world, request_id, allow_metadata_only=False).content == b"x" * size
+
+
+def test_a_client_that_reads_json_alone_is_told_all_that_it_asked_for(world: World) -> None:
+    request_id = str(world.post("asample", sample(sampler(world, world.session()), 0))["request_id"])
+    logprobs = np.array([-0.5, -1.5], np.float32)
+    routes = np.arange(6).reshape(3, 1, 2)
+    drawn = SequenceResult(np.array([3, 4], np.int32), logprobs, "length", stale=True, routed_experts=routes)
+    targets = TensorData([-0.25, 0.0], "float32", [1, 2])
+    alternatives = np.array([[5], [6]]), np.array([[-1.0], [-2.0]], np.float32)
+    payload = encode_sample_response(
+        [drawn], np.array([np.nan, -2.0], np.float32), 1, target_prompt_logprobs=targets, prompt_alt_tokens=alternatives
+    )
+    world.finish(request_id, payload, sample=2)
+    body = {"request_id": request_id}
+    told = world.call("POST", "retrieve_future", json=body, headers={"accept": "application/json"}).json()
+    assert told == {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": "length",
+                "tokens": [3, 4],
+                "logprobs": [-0.5, -1.5],
+                "stale": True,
+                "routed_experts": routes.tolist(),
+            }
+        ],
+        "prompt_cache_hit_tokens": 1,
+        "prompt_logprobs": [None, -2.0],
+        "target_prompt_logprobs": {"data": [-0.25, 0.0], "dtype": "float32", "shape": [1, 2]},
+        "prompt_alt_tokens": {
+            "tokens": {"data": [5, 6], "dtype": "int64", "shape": [2, 1]},
+            "logprobs": {"data": [-1.0, -2.0], "dtype": "float32", "shape": [2, 1]},
+        },
+    }
 
 
 def test_one_that_waits_is_408_with_its_state(world: World) -> None:

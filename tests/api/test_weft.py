@@ -14,8 +14,13 @@ from tests.api.data import batch
 
 def test_limits_are_those_that_requests_are_refused_by(world: World) -> None:
     limits = world.get("weft/limits")
-    experts = {"num_experts": 8, "mixture_layers": 4, "experts_per_token": 2}
-    assert limits["models"] == {MODEL: {"vocab_size": VOCAB, "context_length": CONTEXT} | experts}
+    known = {
+        "eos_token_ids": list(world.service.cards[MODEL].eos_token_ids),
+        "num_experts": 8,
+        "mixture_layers": 4,
+        "experts_per_token": 2,
+    }
+    assert limits["models"] == {MODEL: {"vocab_size": VOCAB, "context_length": CONTEXT} | known}
     assert (limits["max_body_bytes"], limits["max_data"], limits["max_rank"]) == (20_000, 8, 16)
     assert (limits["max_num_samples"], limits["chunk_data"], limits["chunk_bytes"]) == (4, 8, 10_000)
     assert (limits["min_ttl_seconds"], limits["max_ttl_seconds"]) == (MIN_TTL_S, MAX_TTL_S)

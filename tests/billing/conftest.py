@@ -19,6 +19,7 @@ from billing.reports.reconcile import check
 from scheduler.journal.accepting.acceptance import Taking, insert_all
 from store import tables
 from store.database.db import Database
+from tests.rows import in_batch
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ACME = Payer("a")
@@ -66,13 +67,13 @@ class Till:
             "stores_bytes": stores.adds if stores else 0,
         }
         taking = Taking(row, claims=(stores,) if stores else ())
-        self.database.write_batched_now(insert_all, taking, lock=payer.org_id)
+        in_batch(self.database, insert_all, taking, lock=payer.org_id)
         return op_id
 
     def end(self, op_id: str, now: datetime | None = None, **used: int) -> int:
         """Settle a queued operation with what it used; nothing if it failed. Returns what it cost; 0 for a repeat."""
         org_id = self.operation(op_id).org_id
-        return int(self.database.write_batched_now(self._end, (op_id, used, now or datetime.now(UTC)), lock=org_id))
+        return int(in_batch(self.database, self._end, (op_id, used, now or datetime.now(UTC)), lock=org_id))
 
     def _end(self, session: Session, items: list[tuple[str, dict[str, int], datetime]]) -> list[int]:
         costs = []

@@ -142,6 +142,15 @@ def test_a_refused_file_leaves_nothing(
     assert [path for path in (tmp_path / "x").rglob("*config*") if path.is_file()] == []
 
 
+def test_a_file_that_cannot_be_had_for_a_moment_is_asked_for_again(
+    rest: weft.RestClient, stub: Stub, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A store that wants to be asked more slowly, a server that restarts behind its proxy."""
+    stub.faults["/files/a"] = [status(503, "SlowDown")]
+    found = rest.download_checkpoint(EXPORT, tmp_path, "tinker").result(10)
+    assert [path.read_bytes() for path in found] == list(files.values())
+
+
 def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: ServiceClient, tmp_path: Path) -> None:
     """A disk that is full behind the archive: here files may not grow as large as its second one."""
     archive, folder = tmp_path / "scratch" / "archive.tar", tmp_path / "adapter"

@@ -158,8 +158,9 @@ def test_an_operation_of_unknown_fate_breaks_the_lane(service: ServiceClient, st
         training.optim_step(AdamParams()).result(10)
 
 
-def test_a_full_queue_is_waited_out(service: ServiceClient, stub: Stub) -> None:
-    stub.faults["/optim_step"] = [status(429)] * 120  # longer than the retry budget
+@pytest.mark.parametrize("then", [[], [status(503)] * 3], ids=["", "and the restart behind it"])
+def test_a_full_queue_is_waited_out(service: ServiceClient, stub: Stub, then: list[Response]) -> None:
+    stub.faults["/optim_step"] = [status(429)] * 120 + then  # longer than the retry budget
     run_of(service).optim_step(AdamParams()).result(20)
 
 

@@ -129,10 +129,11 @@ def _shown(completion: Completion) -> _Finished | _Failed:
 
 async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
     """Follow a feed, with what completed of it before."""
-    service.journal.completions.follow(key)
-    since = datetime.now(UTC) - LOOK_BACK
-    if cursor:
-        since = max(since, datetime.fromtimestamp(cursor / 1e6, UTC) - SLACK)
+    service.journal.completions.follow(key, cursor)
+    now, told = datetime.now(UTC), datetime.fromtimestamp(cursor / 1e6, UTC) - SLACK
+    since = now - LOOK_BACK
+    if told < now:  # else the clock was set back, and what has ended since has an earlier time
+        since = max(since, told)
     first = key.client * CLIENT_STRIDE
     row = tables.Operation
 

@@ -151,7 +151,7 @@ def _copy(
         ref=original.ref,
         size_bytes=original.size_bytes,
         public=False,
-        user_metadata=dict(original.user_metadata),
+        user_metadata=dict(original.user_metadata) if original.org_id == who.org_id else {},
         created_at=now,
         expires_at=now + timedelta(seconds=ttl_seconds) if ttl_seconds else None,
     )

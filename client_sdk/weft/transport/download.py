@@ -12,8 +12,9 @@ from pathlib import Path, PurePosixPath
 
 import httpx
 
-from weft.errors import APIConnectionError, APIResponseValidationError
+from weft.errors import APIConnectionError, APIResponseValidationError, APIStatusError
 from weft.transport.http import error_of
+from weft.transport.retry import passes_by_itself
 
 TOGETHER = 4
 TRIES = 4
@@ -81,15 +82,18 @@ def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
-    """Broken connections are tried again from the start; a refusal is final."""
+    """What passes by itself, and broken connections, are tried again from the start; a refusal is final."""
     for attempt in range(TRIES):
         try:
             await _stream(http, url, target)
             return
+        except APIStatusError as error:
+            if attempt == TRIES - 1 or not passes_by_itself(error.status_code):
+                raise
         except (httpx.TransportError, OSError) as error:
             if attempt == TRIES - 1 or (isinstance(error, OSError) and not isinstance(error, ConnectionError)):
                 raise APIConnectionError(f"download of {target.name}: {error or type(error).__name__}") from error
-            await asyncio.sleep(0.5 * 2**attempt)
+        await asyncio.sleep(0.5 * 2**attempt)
 
 
 async def _stream(http: httpx.AsyncClient, url: str, target: Path) -> None:

@@ -50,8 +50,8 @@ def is_billing(status: int) -> bool:
 class Attempts:
     """The decisions about one request: after each failure, how long to pause before the next attempt.
 
-    `status` is that of the answer, None if there was none. With `patient`, 429 is waited out without end. A pause for
-    billing restarts the budget for everything else.
+    `status` is that of the answer, None if there was none. With `patient`, 429 is waited out without end. That, and a
+    pause for billing, restarts the budget for everything else.
     """
 
     def __init__(self, policy: RetryPolicy, now_s: float, patient: bool = False) -> None:
@@ -71,12 +71,14 @@ class Attempts:
             return None
         pause_s = self._policy.pause_s(self._count, retry_after_s)
         self._spent_s += min(now_s - self._seen_s, ATTEMPT_S)
-        endless = self._patient and status == 429
-        if not endless and self._spent_s + pause_s > self._policy.budget_s:
+        if self._patient and status == 429:
+            self._spent_s = 0.0  # a server that holds us back is there
+        elif self._spent_s + pause_s > self._policy.budget_s:
             return None
+        else:
+            self._spent_s += pause_s
         self._count += 1
         self._seen_s = now_s + pause_s
-        self._spent_s += pause_s
         return pause_s
 
     def _pause_for_billing(self, now_s: float) -> float | None:

@@ -48,8 +48,9 @@ class CompletionFeeds(Protocol):
 
     def follows(self, key: FeedKey) -> bool: ...
 
-    def follow(self, key: FeedKey) -> None:
-        """Keep what completes of this feed from now on."""
+    def follow(self, key: FeedKey, cursor: int = 0) -> None:
+        """Keep what completes of this feed from now on, and tell all of it to who has come as far as `cursor`, which is
+        ahead of a clock that was set back."""
 
     def forget(self, key: FeedKey) -> None:
         """Follow it no more: what it missed before could not be read. Its clients ask again, and begin anew."""
@@ -66,6 +67,7 @@ class _Feed:
     events: deque[tuple[int, Completion]] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
+    newest: int = 0  # cursor
 
 
 class Feeds:
@@ -77,8 +79,9 @@ class Feeds:
     def follows(self, key: FeedKey) -> bool:
         return key in self._feeds
 
-    def follow(self, key: FeedKey) -> None:
-        self._feeds.setdefault(key, _Feed())
+    def follow(self, key: FeedKey, cursor: int = 0) -> None:
+        feed = self._feeds.setdefault(key, _Feed())
+        feed.newest = max(feed.newest, cursor)
         idle = [t for t, feed in self._feeds.items() if not feed.waiters and t != key]
         for other in idle[: max(0, len(self._feeds) - MAX_FEEDS)]:
             del self._feeds[other]
@@ -96,7 +99,8 @@ class Feeds:
     def append(self, key: FeedKey, cursor: int, completion: Completion) -> None:
         feed = self._feeds.get(key)
         if feed is not None:
-            feed.events.append((cursor, completion))
+            feed.newest = max(cursor, feed.newest + 1)
+            feed.events.append((feed.newest, completion))
             feed.changed.set()
 
     def prepend(self, key: FeedKey, events: list[tuple[int, Completion]]) -> None:
@@ -150,8 +154,8 @@ class LocalFeeds:
     def follows(self, key: FeedKey) -> bool:
         return self._feeds.follows(key)
 
-    def follow(self, key: FeedKey) -> None:
-        self._feeds.follow(key)
+    def follow(self, key: FeedKey, cursor: int = 0) -> None:
+        self._feeds.follow(key, cursor)
 
     def forget(self, key: FeedKey) -> None:
         self._feeds.forget(key)

@@ -221,6 +221,27 @@ def end_session(till: Till, name: str, minutes: int) -> None:
     till.database.write_now(write)
 
 
+def test_the_end_of_a_session_ends_what_its_own_samplers_are_on(till: Till) -> None:
+    def write(session: Session) -> None:
+        session.add(session_row("a", START, "other", key_id=2))
+        session.flush()
+        session.add(run_row("a", START, "its run", "other"))
+        session.flush()
+        row = tables.Sampler(
+            id="its sampler", org_id="a", session_id="other", sampling_session_seq_id=0, base_model="m",
+            model_path=None, adapter_ref="weights/v", run_id="its run", kind="snapshot", created_at=NOON,
+        )  # fmt: skip
+        session.add(row)
+        storage.begin_sampler(session, row.adapter_ref, "its run", GB, NOON)
+
+    sampler(till, "u")
+    till.database.write_now(write)
+    end_session(till, "s", 30)
+    meter(till.database, till.prices, NOON + timedelta(hours=1))
+    events = till.rows(tables.UsageEvent)
+    assert {event.run_id: event.quantity for event in events} == {"r": GB // 2, "its run": GB}
+
+
 class TestWeightsThatLoseTheirName:
     """They stay stored for the samplers and runs that are on them, and are billed for as long."""
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from weft import rl
 from weft.rl.chat.render import TemplateRenderer, _apart
 from weft.rl.loops.dpo import pairs
 
 from tests.client_sdk.rl.kit import tokenizer
 
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -23,6 +24,12 @@ CHATML = (
 MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+#: As GLM-4.5's: what ends a turn is the mark of who speaks next.
+GLM = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}"
+    "<|observation|>\n{{ m.content }}{% else %}<|assistant|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}<tool_call>\n"
 #: As these models' own templates write calls.
@@ -43,6 +50,12 @@ TALK = [
     {"role": "user", "content": "Thanks"},
     {"role": "assistant", "content": "Goodbye, my friend."},
 ]
+#: Each with what ends a turn of its assistant.
+TEMPLATES = [
+    pytest.param(CHATML, "<|im_end|>", id="chatml"),
+    pytest.param(MISTRAL, "</s>", id="mistral"),
+    pytest.param(GLM, "<|user|>", id="glm"),
+]
 
 
 def made(scheme: str, template: str) -> Any:
@@ -58,17 +71,21 @@ def made(scheme: str, template: str) -> Any:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="</s>", extra_special_tokens=["<|im_end|>"], chat_template=template
+        tokenizer_object=inner, eos_token="</s>", extra_special_tokens=SPECIAL[4:], chat_template=template
     )
 
 
-@pytest.mark.parametrize("template", [CHATML, MISTRAL], ids=["chatml", "mistral"])
+@pytest.mark.parametrize(("template", "end"), TEMPLATES)
 @pytest.mark.parametrize("scheme", ["first", "always", "never", "legacy"])
-def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: str) -> None:
+def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: str, end: str) -> None:
     known = made(scheme, template)
     renderer = TemplateRenderer(known)
     [(ids, sampled)] = renderer.example(TALK)
-    assert ids == known.apply_chat_template(TALK, return_dict=False)
+    text = known.apply_chat_template(TALK, tokenize=False) + (end if template == GLM else "")
+    assert ids == known.encode(text, add_special_tokens=False)
+    drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
+    assert drawn.count(known.convert_tokens_to_ids(end)) == 2  # each answer learns to end
+    assert renderer.get_stop_token_ids() == [known.convert_tokens_to_ids(end)]
     for place in (1, 3):  # each answer is behind the prompt that it would be sampled from
         prompt = renderer.render_ids(TALK[:place], add_generation_prompt=True)
         assert ids[: len(prompt)] == prompt
@@ -89,15 +106,40 @@ def test_an_answer_that_would_grow_together_with_its_prompt_is_still_behind_it()
     assert sampled.index(True) == len(prompt)
 
 
-@pytest.mark.parametrize("template", [CHATML, MISTRAL], ids=["chatml", "mistral"])
+@pytest.mark.parametrize(("template", "end"), TEMPLATES)
 @pytest.mark.parametrize("scheme", ["first", "always", "never", "legacy"])
-def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str) -> None:
+def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str, end: str) -> None:
     renderer = TemplateRenderer(made(scheme, template))
     [(ids, sampled)] = renderer.example(TALK[:2])
     prompt = renderer.render_ids(TALK[:1], add_generation_prompt=True)
     drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
     bridged = renderer.bridge_to_next_turn(prompt, drawn, [TALK[2]])
     assert bridged == renderer.render_ids(TALK[:3], add_generation_prompt=True)
+
+
+def test_a_call_ends_where_its_result_begins() -> None:
+    """A model that never learns to stop behind a call writes one behind the other."""
+    known = made("first", GLM)
+    call = {"role": "assistant", "content": "add", "tool_calls": [{"name": "add", "arguments": {}}]}
+    talk = [TALK[0], call, {"role": "tool", "content": "8"}, TALK[1]]
+    for said, ends in ((talk, ["<|observation|>", "<|user|>"]), (talk[:2], ["<|observation|>"])):
+        [(ids, sampled)] = TemplateRenderer(known).example(said)
+        drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
+        assert [word for word in known.convert_ids_to_tokens(drawn) if word in SPECIAL] == ends
+    thinking = GLM.replace("<|assistant|>\n{{", "<|assistant|>\n{% if loop.last %}It is {% endif %}{{")
+    first, last = TemplateRenderer(made("first", thinking)).example(TALK)  # of which the history has another text
+    for ids, sampled in (first, last):
+        assert (known.convert_ids_to_tokens(ids[-1]), sampled[-1]) == ("<|user|>", True)
+
+
+def test_parts_of_a_message_are_its_text_and_what_is_no_text_is_refused() -> None:
+    """Left out in silence, an answer would be trained behind a question without its picture."""
+    renderer = TemplateRenderer(made("first", CHATML))
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3 + 5?"}]
+    assert renderer.example([{"role": "user", "content": parts}, *TALK[1:]]) == renderer.example(TALK)
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(ValueError, match="'user' message has a part of type 'image_url'"):
+        rl.conversations([[{"role": "user", "content": [*parts, picture]}, TALK[1]]], renderer.tokenizer)
 
 
 def test_calls_are_those_that_the_format_has_also_in_text_that_is_no_call() -> None:
@@ -122,6 +164,14 @@ def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: st
     assert (parsed.content, parsed.reasoning_content) == ("8", said.partition("</think>")[0].strip())
     other = TemplateRenderer(made("first", CHATML))  # which has begun none
     assert other.parse_response(known.encode(said, add_special_tokens=False)).reasoning_content is None
+
+
+@pytest.mark.parametrize(("begun", "said"), [("<think>\n", "It is 8, or"), ("", "<think>It is 8, or")])
+def test_a_thought_that_was_cut_off_is_no_answer(begun: str, said: str) -> None:
+    """A reward that looks for 8 would pay for it."""
+    known = made("first", CHATML.replace("assistant\n{% endif", f"assistant\n{begun}{{% endif"))
+    parsed = TemplateRenderer(known).parse_response(known.encode(said, add_special_tokens=False))
+    assert (parsed.content, parsed.reasoning_content) == ("", "It is 8, or")
 
 
 def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_whole() -> None:

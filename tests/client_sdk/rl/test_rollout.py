@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.rl import losses
-from weft.rl.rollout import Rollout, Turn, data_of, join
+from weft.rl.rollout import Group, Rollout, Turn, data_of, join
 from weft.wire.binary.sample_codec import PolicySpan
 from weft.wire.inputs import PromptProvenanceSpan, SampledProvenanceSpan
 
@@ -80,8 +80,8 @@ def test_each_token_goes_where_it_went_when_it_was_drawn_or_first_read() -> None
     assert len(told) == datum.model_input.length
     for loss in (losses.ppo(), losses.icepop()):
         assert "routed_experts" in loss.datum(datum, 0.5).loss_fn_inputs
-    two = Turn(two.prompt, two.tokens, two.logprobs)
-    assert "routed_experts" not in data_of(Rollout([one, two]), 1.0)[0].loss_fn_inputs
+    for turns in ([one, Turn(two.prompt, two.tokens, two.logprobs)], [Turn(one.prompt, one.tokens, one.logprobs), two]):
+        assert "routed_experts" not in data_of(Rollout(turns), 1.0)[0].loss_fn_inputs
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
@@ -119,6 +119,13 @@ def test_the_oldest_version_of_any_token() -> None:
     mixed = Turn((1,), (2, 3, 4), (-1.0, -1.0, -1.0), spans)
     assert Rollout([turn([1], [2], version=7), mixed]).oldest == 4
     assert Rollout([]).oldest is None
+    rollouts = [Rollout([turn([1], [2], version=7)], 1.0), Rollout([mixed], 0.5), Rollout([])]
+    group = Group("task", rollouts)
+    assert (group.oldest, group.mean, group.sampled) == (4, 0.5, 4)
+    assert Group("task", rollouts[2:]).oldest is None
+    stale = Turn((1,), (2,), (-1.0,), stale=True)
+    assert Rollout([mixed, stale]).stale
+    assert not Rollout([mixed]).stale
 
 
 def test_tokens_without_logprobs_are_refused() -> None:

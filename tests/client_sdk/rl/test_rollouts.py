@@ -14,8 +14,10 @@ from weft.errors import APIConnectionError, InternalServerError, RateLimitError,
 from weft.rl.chat.purse import BudgetSpent
 from weft.rl.envs.environment import Outcome, checked
 from weft.rl.rollout import Group
+from weft.wire.account.limits import LimitsResponse, ModelLimits
+from weft.wire.training import GetInfoResponse, ModelData
 
-from tests.client_sdk.rl.kit import Said, Scripted, policy
+from tests.client_sdk.rl.kit import Said, Scripted, policy, tokenizer
 
 NOBODY = cast(Any, None)
 
@@ -40,6 +42,50 @@ def test_tasks_under_way_when_the_budget_ends_are_tried_again() -> None:
     again = asyncio.run(life()).state_dict()["again"]
     assert len(started) == 3
     assert [index for _, index, _ in again] == started
+
+
+class Run:
+    """In place of a run: what rollouts ask of one. `eos` is what its server knows to end a text."""
+
+    def __init__(self, sampler: Scripted, eos: list[int] | None) -> None:
+        self.sampler, self.eos = sampler, eos
+        self.get_tokenizer = tokenizer
+
+    async def save_weights_and_get_sampling_client_async(self, **kind: str) -> Scripted:
+        return self.sampler
+
+    def create_rest_client(self) -> Run:
+        return self
+
+    async def get_limits(self) -> LimitsResponse:
+        model = ModelLimits(vocab_size=1000, context_length=2048, eos_token_ids=self.eos)
+        return LimitsResponse(models={"base": model}, losses={})
+
+    async def get_info_async(self) -> GetInfoResponse:
+        data = ModelData(model_name="base")
+        return GetInfoResponse(model_id="run", model_data=data)
+
+
+@pytest.mark.parametrize(
+    ("eos", "told"), [(["<|endoftext|>"], True), (["<|endoftext|>", "<|im_end|>"], False), (None, False)]
+)
+def test_an_answer_ends_as_the_template_ends_it_also_where_the_base_model_ends_texts_alone(
+    eos: list[str] | None, told: bool
+) -> None:
+    """A base model that has learned to chat would write the rest of the conversation, up to max_tokens."""
+    end = tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    known = tokenizer().convert_tokens_to_ids(eos) if eos else eos
+    sampler = policy("8", "8")[1]
+
+    async def life(**more: Any) -> None:
+        env = rl.prompts(["3 + 5"], lambda text, task: 1.0, **more)
+        groups = rl.Groups(batch=1, size=1)
+        async with rl.Rollouts(cast(Any, Run(sampler, known)), env, groups=groups, batches=1) as rollouts:
+            await rollouts.batch()
+
+    asyncio.run(life())
+    asyncio.run(life(stop=["."]))
+    assert [params.stop for params in sampler.params] == [sorted(end) if told else None, ["."]]
 
 
 class Judge:

@@ -86,6 +86,18 @@ def test_penalties_at_their_edges() -> None:
         lengths.overlong(10, 11)
 
 
+def test_each_part_of_a_rollouts_length_has_its_share() -> None:
+    sizes = [Size(10, read=30, turns=1), Size(20, read=60, turns=2), Size(0, read=0, turns=0)]
+    penalised = lengths.linear(0.25, 0.5, 0.125)([3.0, 1.0, 2.0], sizes)
+    assert penalised == [3 - 2 * (0.125 + 0.25 + 0.0625), 1 - 2 * 0.875, 2]
+    assert lengths.short_and_right()([2.0, 2.0, 1.0], sizes) == [2 * (1 + 1 - 10 / 15), 2.0, 1.0]
+
+
+def test_advantages_and_filters_of_small_groups() -> None:
+    assert advantages.rloo([0.0, 1.0]) == [-1.0, 1.0]
+    assert not filters.spread(0.0)(group(1.0))
+
+
 @pytest.mark.parametrize("penalty", [lengths.linear(), lengths.short_and_right(), lengths.overlong(800, 600)])
 @pytest.mark.parametrize("reward", [-2.0, -1.0, 0.0, 1.0])
 def test_of_equal_rewards_the_longer_is_never_the_better(penalty: Any, reward: float) -> None:
@@ -121,3 +133,4 @@ def test_rollout_filters() -> None:
     steady = filters.not_repeating(run=3)
     assert not steady(drawn([7, 7, 7], [-0.001] * 3))
     assert steady(drawn([7, 7, 7, 7], [-0.001, -0.001, -0.5, -0.001]))
+    assert steady(drawn([7, 7, 7], [-0.5, -0.001, -0.001]))

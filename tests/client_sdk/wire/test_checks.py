@@ -40,6 +40,9 @@ def test_accepts() -> None:
     assert said("cross_entropy", {}, [CE, wide]) == []
     assert said("ppo", {"clip_low_threshold": 0.9}, [rl(clip_high_threshold=np.array([1.0, 1.5]))]) == []
     assert said("importance_sampling", {}, [rl(weights=np.ones(2), mask=np.ones(2))]) == []
+    assert said("ppo", {"clip_low_threshold": 0.0}, [rl(clip_high_threshold=np.array([0.0, 1.5]))]) == []
+    told = [rl(sampling_temperature=np.array(each)) for each in ([0.7], [0.7, 1.3])]
+    assert said("dro", {"beta": 0.0}, told) == []
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,12 @@ def test_accepts() -> None:
         ("ppo", {}, {k: v[:, None] for k, v in rl().items()}, r"must have shape \[N\]"),
         ("ppo", {"clip_low_threshold": 0.5}, rl(clip_low_threshold=np.ones(2)), "both in loss_fn_config and"),
         ("ppo", {}, rl(clip_low_threshold=np.array([0.5, 1.5])), "above 'clip_high_threshold'"),
+        ("ppo", {"clip_high_threshold": float("inf")}, rl(), "finite number"),
+        ("ppo", {}, rl(clip_low_threshold=np.array([-0.5, 0.5])), "negative ratio bound -0.5"),
+        ("cross_entropy", {}, {k: v[:, None, None] for k, v in CE.items()}, r"must have shape \[N\] or \[N, K\]"),
+        ("ppo", {}, rl(sampling_temperature=np.ones(3)), "one value, or one for each position"),
+        ("ppo", {}, rl(sampling_temperature=np.array([0.5, 0.0])), "is 0.0 at element 1; it must be a finite number"),
+        ("ppo", {}, rl(sampling_temperature=np.array([np.nan])), "is nan at element 0"),
         ("dro", {"beta": -0.1}, rl(), "'beta' must be a finite number >= 0"),
         ("dro", {"kl_coeff": 0.1}, rl(), "dro takes beta"),
         ("gspo", {}, rl(), "gspo needs the input 'sequence_ratio_mask'"),

@@ -15,6 +15,7 @@ from store.blobs.room import what_failed
 from store.database.bulk import AT_ONCE, Question, among, ask, insert_rows, make_sure, require, take_locks, update_rows
 from store.database.db import Database
 from store.tables import Budget, BudgetPeriod, Operation, Organisation
+from tests.rows import in_batch
 
 AT = datetime(2026, 3, 1, 1, 2, 3, 456_789, tzinfo=timezone(timedelta(hours=2)))
 PLAN = {"text": 'a "quoted" \\ line\nand ünïcode 漢', "list": [1, None, {"deep": True}], "number": 2**60 + 1}
@@ -222,7 +223,7 @@ def test_what_is_asked_is_answered_in_order_and_sees_what_was_written_before(dat
         update_rows(connection, Operation, [{"id": "y", "state": "done"}])
         return [[*first, *ask(connection, (COUNTED, {"numbers": [2, 1]}))] for _ in items]
 
-    found = database.write_batched_now(batch, "item", lock="a")
+    found = in_batch(database, batch, "item", lock="a")
     assert [sorted(map(tuple, rows)) for rows in found] == [[("x",)], [(1,), (2,)], [], [(1,)]]
 
 
@@ -295,7 +296,7 @@ def test_a_connection_that_is_lost_tells_what_sqlalchemy_would(postgres_database
         return ask(connection, (NAMED, {"ids": ["x"]}))
 
     with pytest.raises(OperationalError) as caught:
-        postgres_database.write_batched_now(loses, "", lock="a")
+        in_batch(postgres_database, loses, "", lock="a")
     assert caught.value.connection_invalidated
 
     def wrong(session: Session) -> Any:

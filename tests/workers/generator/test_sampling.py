@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workers.generator.engine import SamplingParams
-from workers.generator.tokens.sampling import Draw, SamplingRows, draw, sample, sequence_rng, truncate
+from workers.generator.tokens.sampling import Draw, SamplingRows, draw, prompt_rng, sample, sequence_rng, truncate
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]  # most probable first: tokens 1, 3, 4, 0, 2
 LOGITS = torch.tensor(PROBS).log()
@@ -145,3 +145,12 @@ def test_tables_tell_the_likeliest_tokens_of_the_scaled_distribution() -> None:
     assert draws[2].top is not None
     assert draws[2].top[0] == [1, 3, 4, 0, 2]
     assert dict(zip(*draws[2].top, strict=True))[draws[2].token] == draws[2].logprob
+
+
+def test_a_sequence_has_its_own_numbers_from_whichever_position_it_goes_on() -> None:
+    whole = sequence_rng(7, 3).random(20)
+    for position in range(12):
+        assert sequence_rng(7, 3, position).random(20 - position).tolist() == whole[position:].tolist()
+    others = [sequence_rng(7, 4), sequence_rng(8, 3), sequence_rng(-7, 3), sequence_rng(None, 3), prompt_rng(7)]
+    drawn = [rng.random() for rng in others]
+    assert len({whole[0], *drawn, sequence_rng(None, 3).random()}) == len(drawn) + 2

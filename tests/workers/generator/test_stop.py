@@ -1,11 +1,14 @@
 """The stop rule: which condition ends a sequence, and that its tokens are checked as text across token borders."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from workers.generator.engine import SamplingParams
-from workers.generator.tokens.stop import StopRule
+from workers.generator.tokens.stop import StopRule, text_decoder
+from workers.model.tiny import TINY_PATH
 
 EOS = (0, 9)
 
@@ -52,6 +55,29 @@ def test_stop_string_is_found_late_in_a_long_text() -> None:
     stop = rule(stop_strings=("END",), limit=100_000)
     assert stop.check(list(b"x" * 5000 + b"EN")) is None
     assert stop.check(list(b"x" * 5000 + b"END")) == "stop"
+
+
+def test_stop_string_is_found_wherever_it_begins() -> None:
+    stop = rule(stop_strings=("END",), limit=100_000)
+    for before in range(40):
+        assert stop.check(list(b"x" * before + b"EN")) is None
+        assert stop.check(list(b"x" * before + b"END")) == "stop"
+
+
+def test_of_several_stop_strings_the_longest_fits_too() -> None:
+    longest = "the whole of it, from here"
+    assert rule(stop_strings=("E", longest)).check(list(b"x" * 50 + longest.encode())) == "stop"
+
+
+def test_text_is_that_of_the_models_tokenizer(tmp_path: Path) -> None:
+    known = AutoTokenizer.from_pretrained(TINY_PATH, local_files_only=True)
+    tokens = known.encode("3 + 5 = 8<|im_end|>")
+    decode = text_decoder(TINY_PATH)
+    assert decode is not None
+    for _ in range(2):
+        assert decode(tokens) == known.decode(tokens) == "3 + 5 = 8<|im_end|>"
+        assert decode(tokens, special=False) == "3 + 5 = 8"
+    assert text_decoder(tmp_path) is None
 
 
 def test_window_that_cuts_a_character_does_not_hide_the_string() -> None:

@@ -256,6 +256,37 @@ def test_the_weight_of_a_datum_scales_it(name: str) -> None:
     torch.testing.assert_close(scaled_grad, grad / 512, atol=1e-9, rtol=1e-5)
 
 
+class Asked:
+    """In place of a run: what the server is asked to compute."""
+
+    def forward_backward(self, data: list[Datum], name: str, config: dict[str, float]) -> tuple[str, dict[str, float]]:
+        return name, config
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        (losses.ppo(0.9, 1.3), {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
+        (losses.cispo(0.5, 2.0), {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}),
+        (losses.dro(0.3), {"beta": 0.3 / 4}),
+        (losses.dro(), {"beta": 0.1 / 4}),
+        (losses.stable_reinforce(prob_threshold=0.3, kl_coeff=1.0), {"prob_threshold": 0.3, "kl_coeff": 0.25}),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_the_server_is_told_the_settings_of_a_loss(loss: Loss, config: dict[str, float]) -> None:
+    inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, 0.0], "mask": [1.0, 0.0]}
+    data = [loss.datum(Datum(ModelInput.from_ints([1, 2]), inputs), 0.25)]
+    asked: Any = loss.forward_backward(cast(Any, Asked()), data, None)
+    assert asked == (loss.name, pytest.approx(config))
+
+
+def test_a_loss_that_reads_what_data_do_not_have_says_so() -> None:
+    inputs = {"target_tokens": [2], "logprobs": [-1.0], "advantages": [1.0], "mask": [1.0]}
+    with pytest.raises(ValueError, match="reads 'ref', which the data do not have"):
+        losses.ref_kl().datum(Datum(ModelInput.from_ints([1]), inputs))
+
+
 def test_data_of_different_weights_do_not_share_a_pull() -> None:
     loss = losses.dro()
     datum = Datum(

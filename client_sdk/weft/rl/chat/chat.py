@@ -23,6 +23,7 @@ from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
 from weft.rl.rollout import Turn
 from weft.runs.drawing import SampleFuture
 from weft.sampling_client import SamplingClient
+from weft.wire.account.limits import ModelLimits
 from weft.wire.binary.arrays import Array
 from weft.wire.inputs import ModelInput
 from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
@@ -56,6 +57,8 @@ class Policy:
     #: Of its samples; None is the client's own.
     priority: Literal["interactive", "batch"] | None = None
     purse: Purse = field(default_factory=lambda: Purse({}))
+    #: What ends an answer where nobody says what does; None: what the server knows to end one.
+    stop: list[int] | None = None
     #: Told of every sample: tokens drawn.
     drawn: Callable[[int], None] = lambda tokens: None
 
@@ -89,6 +92,15 @@ class Policy:
             return got
         finally:
             self.purse.settle(held, min(cost, held))
+
+
+def stops_of(renderer: Renderer, model: ModelLimits) -> list[int] | None:
+    """`Policy.stop`: the renderer's ends beside the model's own, where those lack one. A base model that has learned to
+    chat ends its answers as the template does, and its own end is that of a text."""
+    known = list(getattr(renderer, "get_stop_token_ids", list)())
+    if model.eos_token_ids is None or set(known) <= set(model.eos_token_ids):
+        return None
+    return sorted({*known, *model.eos_token_ids})
 
 
 async def _pruned(drawing: SampleFuture, prune: Prune) -> SampleResponse:
@@ -218,6 +230,8 @@ class Chat:
         if max_tokens is not None:
             checks.count("max_tokens", max_tokens)
         seed = random.Random(f"{self._seed}#{self._turns}").getrandbits(40)
+        if stop is None and self.params.stop is None:
+            stop = self._policy.stop
         update = {"max_tokens": max_tokens, "stop": stop}
         given = {name: value for name, value in update.items() if value is not None}
         return self.params.model_copy(update={"seed": seed, **given})

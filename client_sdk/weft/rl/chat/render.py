@@ -111,24 +111,50 @@ class TemplateRenderer:
         *,
         tools: list[Any] | None = None,
     ) -> list[int] | None:
-        head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
-        try:
-            text = self._text([*head, *new_messages], tools, True)
-        except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
+        added = self._behind_an_answer(new_messages, tools)
+        if added is None:
             return None
-        _, found, behind = text.partition(_SAMPLED)
-        if not found or _SAMPLED in behind:
-            return None
-        added = self._ids(behind)
         if previous_completion_ids and added[:1] == previous_completion_ids[-1:]:
             added = added[1:]  # the end of the turn was sampled
         return [*previous_prompt_ids, *previous_completion_ids, *added]
 
+    def _behind_an_answer(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[int] | None:
+        """What the template puts behind any answer that `messages` follow; None if that hangs on the answer."""
+        head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
+        try:
+            text = self._text([*head, *messages], tools, True)
+        except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
+            return None
+        _, found, behind = text.partition(_SAMPLED)
+        return self._ids(behind) if found and _SAMPLED not in behind else None
+
+    def _closing(self, messages: Sequence[Message], index: int, tools: Sequence[Tool] | None) -> list[int]:
+        """What ends an answer that the template leaves open: the mark of who speaks next, as GLM's. Nothing where that
+        is no special token."""
+        asked = {"role": "tool" if messages[index].get("tool_calls") else "user", "content": "?"}
+        following = messages[index + 1] if index + 1 < len(messages) else asked
+        if following["role"] in ("assistant", "system"):  # whom no model lets speak by itself
+            return []
+        mark = (self._behind_an_answer([following], tools) or [])[:1]
+        return [token for token in mark if token in self.tokenizer.all_special_ids]
+
+    def get_stop_token_ids(self) -> list[int]:
+        """What ends an answer as the template writes it; nothing where that is no special token."""
+        try:
+            [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        except ValueError:  # a template whose prompt begins a thought
+            return []
+        last = ids[max(place for place, own in enumerate(sampled) if own)]
+        return [last] if last in self.tokenizer.all_special_ids else []
+
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
         ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids
         text = str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids))
-        if _END_OF_THOUGHT in text and not text.lstrip().startswith(_THINK) and self._begins_thought:
+        closed = _END_OF_THOUGHT in text
+        if (closed or not ended) and not text.lstrip().startswith(_THINK) and self._begins_thought:
             text = _THINK + text
+        if not closed and not ended and text.lstrip().startswith(_THINK):  # cut off within it
+            text += _END_OF_THOUGHT
         thought = _THOUGHT.match(text)
         rest = text[thought.end() :] if thought else text
         said, written = _apart(rest)
@@ -155,17 +181,20 @@ class TemplateRenderer:
                 ids, sampled, written = [], [], ""
             read = self._behind(ids, written, prompt)
             answer = self._behind(ids + read, prompt, whole)
-            end = _end_of_turn(answer, self.tokenizer.all_special_ids)
+            written, end = whole, _end_of_turn(answer, self.tokenizer.all_special_ids)
+            if not end:
+                if closing := self._closing(messages, index, tools):
+                    answer, written = answer + closing, whole + str(self.tokenizer.decode(closing))
+                end = len(answer)
             ids += read + answer
             sampled += [False] * len(read) + [place < end for place in range(len(answer))]
-            written = whole
         return [*examples, (ids, sampled)] if ids else examples
 
 
 def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
-    """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own."""
-    last = max((place for place, token in enumerate(answer) if token in special), default=len(answer) - 1)
-    return last + 1
+    """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own. 0 for
+    one without: its end is not in it."""
+    return max((place + 1 for place, token in enumerate(answer) if token in special), default=0)
 
 
 def _shown(message: Message) -> dict[str, Any]:
@@ -189,11 +218,16 @@ def _with_arguments(call: Any) -> Any:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message whose content may be parts, as OpenAI writes it."""
+    """The text of a message whose content may be parts, as OpenAI writes it. Raises ValueError for what is no text."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""
-    return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+    for part in content:
+        if part.get("type") != "text":
+            raise ValueError(
+                f"a {message.get('role')!r} message has a part of type {part.get('type')!r}: only text can be read"
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _apart(text: str) -> tuple[str, list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.rl import checks
 from weft.rl.chat.chat import Chat, ContextFullError, Reply
+from weft.rl.chat.render import text_of
 from weft.rl.envs.environment import Outcome, Reward
 from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Size
@@ -126,9 +127,9 @@ def _said(reply: Reply) -> dict[str, Any]:
 def _message(message: Any) -> dict[str, Any]:
     """A message of verifiers as a dict that compares equal when it is the same."""
     content = message.content
-    if not isinstance(content, str):
-        content = "".join(getattr(part, "text", "") for part in content or [])
-    made: dict[str, Any] = {"role": message.role, "content": content}
+    if content is not None and not isinstance(content, str):
+        content = [part if isinstance(part, dict) else part.model_dump() for part in content]
+    made: dict[str, Any] = {"role": message.role, "content": text_of({"role": message.role, "content": content})}
     calls = getattr(message, "tool_calls", None)
     if calls:
         made["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in calls]

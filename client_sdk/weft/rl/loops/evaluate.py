@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.rl import checks
-from weft.rl.chat.chat import FATAL, Chat, Policy
+from weft.rl.chat.chat import FATAL, Chat, Policy, stops_of
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.failures import Failures
@@ -54,9 +54,10 @@ async def policy_of(weights: TrainingClient | SamplingClient) -> Policy:
     """Samples of a run's weights as they are now, or of a sampler, with the base model's own chat template."""
     if not isinstance(weights, SamplingClient):
         weights = await weights.save_weights_and_get_sampling_client_async()
-    model, limits = await weights.get_base_model_async(), await weights.create_rest_client().get_limits()
+    limits = await weights.create_rest_client().get_limits()
+    model = limits.models[await weights.get_base_model_async()]
     renderer = TemplateRenderer(await asyncio.to_thread(weights.get_tokenizer))
-    return Policy(weights, renderer, limits.models[model].context_length)
+    return Policy(weights, renderer, model.context_length, stop=stops_of(renderer, model))
 
 
 async def evaluate(

@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.errors import RateLimitError, WeftError
 from weft.rl import checks
-from weft.rl.chat.chat import FATAL, Chat, Policy, StaleError
+from weft.rl.chat.chat import FATAL, Chat, Policy, StaleError, stops_of
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
@@ -119,7 +119,10 @@ class Rollouts:
         limits, lag = await model_limits(self.run), self.schedule.max_lag or None
         if self._replay and limits.num_experts == 0:
             raise ValueError("routing_replay: the base model has no experts to replay; leave it out")
-        self.policy = Policy(sampler, self._renderer, limits.context_length, lag, self._replay, purse=self._purse)
+        stop = stops_of(self._renderer, limits)
+        self.policy = Policy(
+            sampler, self._renderer, limits.context_length, lag, self._replay, purse=self._purse, stop=stop
+        )
         if self._concurrency is not None:
             self._looking = asyncio.ensure_future(self._look(self._concurrency))
         return self

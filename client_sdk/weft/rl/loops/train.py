@@ -251,7 +251,7 @@ class Loop:
     async def _evaluate(self, step: int, policy: Policy, evaluation: Evaluation) -> None:
         """Start it with the weights of now, at batch priority; training goes on meanwhile, and goes first."""
         sampler = await self.run.save_weights_and_get_sampling_client_async()
-        frozen = Policy(sampler, policy.renderer, policy.context, priority="batch", purse=self.purse)
+        frozen = Policy(sampler, policy.renderer, policy.context, priority="batch", purse=self.purse, stop=policy.stop)
 
         async def work() -> None:
             try:

@@ -17,6 +17,8 @@ class ModelLimits(Response):
 
     vocab_size: int
     context_length: int
+    #: What ends a sample that says nothing of `stop`.
+    eos_token_ids: list[int] | None = None
     #: What `routed_experts` [T, mixture layers, choices] are made of; 0 experts: a model that has none.
     num_experts: int | None = None
     mixture_layers: int | None = None

@@ -20,7 +20,7 @@ from scheduler.order.operations import SAMPLE, Operation, Outcome
 from scheduler.order.plans import BODY_ONLY, Create, Load, NewSampler, Plan, Save, Source
 from store import tables
 from store.database.db import Database
-from tests.rows import run_row, session_row
+from tests.rows import in_batch, run_row, session_row
 
 NOW = datetime.now(UTC)
 TICK = timedelta(microseconds=1)
@@ -58,10 +58,10 @@ class Desk:
             "lane": "run", "seq": op.seq, "kind": kind, "base_model": "m", "state": "queued", "tokens": 100,
             "hold_nusd": 0, "body_ref": "", "body_sha256": "", "plan": {}, "accepted_at": NOW,
         }  # fmt: skip
-        self.database.write_batched_now(insert_all, Taking(row), lock="a")
+        in_batch(self.database, insert_all, Taking(row), lock="a")
         done = Done(op.id, b"payload", facts, failure)
         ending = Ending(op, done, result_of(op, done), "run")
-        settled = self.database.write_batched_now(Settlement(PRICES).settle, ending, lock="a")
+        settled = in_batch(self.database, Settlement(PRICES).settle, ending, lock="a")
         assert settled is not None
         outcome: tuple[Outcome, list[str]] = settled
         return outcome
@@ -310,7 +310,7 @@ def test_what_ends_together_is_settled_each_by_itself(desk: Desk) -> None:
             "lane": "run", "seq": op.seq, "kind": op.kind, "base_model": "m", "state": "queued", "tokens": 9,
             "hold_nusd": 9, "body_ref": "", "body_sha256": "", "plan": {}, "accepted_at": NOW,
         }  # fmt: skip
-        desk.database.write_batched_now(insert_all, Taking(row), lock="a")
+        in_batch(desk.database, insert_all, Taking(row), lock="a")
 
     for op in (ops[0], ops[2]):
         accept(op)

@@ -20,6 +20,7 @@ from scheduler.order.operations import Operation
 from scheduler.order.plans import BODY_ONLY
 from store import tables
 from store.database.db import Database
+from tests.rows import in_batch
 
 NOW = datetime.now(UTC)
 #: A token costs a nano-dollar.
@@ -49,12 +50,12 @@ class Till:
             "lane": "run", "seq": seq, "kind": op.kind, "base_model": "m", "state": "queued", "tokens": HOLD,
             "hold_nusd": HOLD, "body_ref": "", "body_sha256": "", "plan": {}, "accepted_at": NOW,
         }  # fmt: skip
-        self.database.write_batched_now(insert_all, Taking(row), lock="a")
+        in_batch(self.database, insert_all, Taking(row), lock="a")
         return op
 
     def end(self, op: Operation, done: Done) -> Settled:
         ending = Ending(op, done, result_of(op, done), "run")
-        found: Settled = self.database.write_batched_now(Settlement(PRICES).settle, ending, lock="a")
+        found: Settled = in_batch(self.database, Settlement(PRICES).settle, ending, lock="a")
         return found
 
     def money(self) -> tuple[int, int]:
