@@ -16,7 +16,7 @@ from api.console.security import CSP
 from store.people import organisations
 from store.people.keys import revoke
 from store.people.secret import digest
-from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink, User
+from store.tables import ApiKey, AuditEntry, BrowserSession, Checkpoint, LoginLink, User
 from tests.console.conftest import SAME_SITE, Console
 
 PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
@@ -298,6 +298,19 @@ class TestRoles:
         console.get("/usage?run=-", status=403)
         console.sign_in("viewer")
         assert "Balance" in console.get("/")
+
+    def test_members_find_no_colleagues_keys_and_addresses(self, console: Console) -> None:
+        """Where they see what one of their runs has cost; keys have numbers, so all could be asked for."""
+        with console.database.read() as session:
+            others = {key.id: key.prefix for key in session.scalars(select(ApiKey)) if "member" not in key.name}
+        assert len(others) > 1
+        console.sign_in("member")
+        user, run = console.made.users["owner"], console.made.runs[0]
+        for view in ("usage", "usage.csv"):
+            for asked in (*(f"key={number}" for number in others), f"user={user}", "by=key", "by=user"):
+                shown = console.get(f"/{view}?run={run}&{asked}")
+                assert not [prefix for prefix in others.values() if prefix in shown], asked
+                assert "@acme.example" not in shown.replace("member@acme.example", ""), asked
 
     def test_viewers_only_look(self, console: Console) -> None:
         path = f"tinker://{console.made.runs[0]}/weights/step-200"
