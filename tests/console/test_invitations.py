@@ -208,6 +208,11 @@ class TestAttacks:
         use(console, path)
         assert set(roles(console)) == {console.made.org_id}
 
+    def test_of_more_days_than_json_has_numbers_for(self, console: Console) -> None:
+        console.sign_in()
+        form = {"role": "viewer", "email": "guest@example.com", "days": 10**20}
+        assert "days" in console.press("/invitations", status=422, **form).text
+
     def test_from_another_site(self, console: Console) -> None:
         path = link(console)
         for headers in ({"sec-fetch-site": "cross-site"}, {"origin": "https://evil.example"}):

@@ -41,6 +41,8 @@ SPLITS: dict[Dimension, str] = {
     "kind": "Kind",
 }
 _NONE = "-"
+#: Not those at the ends of the calendar, before and after which there are none.
+Day = Annotated[date | None, Query(ge=date(1970, 1, 1), le=date(2999, 12, 31))]
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Filters:
 
 
 def filters(
-    first: date | None = None,
-    last: date | None = None,
+    first: Day = None,
+    last: Day = None,
     days: Annotated[int, Query(ge=1, le=LONGEST)] = 30,
     by: Dimension = "model",
     model: Text = "",
