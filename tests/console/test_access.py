@@ -40,6 +40,27 @@ def test_signing_in_and_out(console: Console) -> None:
     assert (reply.status_code, reply.headers["location"]) == (303, "/console/login?next=%2Fconsole%2F")
 
 
+@pytest.mark.parametrize("by_link", [False, True])
+def test_signing_in_again_ends_the_session_before(console: Console, by_link: bool) -> None:
+    """The browser forgets it, and so nobody could sign out of it: whoever had its cookie would keep it for a day."""
+    console.sign_in()
+    before = console.http.cookies["weft_console"]
+    path, made = "/console/login", console.made
+    if by_link:
+        path += "/" + console.database.write_now(lambda s: sessions.new_link(s, made.org_id, made.users["owner"]))
+    refused = console.http.post("/console/login", data={"key": "tml-wrong"}, headers=SAME_SITE)
+    assert refused.status_code == 401
+    assert "Acme Research" in console.get("/")  # who does not get in stays who they were
+    form = {"key": made.keys["owner"]}
+    assert console.http.post(path, data=form, headers=SAME_SITE, follow_redirects=False).status_code == 303
+    now = console.http.cookies["weft_console"]
+    console.http.cookies.clear()
+    for cookie, status in ((before, 303), (now, 200)):
+        console.http.cookies.set("weft_console", cookie)
+        console.get("/", status)
+        console.http.cookies.clear()
+
+
 def test_a_bad_key_is_refused_without_saying_why(console: Console) -> None:
     for key in ("tml-nothing", "", " ", "x" * 300):
         reply = console.http.post("/console/login", data={"key": key}, headers=SAME_SITE)
