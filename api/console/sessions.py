@@ -143,6 +143,13 @@ def sign_out(session: Session, sid: str) -> None:
     session.execute(delete(BrowserSession).where(BrowserSession.sid_sha256 == digest(sid)))
 
 
+def take_place(session: Session, sid: str | None, before: str) -> None:
+    """If `sid` has begun in a browser that had `before`, end that: the browser forgets it, so nobody could sign out of
+    it any more."""
+    if sid is not None and before:
+        sign_out(session, before)
+
+
 def _holder(session: Session, row: BrowserSession, org: Organisation) -> tuple[Principal, str] | None:
     if row.key_id is not None:
         key = session.get(ApiKey, row.key_id)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.state.traffic import NO_ANSWER, NO_ROUTE, Traffic
 from store import logs, tracing
+from store.database.caller import SERVER, Caller, become
 from store.people.secret import new_id
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class Requests:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        client = scope.get("client")
+        become(Caller(None, SERVER.actor, client[0] if client else None))  # until it is known who asks
         headers = dict(scope["headers"])
         request_id = request_id_of(headers)
         began, received, sent, status = time.monotonic(), 0, 0, NO_ANSWER

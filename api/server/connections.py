@@ -6,7 +6,7 @@ Here a sweep closes, once a second, what is late: headers that are not complete 
 come slower than a slow line brings them, answers that nobody reads. Waiting for a result (a long poll) is not late.
 
 A connection beyond the limits is answered, before anything of it is read, and closed. Head and body of an answer go
-out in one packet.
+out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this one (RFC 9110, 7.8).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from store.settings import FrontSettings
@@ -129,6 +130,7 @@ class Connection(HttpToolsProtocol):
         self._body_came = False
         self._last: bytes | None = None
         self._wrong = (400, "this cannot be read as a request of HTTP")
+        self._offer = b""  # the head of a request for another protocol, without that
         self.address = ""
         self.headers_since: float | None = None
         self.body_since: float | None = None
@@ -152,7 +154,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing() or self._last is not None:
             return
         in_headers, self._body_came, self.idle_since = self.headers_since is not None, False, None
-        super().data_received(data)
+        self._parse(data)
         waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
         if waits and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
@@ -165,6 +167,20 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()  # an answer may have begun
         elif self._headers_bytes > MAX_HEADERS_BYTES:
             self._refuse(431, _LONG_HEADERS)
+
+    def _parse(self, data: bytes) -> None:
+        """In place of uvicorn's, which leaves out what follows an offer of another protocol: there the parser stops."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                data, self._offer = self._offer + data[stopped.args[0] :], b""
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                self._refuse(*self._wrong)
+                return
+            else:
+                return
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -187,6 +203,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(400, f"at most {MAX_PIPELINED} requests may wait behind one that is being answered")
+        if self.parser.should_upgrade():
+            self._offer = self._without_offer()
+            return
         self.headers_since = None
         self.body_since, self.body_bytes = self._gate.clock(), 0
         super().on_headers_complete()
@@ -196,6 +215,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offer:  # of a head alone, that is read again
+            return
         self.body_since = None
         super().on_message_complete()
 
@@ -207,14 +228,17 @@ class Connection(HttpToolsProtocol):
         self.unread_since = None
         super().resume_writing()
 
+    def _without_offer(self) -> bytes:
+        if self.parser.get_method() == b"CONNECT":
+            self._stop(400, "CONNECT: this server is no proxy")
+        kept = b"".join(b"%s: %s\r\n" % each for each in self.headers if each[0] != b"upgrade")
+        version = self.parser.get_http_version().encode()
+        return b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, kept)
+
     def _stop(self, status: int, why: str) -> NoReturn:
-        """From a callback of the parser, which then reads no further: uvicorn calls `send_400_response`."""
+        """From a callback of the parser, which then reads no further."""
         self._wrong = status, why
         raise ValueError(why)
-
-    def send_400_response(self, msg: str) -> None:
-        """Uvicorn calls it for what the parser, or a callback above, refuses."""
-        self._refuse(*self._wrong)
 
     def _refuse(self, status: int, why: str) -> None:
         if status != 400:

@@ -140,13 +140,15 @@ class Service:
 
     async def read(self, work: Callable[[Session], T], turns: Threads | None = None) -> T:
         """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop. Of the asking
-        organisation a few are made at a time, for what it reads may be all that it has."""
+        organisation a few are made at a time, for what it reads may be all that it has; and of an address, while it is
+        not known who asks."""
 
         def run() -> T:
             with self.database.read() as session:
                 return work(session)
 
-        return await (turns or self.threads).run(caller().org_id, run)
+        asks = caller()
+        return await (turns or self.threads).run(asks.org_id or asks.ip, run)
 
 
 def service_of(request: Request) -> Service:

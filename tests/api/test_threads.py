@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,17 +19,19 @@ import zstandard
 from sqlalchemy.orm import Session
 from weft.wire.turns import Turn, TurnsResponse
 
+from api.console import sessions
 from api.errors import RateLimited
 from api.routes.openai import turns
 from api.routes.openai.models import Target
 from api.routes.openai.text import AT_ONCE, in_turn
 from api.routes.runs import metrics, trace
 from api.routes.stored import checkpoints
-from api.state import threads
+from api.state import remembered, threads
 from api.state.service import WORKS_AT_ONCE
 from api.who.principal import Principal
 from store import curves, tables
 from store.database.caller import Caller, become
+from store.people import keys
 from tests.api.conftest import World
 from tests.tenancy.conftest import org_id_of
 
@@ -75,6 +78,32 @@ def test_who_reads_much_at_once_leaves_threads_to_others(world: World) -> None:
         assert await asyncio.gather(*reads) == [True] * MANY
 
     world.http.portal.call(story)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("door", ["key", "console"])
+def test_strangers_leave_threads_to_others(world: World, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
+    """Each guess of a key, or of a session, is looked for in the database, whoever makes it."""
+    held, wrong = Held(), {"x-api-key": "tml-wrong"} if door == "key" else {"cookie": "weft_console=wrong"}
+    monkeypatch.setattr(remembered, "REMEMBERED_S", 600.0)
+    world.get("training_runs")  # from here on the key is known
+
+    def nobody(*_: Any) -> None:
+        held.work()
+
+    def guess(_: int) -> int:
+        reply = world.http.get("/v1/models" if door == "key" else "/console/", headers=wrong)
+        return int(reply.status_code)
+
+    monkeypatch.setattr(keys, "find", nobody)
+    monkeypatch.setattr(sessions, "signed_in", nobody)
+    with ThreadPoolExecutor(MANY) as strangers:
+        guesses = [strangers.submit(guess, number) for number in range(MANY)]
+        try:
+            assert asyncio.run(held.begun(WORKS_AT_ONCE))
+            world.get("training_runs")
+        finally:
+            held.go.set()
+    assert {each.result() for each in guesses} == {401}
 
 
 def test_a_line_has_an_end_and_what_was_let_in_is_done(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

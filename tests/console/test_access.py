@@ -16,7 +16,7 @@ from api.console.security import CSP
 from store.people import organisations
 from store.people.keys import revoke
 from store.people.secret import digest
-from store.tables import AuditEntry, BrowserSession, Checkpoint, LoginLink, User
+from store.tables import ApiKey, AuditEntry, BrowserSession, Checkpoint, LoginLink, User
 from tests.console.conftest import SAME_SITE, Console
 
 PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
@@ -38,6 +38,27 @@ def test_signing_in_and_out(console: Console) -> None:
     console.press("/logout", status=204)
     reply = console.http.get("/console/", headers={"accept": "text/html"}, follow_redirects=False)
     assert (reply.status_code, reply.headers["location"]) == (303, "/console/login?next=%2Fconsole%2F")
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_signing_in_again_ends_the_session_before(console: Console, by_link: bool) -> None:
+    """The browser forgets it, and so nobody could sign out of it: whoever had its cookie would keep it for a day."""
+    console.sign_in()
+    before = console.http.cookies["weft_console"]
+    path, made = "/console/login", console.made
+    if by_link:
+        path += "/" + console.database.write_now(lambda s: sessions.new_link(s, made.org_id, made.users["owner"]))
+    refused = console.http.post("/console/login", data={"key": "tml-wrong"}, headers=SAME_SITE)
+    assert refused.status_code == 401
+    assert "Acme Research" in console.get("/")  # who does not get in stays who they were
+    form = {"key": made.keys["owner"]}
+    assert console.http.post(path, data=form, headers=SAME_SITE, follow_redirects=False).status_code == 303
+    now = console.http.cookies["weft_console"]
+    console.http.cookies.clear()
+    for cookie, status in ((before, 303), (now, 200)):
+        console.http.cookies.set("weft_console", cookie)
+        console.get("/", status)
+        console.http.cookies.clear()
 
 
 def test_a_bad_key_is_refused_without_saying_why(console: Console) -> None:
@@ -298,6 +319,19 @@ class TestRoles:
         console.get("/usage?run=-", status=403)
         console.sign_in("viewer")
         assert "Balance" in console.get("/")
+
+    def test_members_find_no_colleagues_keys_and_addresses(self, console: Console) -> None:
+        """Where they see what one of their runs has cost; keys have numbers, so all could be asked for."""
+        with console.database.read() as session:
+            others = {key.id: key.prefix for key in session.scalars(select(ApiKey)) if "member" not in key.name}
+        assert len(others) > 1
+        console.sign_in("member")
+        user, run = console.made.users["owner"], console.made.runs[0]
+        for view in ("usage", "usage.csv"):
+            for asked in (*(f"key={number}" for number in others), f"user={user}", "by=key", "by=user"):
+                shown = console.get(f"/{view}?run={run}&{asked}")
+                assert not [prefix for prefix in others.values() if prefix in shown], asked
+                assert "@acme.example" not in shown.replace("member@acme.example", ""), asked
 
     def test_viewers_only_look(self, console: Console) -> None:
         path = f"tinker://{console.made.runs[0]}/weights/step-200"

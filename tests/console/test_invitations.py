@@ -16,7 +16,7 @@ from api.console import sessions
 from api.state.failures import TRIES_PER_MINUTE
 from store.people import invitations, organisations
 from store.people.keys import new_key, revoke
-from store.tables import AuditEntry, Invitation, Membership, User
+from store.tables import AuditEntry, BrowserSession, Invitation, Membership, User
 from tests.console.conftest import SAME_SITE, Console
 from tests.console.provider import Liar, liar_at, provider_process
 from tests.console.sso import at_provider, begin, come_back, person, take_provider
@@ -79,6 +79,13 @@ def test_makes_one_member_once(console: Console) -> None:
     console.http.cookies.clear()
     assert "used already" in console.http.get(path).text
     refused(console, path, "used already", 404)
+
+
+def test_joining_ends_the_session_before(console: Console) -> None:
+    console.sign_in()
+    assert use(console, link(console)).status_code == 303
+    with console.database.read() as session:
+        assert len(list(session.scalars(select(BrowserSession)))) == 1
 
 
 def test_what_is_kept_and_logged(console: Console) -> None:
@@ -207,6 +214,11 @@ class TestAttacks:
         console.http.cookies.clear()
         use(console, path)
         assert set(roles(console)) == {console.made.org_id}
+
+    def test_of_more_days_than_json_has_numbers_for(self, console: Console) -> None:
+        console.sign_in()
+        form = {"role": "viewer", "email": "guest@example.com", "days": 10**20}
+        assert "days" in console.press("/invitations", status=422, **form).text
 
     def test_from_another_site(self, console: Console) -> None:
         path = link(console)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from api.console import sessions
@@ -359,6 +359,13 @@ class TestSessions:
 
         sso.database.write_now(age)
         sso.get("/", status=303)
+
+    def test_signing_in_again_ends_the_one_before(self, sso: Console, liar: Liar) -> None:
+        person(liar.url, "ada", groups=["weft-acme"])
+        sign_in(sso, "ada")
+        assert come_back(sso, at_provider(begin(sso), "ada")).status_code == 303
+        with sso.database.read() as session:
+            assert session.scalar(select(func.count()).select_from(BrowserSession)) == 1
 
     def test_what_matters_needs_a_fresh_proof(self, sso: Console, liar: Liar) -> None:
         """To have come in is not enough: the provider must say that they have proved themselves within the hour."""

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from store.tables import Operation, Session
+from store.tables import Operation, Sampler, Session
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
 from tests.tenancy.conftest import member, routes_of
@@ -118,6 +118,19 @@ def test_a_member_changes_only_what_is_his(any_world: World) -> None:
     request_id = any_world.post("save_weights", {"model_id": own, "seq_id": 1, "path": "mine"}, key=key)["request_id"]
     any_world.finish(request_id, size_bytes=7)
     assert any_world.call("DELETE", f"training_runs/{own}/checkpoints/weights/mine", key=key).is_success
+
+
+def test_nobody_makes_the_session_of_a_colleagues_requests_at_the_doors(any_world: World) -> None:
+    """Whose session it is says to which project it is booked, and may move it to another."""
+    world = any_world
+    (_, secret), victim = member(world, "member", "eve@example.com"), member(world, "member")
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
+    headers = {"x-idempotency-key": f"user:{victim[0]} openai"}
+    made = world.call("POST", "create_session", key=secret, json=body, headers=headers).json()["session_id"]
+    assert world.http.get(f"/v1/models/{MODEL}", headers={"x-api-key": victim[1]}).is_success
+    with world.database.read() as session:
+        owner = session.get_one(Session, session.query(Sampler).one().session_id)
+    assert (owner.id != made, owner.user_id) == (True, victim[0])
 
 
 def test_a_bound_key_makes_sessions_in_its_project(any_world: World, bound: str) -> None:

@@ -51,9 +51,15 @@ async def use(
     sid = request.cookies.get(cookie_name(request), "")
     own = sid if csrf and hmac.compare_digest(csrf.encode(), csrf_token(service.secret, sid).encode()) else ""
     address = request.client.host if request.client is not None else None
+
+    def write(session: Session) -> str:
+        begun = _join(session, secret, own, now, oidc)
+        sessions.take_place(session, begun, sid)
+        return begun
+
     try:
         with acting_as(Caller(None, SERVER.actor, address)):
-            begun = await service.database.write(lambda session: _join(session, secret, own, now, oidc))
+            begun = await service.database.write(write)
     except (Forbidden, PeopleError) as error:
         return await _page(request, service, secret, 403, str(error))
     response = RedirectResponse(PREFIX + "/", 303)

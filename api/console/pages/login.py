@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import Form, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
+from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.render import console_router, page
@@ -51,11 +52,16 @@ async def login(
     check_same_site(request)
     service.attempts.check(request)
     now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
+    before = request.cookies.get(cookie_name(request), "")
+
+    def write(session: Session) -> str | None:
+        begun = sessions.sign_in_with_key(session, key.strip(), now, oidc)
+        sessions.take_place(session, begun, before)
+        return begun
+
     try:
         if await service.read(lambda session: find(session, key.strip(), now)):  # a guess does not get to the writer
-            sid = await service.database.write(
-                lambda session: sessions.sign_in_with_key(session, key.strip(), now, oidc)
-            )
+            sid = await service.database.write(write)
     except sessions.SsoNeeded:
         return _page(request, service, local_path(next), 403, SSO_NEEDED)
     if sid is None:
@@ -75,9 +81,16 @@ async def login_by_link(request: Request, service: ServiceDep, token: str) -> Re
     check_same_site(request)
     service.attempts.check(request)
     now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
+    before = request.cookies.get(cookie_name(request), "")
+
+    def write(session: Session) -> str | None:
+        begun = sessions.sign_in_with_link(session, token, now, oidc)
+        sessions.take_place(session, begun, before)
+        return begun
+
     try:
         if await service.read(lambda session: session.get(LoginLink, digest(token))):
-            sid = await service.database.write(lambda session: sessions.sign_in_with_link(session, token, now, oidc))
+            sid = await service.database.write(write)
     except sessions.SsoNeeded:
         return _page(request, service, PREFIX + "/", 403, SSO_NEEDED)
     if sid is None:

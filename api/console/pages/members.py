@@ -115,7 +115,7 @@ async def invite(
     service: ServiceDep,
     viewer: ViewerDep,
     role: Annotated[str, Form(max_length=32)],
-    days: Annotated[int, Form()] = 7,
+    days: Annotated[int, Form(ge=0, le=3650)] = 7,
     email: Annotated[str, Form(max_length=254)] = "",
 ) -> HTMLResponse:
     viewer.need("admin")

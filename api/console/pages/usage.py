@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any
@@ -40,6 +41,8 @@ SPLITS: dict[Dimension, str] = {
     "kind": "Kind",
 }
 _NONE = "-"
+#: Not those at the ends of the calendar, before and after which there are none.
+Day = Annotated[date | None, Query(ge=date(1970, 1, 1), le=date(2999, 12, 31))]
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class Filters:
 
 
 def filters(
-    first: date | None = None,
-    last: date | None = None,
+    first: Day = None,
+    last: Day = None,
     days: Annotated[int, Query(ge=1, le=LONGEST)] = 30,
     by: Dimension = "model",
     model: Text = "",
@@ -124,9 +127,7 @@ async def usage_page(
         rows = spending.by_dimension(session, viewer.org_id, window, chosen.split)
         shares = _shares(session, viewer, chosen.split, rows)
         pages = Pages(page_number, len(shares))
-        narrowed = {
-            dimension: names(session, viewer.org_id, dimension, [value])[value] for dimension, value in window.match
-        }
+        narrowed = {dimension: _called(session, viewer, dimension, [value])[value] for dimension, value in window.match}
         return {
             "chosen": chosen,
             "query": chosen.query,
@@ -156,7 +157,7 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
         table = csv.writer(out, lineterminator="\r\n")
         table.writerow(["day", chosen.split, "name", "kind", "quantity", "amount_usd"])
         rows = spending.by_day_and(session, viewer.org_id, chosen.window, chosen.split)
-        called = names(session, viewer.org_id, chosen.split, {row.name for row in rows})
+        called = _called(session, viewer, chosen.split, {row.name for row in rows})
         for row in rows:
             cells = [csv_cell(row.name or ""), csv_cell(called[row.name]), csv_cell(row.kind)]
             table.writerow([row.day.isoformat(), *cells, row.quantity, usd(row.amount_nusd)])
@@ -168,8 +169,17 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
     return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
 
 
+def _called(
+    session: Session, viewer: Viewer, dimension: Dimension, values: Iterable[str | None]
+) -> dict[str | None, str]:
+    """`names`; who sees one run alone is told of keys and users by their ids: whose they are is not theirs to know."""
+    if dimension in ("key", "user") and not viewer.may("billing:read"):
+        return {value: value or "none" for value in values}
+    return names(session, viewer.org_id, dimension, values)
+
+
 def _shares(session: Session, viewer: Viewer, split: Dimension, rows: list[ShareRow]) -> list[Share]:
-    called = names(session, viewer.org_id, split, {row.name for row in rows})
+    called = _called(session, viewer, split, {row.name for row in rows})
     shares: dict[str | None, Share] = {}
     by_name: defaultdict[str | None, list[ShareRow]] = defaultdict(list)
     for row in rows:

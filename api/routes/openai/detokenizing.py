@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 #: A character has at most four tokens. What has not become one after so many pushes is given out as it is; otherwise
@@ -24,7 +25,8 @@ class TextStream:
         alone: bool = False,
         before: Sequence[int] = (),
     ) -> None:
-        self._decode, self._stops, self._hold = decode, [stop for stop in stops if stop], hold
+        self._decode, self._stops, self._hold = decode, sorted(stop for stop in stops if stop), hold
+        self._longest = max(map(len, self._stops), default=0)
         self._alone = alone
         self._tokens = list(before)
         self._start, self._read = 0, len(before)  # tokens from _start to _read are the context of those behind
@@ -59,7 +61,8 @@ class TextStream:
         if self._over:
             return ""
         waiting = self._waiting + text
-        cut = min((place for stop in self._stops if (place := waiting.find(stop)) >= 0), default=None)
+        first = max(0, len(self._waiting) - self._longest)  # no stop string lies before
+        cut = min((place for stop in self._stops if (place := waiting.find(stop, first)) >= 0), default=None)
         if cut is not None:
             waiting, self._over = waiting[:cut], True
         if self._alone and (begun := waiting.lstrip()) and not begun.startswith(self._hold):
@@ -68,7 +71,7 @@ class TextStream:
             place = 0
         elif not self._hold or (place := waiting.find(self._hold)) < 0:
             marks = [*([] if self._over else self._stops), *([self._hold] if self._hold else [])]
-            place = len(waiting) - max((_beginning(waiting, mark) for mark in marks), default=0)
+            place = _begun(waiting, sorted(marks))
         self._waiting = waiting[place:]
         return waiting[:place]
 
@@ -89,9 +92,15 @@ class Places:
         return found
 
 
-def _beginning(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """Where the end of `text` begins that may be the beginning of one of `marks`, which are sorted."""
+    longest = max(map(len, marks), default=1)
+    for place in range(max(0, len(text) - longest + 1), len(text)):
+        end = text[place:]
+        at = bisect_left(marks, end)  # those that begin with it, if any, are together from here on
+        if at < len(marks) and marks[at].startswith(end):
+            return place
+    return len(text)
 
 
 def whole_text(decode: Decode, tokens: Sequence[int], stops: Sequence[str] = (), before: Sequence[int] = ()) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from api.routes.openai.answers import Form
@@ -105,3 +107,17 @@ def test_a_completion_goes_on_from_its_prompt_as_the_whole_text_does(
     if "\ufffd" not in text:
         assert form.decode(read) + text == form.decode([*read, *tokens])
         assert behind.places().push(tokens)[-1] == len(text) - len(form.text.word(tokens[-1])) + (prompt == "<s>")
+
+
+@given(st.lists(st.text("ab🧵", min_size=1, max_size=4)), st.lists(st.text("ab🧵", min_size=1, max_size=6), max_size=4))
+def test_a_stream_gives_out_what_cannot_be_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    said, text = "", ""
+    stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), stops)
+    for token, piece in enumerate(pieces):
+        said, text = said + stream.push([token]), text + piece
+        if any(stop in text for stop in stops):  # a sequence ends with the first
+            break
+        begun = {size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])}
+        assert said == text[: len(text) - max(begun, default=0)]
+    cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    assert said + stream.end() == text[:cut]

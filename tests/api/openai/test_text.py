@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -363,6 +364,24 @@ def test_half_of_a_character_has_no_tokens(text: ModelText) -> None:
 def test_options_of_a_template_take_no_other_s_name(text: ModelText, name: str) -> None:
     with pytest.raises(Refused, match=f"refuses them: .*'{name}'"):
         text.render(CHATS[0], options={name: []})
+
+
+def test_what_may_become_a_stop_string_is_not_compared_with_each_of_them() -> None:
+    """A stream is written in the event loop, while as much as a stop string has is kept back."""
+    stops = ("a" * 255 + "z", *(("b" + chr(0x1F300 + number)) * 128 for number in range(63)))
+    stream, calls = TextStream(lambda tokens: "a" * len(tokens), stops), 0
+
+    def count(_frame: object, event: str, _about: object) -> None:
+        nonlocal calls
+        calls += event == "c_call"
+
+    assert [stream.push([0]) for _ in range(300)] == [""] * 255 + ["a"] * 45
+    sys.setprofile(count)
+    try:
+        stream.push([0])
+    finally:
+        sys.setprofile(None)
+    assert calls < 1_000
 
 
 def test_characters_that_never_end_are_not_decoded_again_and_again() -> None:

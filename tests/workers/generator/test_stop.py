@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from workers.generator.engine import SamplingParams
@@ -118,6 +120,38 @@ def test_stop_string_is_of_what_is_drawn_behind_the_prompt() -> None:
     assert drawn.check(list(b" a")) == "stop"
     assert rule(prompt=list(b"EN"), stop_strings=("END",)).check(list(b"D")) is None
     assert rule(prompt=list("é".encode()[:1]), stop_strings=("a",)).check(list("é".encode()[1:] + b"a")) == "stop"
+
+
+MARKED = st.lists(st.one_of(st.text("ab é🧵", max_size=3), st.just(chr(MARK))), max_size=30).map("".join)
+
+
+@given(MARKED, st.lists(st.text("ab é🧵", min_size=1, max_size=9), min_size=1, max_size=3))
+def test_a_text_that_comes_token_by_token_ends_where_the_whole_has_a_stop_string(text: str, stops: list[str]) -> None:
+    tokens, watch = list(text.encode()), rule(stop_strings=tuple(stops)).watch()
+
+    def has_one(n: int) -> bool:
+        return any(stop in spell(tokens[:n], special=special) for stop in stops for special in (True, False))
+
+    ends = (n for n in range(1, len(tokens) + 1) if watch.check(tokens[:n]) == "stop")
+    assert next(ends, None) == next((n for n in range(1, len(tokens) + 1) if has_one(n)), None)
+
+
+@pytest.mark.parametrize("drawn", [b"a" * 4000, "é".encode()[:1] * 4000, bytes([MARK]) * 4000])
+def test_what_a_token_costs_does_not_grow_with_the_stop_strings(drawn: bytes) -> None:
+    """All tenants' sequences of an engine are drawn in one loop."""
+    read = []
+
+    def counted(tokens: Sequence[int], *, special: bool = True) -> str:
+        read.append(len(tokens))
+        return spell(tokens, special=special)
+
+    stops = tuple(chr(0x1F300 + number) * 256 for number in range(64))
+    watch = StopRule(SamplingParams(stop_strings=stops), EOS, 10_000, counted).watch()
+    tokens: list[int] = []
+    for token in drawn:
+        tokens.append(token)
+        assert watch.check(tokens) is None
+    assert sum(read) <= 100 * len(drawn)  # of both readings, each with what a token is read behind
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

@@ -54,6 +54,7 @@ class SequenceProgress:
         #: Tokens that may come next, which a decode step tries; after it those that did.
         self.draft: list[int] = []
         self.lookup: Lookup | None = None
+        self._watch = owner.rule.watch()
         self._rng = sequence_rng(owner.request.sampling.seed, sample, len(owner.request.prompt))
         #: The random numbers of the next tokens, as far as they have been asked for. One goes with each token that is
         #: accepted, so that a token's number is the same however often, and however far ahead, it was drawn.
@@ -88,7 +89,7 @@ class SequenceProgress:
             self.tops.append(drawn.top)
         self.uniform(0)
         del self._uniforms[0]
-        self.stop_reason = self.owner.rule.check(self.tokens)
+        self.stop_reason = self._watch.check(self.tokens)
 
     def result(self) -> SequenceResult:
         """Its result so far; a sequence that was cut short has the stop reason "length"."""

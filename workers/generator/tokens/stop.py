@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from workers.generator.engine import SamplingParams, StopReason
 
-#: Extra tokens of the decoded window beyond the longest stop string: a window that starts inside a character or a word
-#: may decode its first characters differently.
-WINDOW_MARGIN_TOKENS = 8
-#: A text that special tokens are left out of lies within as many times the tokens.
-LEFT_OUT = 4
+#: Tokens of the prompt that a text is read behind.
+BEFORE_TOKENS = 8
+#: A character has at most four tokens. What has not become one after so many is read as it is; otherwise each token
+#: would have all of it decoded again.
+PATIENCE = 16
 
 
 class DecodeText(Protocol):
@@ -28,8 +28,8 @@ class NoTokenizer(ValueError):
 
 
 class StopRule:
-    """The stop conditions of one request. A new token is checked against token ids first, then the text, then the
-    length: a stop token at the last allowed position is a "stop"."""
+    """The stop conditions of one request, for each of its sequences. A new token is checked against token ids first,
+    then the text, then the length: a stop token at the last allowed position is a "stop"."""
 
     def __init__(
         self,
@@ -43,40 +43,82 @@ class StopRule:
         where the text goes on from it: some tokenizers leave out the space of a text that nothing is before."""
         self.limit = limit
         eos = eos_token_ids if sampling.stop_at_eos else ()
-        self._token_ids = frozenset((*eos, *sampling.stop_token_ids))
-        self._strings = tuple(text for text in sampling.stop_strings if text)
-        if self._strings and decode_text is None:
+        self.token_ids = frozenset((*eos, *sampling.stop_token_ids))
+        self.strings = tuple(text for text in sampling.stop_strings if text)
+        if self.strings and decode_text is None:
             raise NoTokenizer("stop strings need a tokenizer, and this model has none: use stop token ids")
         self._decode_text = decode_text
-        # Every token spells at least one byte, so a string of n bytes lies within the last n tokens.
-        longest = max((len(text.encode()) for text in self._strings), default=0)
-        self._window = longest + WINDOW_MARGIN_TOKENS
-        self._before = tuple(prompt[-WINDOW_MARGIN_TOKENS:]) if self._strings else ()
-        if self._read(self._before, True).endswith("\ufffd"):  # within a character, which the first token ends
-            self._before = ()
-        self._read_before = {special: len(self._read(self._before, special)) for special in (True, False)}
+        self._before = tuple(prompt[-BEFORE_TOKENS:])
+
+    def watch(self) -> Watch:
+        return Watch(self, self._tails())
 
     def check(self, tokens: Sequence[int]) -> StopReason | None:
-        """Why the sequence ends with its newest token, or None. `tokens` are the generated ones, at least one."""
-        if tokens[-1] in self._token_ids or self._has_stop_string(tokens):
-            return "stop"
-        return "length" if len(tokens) >= self.limit else None
+        """Why a sequence of these tokens, at least one, has ended; None if it has not."""
+        return self.watch().check(tokens)
 
-    def _has_stop_string(self, tokens: Sequence[int]) -> bool:
+    def _tails(self) -> list[_Tail]:
         """Of the text with special tokens spelled out, and of that without them: who reads it has either."""
-        if not self._strings:
-            return False
-        texts = (self._text(tokens, self._window, True), self._text(tokens, LEFT_OUT * self._window, False))
-        return any(stop in text for stop in self._strings for text in texts)
+        if not self.strings or self._decode_text is None:
+            return []
+        before = self._before
+        if self._decode_text(before).endswith("\ufffd"):  # within a character, which the first token ends
+            before = ()
+        kept = max(map(len, self.strings)) - 1
+        return [_Tail(self._decode_text, special, before, kept) for special in (True, False)]
 
-    def _text(self, tokens: Sequence[int], window: int, special: bool) -> str:
-        """Of the last tokens, behind what is before the first."""
-        if len(tokens) > window:
-            return self._read(tokens[-window:], special)
-        return self._read([*self._before, *tokens], special)[self._read_before[special] :]
 
-    def _read(self, tokens: Sequence[int], special: bool) -> str:
-        return self._decode_text(tokens, special=special) if tokens and self._decode_text else ""
+class Watch:
+    """The stop conditions of a request applied to one sequence. It reads each token once, so that what one costs does
+    not grow with the stop strings: the step that it is part of is everybody's."""
+
+    def __init__(self, rule: StopRule, tails: Sequence[_Tail]) -> None:
+        self._rule, self._tails = rule, tails
+        self._read = 0
+
+    def check(self, tokens: Sequence[int]) -> StopReason | None:
+        """Why the sequence ends with its newest token, or None. `tokens` are all that it has, at least one."""
+        new, self._read = tokens[self._read :], len(tokens)
+        if tokens[-1] in self._rule.token_ids or self._has_stop_string(new):
+            return "stop"
+        return "length" if len(tokens) >= self._rule.limit else None
+
+    def _has_stop_string(self, new: Sequence[int]) -> bool:
+        texts = [tail.push(new) for tail in self._tails]
+        return any(stop in text for stop in self._rule.strings for text in texts)
+
+
+class _Tail:
+    """The end of a text whose tokens come a few at a time, behind tokens `before` that are no part of it: its last
+    `kept` characters, and what came since."""
+
+    def __init__(self, decode_text: DecodeText, special: bool, before: Sequence[int], kept: int) -> None:
+        self._decode_text, self._special, self._kept = decode_text, special, kept
+        self._tokens = list(before)  # the context of those to come, and those that are no whole characters yet
+        self._context = len(before)
+        self._waited = 0  # tokens in a row after which the text ended within a character
+        self._text = ""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        self._tokens += tokens
+        before = self._decode(self._tokens[: self._context])
+        text = self._decode(self._tokens)
+        found = self._text + text[len(before) :]
+        if text.endswith("\ufffd") and self._waited < PATIENCE:
+            self._waited += 1
+            return found
+        self._waited = 0
+        if text == before:  # special tokens: what comes next is read behind the words before them
+            if self._context or len(self._tokens) > PATIENCE:  # at the beginning it may be a space that is left out
+                del self._tokens[self._context :]
+            return found
+        del self._tokens[: self._context]
+        self._context = len(self._tokens)
+        self._text = found[max(0, len(found) - self._kept) :]
+        return found
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._decode_text(tokens, special=self._special) if tokens else ""
 
 
 def text_decoder(model_folder: Path) -> DecodeText | None:

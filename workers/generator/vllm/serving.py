@@ -255,7 +255,7 @@ async def generate_watched(client: VllmClient, body: dict[str, Any], rule: StopR
     tokens: list[int] = []
     content: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
-    versions, stopped = None, False
+    versions, stopped, watch = None, False, rule.watch()
     async for piece in client.stream({**body, "sampling_params": params}):
         usage = piece.get("usage") or usage
         for choice in piece["choices"]:
@@ -264,7 +264,7 @@ async def generate_watched(client: VllmClient, body: dict[str, Any], rule: StopR
                 if not stopped:
                     tokens.append(entry["token_id"])
                     content.append(entry)
-                    stopped = rule.check(tokens) == "stop"
+                    stopped = watch.check(tokens) == "stop"
             if stopped and choice.get("finish_reason") is None:
                 await client.abort([body["request_id"]])
     choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": versions}
