@@ -206,11 +206,12 @@ class Transport:
             answer, retry_after_s = await self._attempt(call)
             if isinstance(answer, httpx.Response):
                 return answer
-            status = answer.status_code if isinstance(answer, APIStatusError) else None
+            status = status_of(answer, restarts=call.patient)
             pause_s = attempts.pause_after(status, time.monotonic(), retry_after_s)
             if pause_s is None or (status is None and self._contact.hopeless(pause_s)):
                 raise answer
-            failing = status is not None and status >= 500 and time.monotonic() - began > TOLD_AFTER_S
+            answered = isinstance(answer, APIStatusError) and (status is None or status >= 500)
+            failing = answered and time.monotonic() - began > TOLD_AFTER_S
             loud = status == 402 or (failing and not told)
             told = told or failing
             log.log(logging.WARNING if loud else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
@@ -247,6 +248,14 @@ class Transport:
         if not response.is_success:
             raise error_of(response)
         return response
+
+
+def status_of(failure: APIStatusError | APIConnectionError, *, restarts: bool) -> int | None:
+    """The status of an answer, None if there was none; with `restarts` also where a router has none to give: some say
+    404 while the server behind them restarts."""
+    if not isinstance(failure, APIStatusError) or (restarts and failure.foreign and failure.status_code == 404):
+        return None
+    return failure.status_code
 
 
 def _refuses_token(response: httpx.Response) -> bool:
