@@ -199,7 +199,7 @@ def test_a_full_disk_under_a_sink_ends_no_run(
     else:
         report = rl.train(run, ONE_TURN, steps=2, groups=SMALL, **more)
     assert (report.ended, len(report.steps)) == ("done", 2)
-    assert len(warned(caplog, "JsonLines failed at step 0: [Errno 28] No space left on device")) == 1
+    assert len(warned(caplog, "JsonLines failed at step 0: OSError: [Errno 28] No space left on device")) == 1
 
 
 class Quiet:
