@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -253,6 +255,22 @@ def test_scoring_what_is_not_trained_is_within_the_budget(
     with caplog.at_level(logging.WARNING):
         ended = rl.sft(run, data, batch=2, sinks=[], budget_usd=1e-9)
     assert (ended.ended, len(warned(caplog, "could be passed"))) == ("budget", 1)
+
+
+def test_a_step_that_was_taken_is_told_though_the_budget_ends_at_scoring(
+    service: weft.ServiceClient, tmp_path: Path
+) -> None:
+    talk = [{"role": "user", "content": "3 + 5 ="}, {"role": "assistant", "content": "8"}]
+    run = fresh(service)
+    data = rl.conversations([talk], run.get_tokenizer())
+    rates = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok
+    two_steps_usd = 2 * data[0].model_input.length * rates["train"] / 1e12
+    steps = tmp_path / "steps.jsonl"
+    more: dict[str, Any] = {"batch": 1, "epochs": 3, "sinks": [rl.JsonLines(steps)], "budget_usd": two_steps_usd}
+    report = rl.sft(run, data, test=data * 100, every=1, **more)
+    assert report.ended == "budget"
+    assert (len(report.curve("loss")), report.curve("test/loss")) == (1, [])
+    assert [json.loads(line)["loss"] for line in steps.read_text().splitlines()] == report.curve("loss")
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.01])

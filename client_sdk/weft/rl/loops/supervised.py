@@ -90,10 +90,13 @@ def go(
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
-            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, done == steps, purse)}
+            numbers["spent_usd"] = purse.spent_nusd / money.NUSD
             report.steps.append(numbers)
-            run.log(numbers, step)
-            tell(sinks, step, steps, numbers)
+            try:
+                numbers |= between(step, done == steps, purse)
+            finally:  # the step is taken, whatever ends the loop here
+                run.log(numbers, step)
+                tell(sinks, step, steps, numbers)
             if recipe.checkpoint is not None and done % recipe.checkpoint.every == 0:
                 save()
                 saved = done
