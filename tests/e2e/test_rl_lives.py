@@ -6,7 +6,8 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,42 @@ def test_a_full_disk_under_a_sink_ends_no_run(
         report = rl.train(run, ONE_TURN, steps=2, groups=SMALL, **more)
     assert (report.ended, len(report.steps)) == ("done", 2)
     assert len(warned(caplog, "JsonLines failed at step 0: OSError: [Errno 28] No space left on device")) == 1
+
+
+class Started:
+    """A sink during whose first step somebody starts other loops; `told` has how those ended."""
+
+    def __init__(self, *loops: Callable[[], object]) -> None:
+        self.loops, self.told = list(loops), list[str]()
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        while self.loops:
+            loop = self.loops.pop()
+            with ThreadPoolExecutor() as pool, pytest.raises(weft.WeftError) as error:
+                pool.submit(loop).result(60)
+            self.told.append(str(error.value))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_two_loops_do_not_train_one_run_at_the_same_time(service: weft.ServiceClient, kind: str) -> None:
+    """As where a cell of a notebook is run again, or threads share a run: each step would take the gradients of both,
+    and nobody would be told."""
+    run = fresh(service)
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
+    data = rl.conversations([talk], run.get_tokenizer())
+
+    def loop(kind: str, sink: Any) -> rl.Report:
+        if kind == "sft":
+            return rl.sft(run, data, batch=1, sinks=[sink])
+        return rl.train(run, ONE_TURN, steps=1, groups=SMALL, sinks=[sink])
+
+    sink = Started(lambda: loop("sft", Quiet()), lambda: loop("train", Quiet()))
+    assert len(loop(kind, sink).steps) == 1
+    assert ["another loop trains this run" in told for told in sink.told] == [True, True]
+    assert len(loop("sft", Quiet()).steps) == 1  # after its end
 
 
 class Quiet:
