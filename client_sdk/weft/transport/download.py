@@ -81,15 +81,17 @@ def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
-    """Broken connections are tried again from the start; a refusal is final."""
+    """Broken connections are tried again from the start; a refusal, and what is wrong with the disk here, is final."""
     for attempt in range(TRIES):
         try:
             await _stream(http, url, target)
             return
-        except (httpx.TransportError, OSError) as error:
-            if attempt == TRIES - 1 or (isinstance(error, OSError) and not isinstance(error, ConnectionError)):
+        except (httpx.TransportError, ConnectionError) as error:
+            if attempt == TRIES - 1:
                 raise APIConnectionError(f"download of {target.name}: {error or type(error).__name__}") from error
             await asyncio.sleep(0.5 * 2**attempt)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 async def _stream(http: httpx.AsyncClient, url: str, target: Path) -> None:
