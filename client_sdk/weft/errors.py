@@ -58,14 +58,28 @@ class APIResponseValidationError(APIError):
 
 
 class APIStatusError(APIError):
-    """An answer with an error status. `message` is the server's, `body` its JSON if it was JSON."""
+    """An answer with an error status. `message` is the server's, `body` its JSON if it was JSON. `operation` is the id
+    of what was refused, where it is an operation that the server has noted as failed."""
 
-    def __init__(self, message: str, status_code: int, request_id: str | None = None, body: Any = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        status_code: int,
+        request_id: str | None = None,
+        body: Any = None,
+        operation: str | None = None,
+    ) -> None:
         self.message = message
         self.status_code = status_code
         self.request_id = request_id
         self.body = body
+        self.operation = operation
         super().__init__(f"{message} (status {status_code}{f', request {request_id}' if request_id else ''})")
+
+    @property
+    def foreign(self) -> bool:
+        """Whether a proxy in between has answered, or another server: what Weft refuses has a code."""
+        return not (isinstance(self.body, dict) and "code" in self.body)
 
 
 class BadRequestError(APIStatusError):
@@ -147,9 +161,10 @@ def status_error(status: int, body: Any, request_id: str | None = None) -> APISt
     """The typed error of an answer with an error status; `body` is its JSON, or its text. Its `request_id` is what the
     body names, the operation's where one is meant; else `request_id`, of the answer's header."""
     kind = _BY_STATUS.get(status) or (InternalServerError if status >= 500 else APIStatusError)
-    if isinstance(body, dict) and isinstance(body.get("request_id"), str):
-        request_id = body["request_id"]
-    return kind(_message_of(body) or f"the server answered with status {status}", status, request_id, body)
+    named = body.get("request_id") if isinstance(body, dict) else None
+    named = named if isinstance(named, str) else None
+    message = _message_of(body) or f"the server answered with status {status}"
+    return kind(message, status, named or request_id, body, named if named != request_id else None)
 
 
 def _message_of(body: Any) -> str:

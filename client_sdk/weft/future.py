@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from weakref import WeakSet
+
+from weft.errors import WeftError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -25,6 +29,7 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.started: WeakSet[Future[Any]] = WeakSet()
         self.thread = threading.Thread(target=self._serve, name="weft", daemon=True)
         self.thread.start()
 
@@ -34,7 +39,9 @@ class Background:
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self.started.add(future)
+        return future
 
     def here(self) -> bool:
         """Whether the caller is on the loop's own thread, where waiting would deadlock."""
@@ -70,6 +77,21 @@ def finish_before_exit(future: Future[Any]) -> None:
 
 def _wait_before_exit() -> None:
     wait(_before_exit, EXIT_S)
+
+
+def _forked() -> None:
+    """A fork has the loop and not its thread: it begins another, and what was under way does not end in it."""
+    global _creating
+    _creating = threading.Lock()
+    _before_exit.clear()
+    if _background.cache_info().currsize:
+        for future in [future for future in _background().started if not future.done()]:
+            future.set_exception(WeftError("this was under way when the process was forked, and ends in its parent"))
+    _background.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class APIFuture(Generic[T]):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from datetime import date, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 
 from weft.errors import APIResponseValidationError, RequestFailedError
 from weft.exports.folder import finish
-from weft.exports.layout import ExportError, Layout, selected
+from weft.exports.layout import Layout, selected
 from weft.future import APIFuture, twin
 from weft.transport.download import download_archive, download_files
 from weft.transport.http import Call, Transport, encode, resolve_endpoint
@@ -225,20 +226,18 @@ class RestClient(AdminClient):
         return APIFuture.start(self._download(tinker_path, Path(folder), layout, leave_out_unembedding))
 
     async def _download(self, path: str, folder: Path, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
-        if parse_checkpoint_path(path).kind != "external_weights":
-            url = (await self._archive_url(path)).url
-            files = await download_archive(url, folder, lambda names: selected(names, layout))
-        else:
-            route = f"{checkpoint_route(path)}/external_weights_urls"
-            listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
-            chosen = selected(listed.urls, layout)
-            files = await download_files({chosen[name]: listed.urls[name] for name in chosen}, folder)
-        try:
-            return files + await asyncio.to_thread(finish, folder, path, layout, leave_out_unembedding)
-        except ExportError:
-            for file in files:
-                file.unlink()
-            raise
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
+            part = Path(scratch)
+            if parse_checkpoint_path(path).kind != "external_weights":
+                url = (await self._archive_url(path)).url
+                await download_archive(url, part, lambda names: selected(names, layout))
+            else:
+                route = f"{checkpoint_route(path)}/external_weights_urls"
+                listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
+                chosen = selected(listed.urls, layout)
+                await download_files({chosen[name]: listed.urls[name] for name in chosen}, part)
+            return await asyncio.to_thread(finish, part, folder, path, layout, leave_out_unembedding)
 
     def copy_weights(
         self,

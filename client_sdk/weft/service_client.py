@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Literal
 
 from weft.errors import WeftError
-from weft.future import APIFuture, finish_before_exit, twin
+from weft.future import EXIT_S, APIFuture, finish_before_exit, twin
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import Plan
@@ -239,11 +239,13 @@ class ServiceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         status, detail = _ending(error)
+        closing = self.close(status, detail)
         try:
-            self.close(status, detail).result()
-        except WeftError:
+            closing.result(None if error is None else EXIT_S)
+        except (WeftError, TimeoutError):
             if error is None:
                 raise
+            closing.cancel()  # what went wrong is told now, though it be that the server is away
 
     async def __aenter__(self) -> ServiceClient:
         return self
@@ -252,11 +254,13 @@ class ServiceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         status, detail = _ending(error)
+        closing = self.close(status, detail)
         try:
-            await self.close(status, detail)
-        except WeftError:
+            await closing.result_async(None if error is None else EXIT_S)
+        except (WeftError, TimeoutError):
             if error is None:
                 raise
+            closing.cancel()
 
 
 def named(user_metadata: dict[str, str] | None, name: str | None) -> dict[str, str] | None:

@@ -152,8 +152,13 @@ def not_yet() -> Response:
 
 
 def status(code: int, detail: str = "no", **headers: str) -> Response:
-    """An answer with an error status."""
-    return JSONResponse({"detail": detail}, status_code=code, headers=headers)
+    """An answer with an error status, of the server itself."""
+    return JSONResponse({"detail": detail, "code": "stub"}, status_code=code, headers=headers)
+
+
+def page(code: int) -> Response:
+    """An answer with an error status, of a proxy before it."""
+    return Response(f"<html><h1>{code}</h1>nginx</html>", code, media_type="text/html")
 
 
 def serve(stub: Stub, port: int = 0) -> uvicorn.Server:

@@ -6,6 +6,8 @@ import io
 import json
 import resource
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,28 @@ def test_a_file_that_cannot_be_had_for_a_moment_is_asked_for_again(
     assert [path.read_bytes() for path in found] == list(files.values())
 
 
+@contextmanager
+def smaller_files() -> Iterator[None]:
+    """As on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_here_is_not_the_server_s_absence(
+    rest: weft.RestClient, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that tries again while `weft download` says that the server is away would try for ever."""
+    stub.replies[f"GET /training_runs/{RUN}/checkpoints/weights/s1/archive"] = RedirectResponse("/api/v1/tar", 302)
+    monkeypatch.setattr(stub, "on_tar", lambda asked: Response(b"n" * 100_000), raising=False)
+    with smaller_files(), pytest.raises(OSError, match=r"File too large: .*archive\.tar"):
+        rest.download_checkpoint(STATE, tmp_path / "x", "tinker").result(10)
+    assert list((tmp_path / "x").iterdir()) == []
+
+
 def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: ServiceClient, tmp_path: Path) -> None:
     """A disk that is full behind the archive: here files may not grow as large as its second one."""
     archive, folder = tmp_path / "scratch" / "archive.tar", tmp_path / "adapter"
@@ -162,13 +186,8 @@ def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: Servi
     with tarfile.open(archive, "w") as tar:
         tar.add(tmp_path / "small", "small")
         tar.add(tmp_path / "large", "large")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            _unpack(archive, folder, lambda names: {name: name for name in names})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with smaller_files(), pytest.raises(OSError, match="File too large"):
+        _unpack(archive, folder, lambda names: {name: name for name in names})
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"small": b"old", "large": b"old"}
     _unpack(archive, folder, lambda names: {name: name for name in names})
     assert {file.name: file.stat().st_size for file in folder.iterdir()} == {"small": 1000, "large": 100_000}

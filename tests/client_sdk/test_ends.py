@@ -68,3 +68,41 @@ def test_a_server_that_starts_meanwhile_is_waited_for(stub: Stub) -> None:
     assert "answers again" in done.stderr.read()
     assert late.paths().count(f"/sessions/{SESSION}/finish") == 1
     server.should_exit = True
+
+
+PLAIN = """
+with weft.ServiceClient(base_url={url!r}, api_key="tml-x") as service:
+    service.create_sampling_client(base_model="org/tiny").result()
+    print("opened", flush=True)
+    sys.stdin.readline()
+    raise KeyError("mine")
+"""
+ASYNC = """
+async def main():
+    async with weft.ServiceClient(base_url={url!r}, api_key="tml-x") as service:
+        await service.create_sampling_client(base_model="org/tiny")
+        print("opened", flush=True)
+        sys.stdin.readline()
+        raise KeyError("mine")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("script", [PLAIN, ASYNC])
+def test_what_goes_wrong_is_told_soon_though_the_server_is_away(script: str) -> None:
+    """Whoever presses Ctrl-C since the server is away would press it again and again."""
+    gone = Stub()
+    server = serve(gone)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "client_sdk")}
+    command = [sys.executable, "-c", "import asyncio, sys, weft\n" + script.format(url=gone.base_url)]
+    pipe = subprocess.PIPE
+    done = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert done.stdout is not None
+    assert done.stdout.readline() == "opened\n"
+    server.should_exit = True
+    while any(each.is_serving() for each in server.servers):
+        time.sleep(0.01)
+    began = time.monotonic()
+    _, said = done.communicate("\n", timeout=400)
+    assert said.splitlines()[-1] == "KeyError: 'mine'"
+    assert time.monotonic() - began < 60  # of a budget of 300

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import weft
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from weft import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from weft.wire.binary.codec import decode_train_request
 
 from tests.client_sdk.conftest import FAST
-from tests.client_sdk.stub_server import SESSION, Stub, not_yet, status
+from tests.client_sdk.stub_server import SESSION, Stub, not_yet, page, status
 
 
 def datum(*targets: int, weights: list[float] | None = None) -> Datum:
@@ -94,35 +96,63 @@ def test_a_passing_failure_is_resent_with_the_same_number_and_bytes(
 def test_a_final_refusal_is_typed_and_uses_its_number(
     service: ServiceClient, stub: Stub, code: int, error: type[weft.APIStatusError]
 ) -> None:
-    stub.faults["/optim_step"] = [status(code, "data[0]: too long", **{"x-request-id": "abc"})]
+    refusal = {"detail": "data[0]: too long", "code": "no", "request_id": "operation-1"}
+    stub.faults["/optim_step"] = [JSONResponse(refusal, code, {"x-request-id": "request-1"})]
     training = run_of(service)
     with pytest.raises(error, match=r"data\[0\]: too long") as caught:
         training.optim_step(AdamParams()).result(10)
 
-    assert (caught.value.status_code, caught.value.request_id) == (code, "abc")
+    assert (caught.value.status_code, caught.value.request_id) == (code, "operation-1")
     assert len(stub.bodies("/optim_step")) == 1
     training.optim_step(AdamParams()).result(10)
     assert stub.bodies("/optim_step")[1]["seq_id"] == 2
 
 
+@pytest.mark.parametrize("code", [301, 400, 401, 403, 404, 405, 409, 411, 413, 415, 421, 422, 431, 451])
+@pytest.mark.parametrize("path", ["/optim_step", "/save_weights", "/forward_backward"])
+def test_what_a_proxy_refuses_uses_no_number(service: ServiceClient, stub: Stub, path: str, code: int) -> None:
+    """Counted, the number would be missing on the server, and everything behind it would wait for it."""
+    stub.faults[path] = [page(code)] * (1000 if code == 404 else 1)  # a 404 may be of a restart, and is tried again
+    training = run_of(service)
+    ways: dict[str, Callable[[], weft.APIFuture[Any]]] = {
+        "/optim_step": lambda: training.optim_step(AdamParams()),
+        "/save_weights": lambda: training.save_state("a"),
+        "/forward_backward": lambda: training.forward_backward([datum(1)], "cross_entropy"),
+    }
+    with pytest.raises(weft.APIStatusError):
+        ways[path]().result(10)
+    training.save_weights_for_sampler("b").result(10)
+    assert [body["seq_id"] for body in stub.bodies("/save_weights_for_sampler")] == [1]
+
+
 @pytest.mark.parametrize(
-    ("answer", "then"),
+    ("code", "body", "then"),
     [
-        (JSONResponse({"detail": "too large", "code": "body_too_large"}, 413), 1),
-        (Response("<html>413 Request Entity Too Large</html>", 413), 1),  # of a proxy
-        (JSONResponse({"detail": "this alone is more than the quota", "code": "quota_reached"}, 413), 2),
+        (401, {"code": "unauthenticated", "request_id": "request-1"}, 1),
+        (403, {"code": "organisation_suspended", "request_id": "request-1"}, 1),
+        (413, {"code": "body_too_large", "request_id": "request-1"}, 1),
+        (413, {"code": "quota_reached", "request_id": "operation-1"}, 2),
+        (400, {"code": "invalid_request", "request_id": "request-1"}, 2),  # as of a number that is used already
     ],
-    ids=["server", "proxy", "quota"],
 )
-def test_a_body_that_was_not_read_uses_no_number(
-    service: ServiceClient, stub: Stub, answer: Response, then: int
+def test_a_refusal_before_the_body_is_read_uses_no_number(
+    service: ServiceClient, stub: Stub, code: int, body: dict[str, str], then: int
 ) -> None:
-    stub.faults["/optim_step"] = [answer]
+    stub.faults["/optim_step"] = [JSONResponse({"detail": "no", **body}, code, {"x-request-id": "request-1"})]
     training = run_of(service)
     with pytest.raises(weft.APIStatusError):
         training.optim_step(AdamParams()).result(10)
     training.optim_step(AdamParams()).result(10)
     assert [body["seq_id"] for body in stub.bodies("/optim_step")] == [1, then]
+
+
+def test_a_router_that_misses_the_server_for_a_while_loses_nothing(service: ServiceClient, stub: Stub) -> None:
+    training = run_of(service)
+    training.result(10)
+    stub.faults["/optim_step"] = [page(404)] * 3
+    stub.faults["/retrieve_future"] = [page(404)] * 3
+    training.optim_step(AdamParams()).result(10)
+    assert [body["seq_id"] for body in stub.bodies("/optim_step")] == [1] * 4
 
 
 def test_billing_pauses_and_goes_on(service: ServiceClient, stub: Stub) -> None:

@@ -136,3 +136,66 @@ def test_a_readme_of_yours_is_left_alone(weftd: Weftd, checkpoints: dict[str, st
         files = rest.download_checkpoint(checkpoints["save_state"], tmp_path).result(60)
     assert (tmp_path / "README.md").read_text() == "mine"
     assert sorted(path.name for path in files) == ["adapter_config.json", "adapter_model.safetensors", "verify.py"]
+
+
+def held_by(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_what_is_refused_leaves_what_was_there(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
+    assert command("download", checkpoints["save_state"], "--to", "adapter").exit_code == 0
+    before = held_by(tmp_path / "adapter")
+    assert command("download", checkpoints["save_state"], "--for", "vllm", "--to", "adapter").exit_code != 0
+    assert held_by(tmp_path / "adapter") == before
+
+
+def test_a_reference_goes_with_its_adapter(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
+    """Of another adapter, it would say of this one that it is loaded wrongly."""
+    assert command("download", checkpoints["save_state"], "--to", "adapter").exit_code == 0
+    assert (tmp_path / "adapter" / "reference.json").exists()
+    assert command("download", checkpoints["save_state"], "--to", "adapter", "--no-reference").exit_code == 0
+    assert not (tmp_path / "adapter" / "reference.json").exists()
+
+
+#: `weft download`, killed at the n-th time that something is written for good.
+KILLED = """
+import os, signal, sys
+import safetensors.numpy
+from weft.cli import main
+
+left = [int(sys.argv[1])]
+
+def dying(write):
+    def writes(*args, **options):
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return write(*args, **options)
+    return writes
+
+os.replace = dying(os.replace)
+safetensors.numpy.save_file = dying(safetensors.numpy.save_file)
+main(sys.argv[2:])
+"""
+
+
+def test_a_download_that_is_killed_leaves_no_adapter_that_loads_as_another(
+    weftd: Weftd, checkpoints: dict[str, str], command: Weft, tmp_path: Path
+) -> None:
+    """vLLM takes an unembedding without a word, and computes something else: so a folder must not have it for a
+    moment."""
+    options = ["--for", "vllm", "--leave-out-unembedding", "--to"]
+    assert command("download", checkpoints["save_state"], *options, "whole").exit_code == 0
+    whole, adapter = held_by(tmp_path / "whole"), ("adapter_config.json", "adapter_model.safetensors")
+    environment = {**os.environ, "WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("loom")}
+    for writes in range(20):
+        folder = f"after-{writes}"
+        arguments = [str(writes), "download", checkpoints["save_state"], *options, folder]
+        done = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environment, cwd=tmp_path, check=False)
+        found = held_by(tmp_path / folder)
+        if "adapter_config.json" in found:  # else no reader takes it
+            assert [found.get(name) for name in adapter] == [whole[name] for name in adapter], writes
+        if done.returncode == 0:
+            assert "adapter_config.json" in found
+            return
+    raise AssertionError("it never ended")

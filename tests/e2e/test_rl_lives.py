@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,7 +202,43 @@ def test_a_full_disk_under_a_sink_ends_no_run(
     else:
         report = rl.train(run, ONE_TURN, steps=2, groups=SMALL, **more)
     assert (report.ended, len(report.steps)) == ("done", 2)
-    assert len(warned(caplog, "JsonLines failed at step 0: [Errno 28] No space left on device")) == 1
+    assert len(warned(caplog, "JsonLines failed at step 0: OSError: [Errno 28] No space left on device")) == 1
+
+
+class Started:
+    """A sink during whose first step somebody starts other loops; `told` has how those ended."""
+
+    def __init__(self, *loops: Callable[[], object]) -> None:
+        self.loops, self.told = list(loops), list[str]()
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        while self.loops:
+            loop = self.loops.pop()
+            with ThreadPoolExecutor() as pool, pytest.raises(weft.WeftError) as error:
+                pool.submit(loop).result(60)
+            self.told.append(str(error.value))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_two_loops_do_not_train_one_run_at_the_same_time(service: weft.ServiceClient, kind: str) -> None:
+    """As where a cell of a notebook is run again, or threads share a run: each step would take the gradients of both,
+    and nobody would be told."""
+    run = fresh(service)
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
+    data = rl.conversations([talk], run.get_tokenizer())
+
+    def loop(kind: str, sink: Any) -> rl.Report:
+        if kind == "sft":
+            return rl.sft(run, data, batch=1, sinks=[sink])
+        return rl.train(run, ONE_TURN, steps=1, groups=SMALL, sinks=[sink])
+
+    sink = Started(lambda: loop("sft", Quiet()), lambda: loop("train", Quiet()))
+    assert len(loop(kind, sink).steps) == 1
+    assert ["another loop trains this run" in told for told in sink.told] == [True, True]
+    assert len(loop("sft", Quiet()).steps) == 1  # after its end
 
 
 class Quiet:
@@ -253,6 +292,22 @@ def test_scoring_what_is_not_trained_is_within_the_budget(
     with caplog.at_level(logging.WARNING):
         ended = rl.sft(run, data, batch=2, sinks=[], budget_usd=1e-9)
     assert (ended.ended, len(warned(caplog, "could be passed"))) == ("budget", 1)
+
+
+def test_a_step_that_was_taken_is_told_though_the_budget_ends_at_scoring(
+    service: weft.ServiceClient, tmp_path: Path
+) -> None:
+    talk = [{"role": "user", "content": "3 + 5 ="}, {"role": "assistant", "content": "8"}]
+    run = fresh(service)
+    data = rl.conversations([talk], run.get_tokenizer())
+    rates = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok
+    two_steps_usd = 2 * data[0].model_input.length * rates["train"] / 1e12
+    steps = tmp_path / "steps.jsonl"
+    more: dict[str, Any] = {"batch": 1, "epochs": 3, "sinks": [rl.JsonLines(steps)], "budget_usd": two_steps_usd}
+    report = rl.sft(run, data, test=data * 100, every=1, **more)
+    assert report.ended == "budget"
+    assert (len(report.curve("loss")), report.curve("test/loss")) == (1, [])
+    assert [json.loads(line)["loss"] for line in steps.read_text().splitlines()] == report.curve("loss")
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.01])

@@ -12,6 +12,7 @@ import weft
 from datasets import Dataset
 from renderers import DefaultRenderer
 from weft import rl
+from weft.rl.chat.chat import Policy
 
 from tests.rl_packages.lesson import taught
 
@@ -60,12 +61,38 @@ class Endless(vf.MultiTurnEnv):
         return [{"role": "user", "content": "What is 1 + 2? " * 40}]
 
 
+class Again(Twice):
+    """Asks again where a sample fails, as code that knows unreliable servers does."""
+
+    async def get_model_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().get_model_response(*args, **options)
+        except vf.Error:
+            return await super().get_model_response(*args, **options)
+
+
+def fail_once_each() -> None:
+    """Have the first sample of every prompt fail."""
+    draw, seen = Policy.draw, set[tuple[int, ...]]()
+
+    async def draws(policy: Policy, sampler: Any, prompt: list[int], *args: Any, **options: Any) -> Any:
+        if tuple(prompt) not in seen:
+            seen.add(tuple(prompt))
+            raise weft.RequestFailedError("three generators were lost over it", "request", "server")
+        return await draw(policy, sampler, prompt, *args, **options)
+
+    setattr(Policy, "draw", draws)  # noqa: B010
+
+
 def environment(kind: str) -> Any:
     rubric = vf.Rubric(funcs=[exact])
     if kind == "single":
         return vf.SingleTurnEnv(dataset=questions(), rubric=rubric)
     if kind == "endless":
         return Endless(dataset=questions(), rubric=rubric, max_turns=1000)
+    if kind == "again":
+        fail_once_each()
+        return Again(dataset=questions(), rubric=rubric, max_turns=2)
     if kind in ("multi", "spent"):
         return Twice(dataset=questions(), rubric=rubric, max_turns=2)
     return vf.ToolEnv(dataset=questions(), rubric=vf.Rubric(funcs=[exact, called]), tools=[add], max_turns=3)

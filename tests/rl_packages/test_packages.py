@@ -93,6 +93,16 @@ def test_a_rollout_of_verifiers_that_fills_the_context_ends_there_and_is_scored(
         assert "waste/failed_rollouts" not in step
 
 
+@made(VERIFIERS_0_1)
+def test_a_sample_of_verifiers_that_fails_can_be_asked_for_again(server: Weftd) -> None:
+    """By its environment, which then goes on: what was asked is not asked twice in one prompt, and it is scored."""
+    ended, steps = said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), "again")
+    assert ended == "done"
+    for step in json.loads(steps):
+        assert (step["rollouts"], step["turns/rollout"]) == (36, 2)
+        assert "waste/failed_rollouts" not in step
+
+
 @made(VERIFIERS_0_4)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["single", "multi", "tool"])

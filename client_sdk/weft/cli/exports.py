@@ -11,10 +11,8 @@ from weft.cli.reference import fetch_reference
 from weft.cli.shell import Server, command, main
 from weft.errors import WeftError
 from weft.exports import verify as verifying
-from weft.exports.layout import Layout
+from weft.exports.layout import REFERENCE, Layout
 from weft.wire.rest import parse_checkpoint_path
-
-REFERENCE = "reference.json"
 
 
 @main.command()

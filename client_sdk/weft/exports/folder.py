@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from weft.exports.layout import CONFIG_FILE, Layout, fit_for_vllm
+from weft.exports.layout import CONFIG_FILE, REFERENCE, Layout, fit_for_vllm
 from weft.version import __version__
 
 _HEADING = "# An adapter from Weft"
@@ -50,30 +51,40 @@ trained, sample from Weft's own engine, or train with `train_unembed=False`.
 """
 
 
-def finish(folder: Path, path: str, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
-    """Fit the files of the checkpoint `path` in `folder` to their reader, and explain them there; the new files."""
-    if layout == "tinker":
-        return []
-    left_out = fit_for_vllm(folder, leave_out_unembedding) if layout == "vllm" else []
-    written = [_readme(folder, path, layout, left_out)]
-    if not left_out:
-        script = folder / "verify.py"
-        script.write_text(Path(__file__).with_name("verify.py").read_text())
-        written.append(script)
-    return [file for file in written if file is not None]
+def finish(part: Path, folder: Path, path: str, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
+    """Fit the files of the checkpoint `path` in `part`, which lies in `folder`, to their reader, explain them, and put
+    them into `folder`; the files there. What fails before leaves `folder` as it was."""
+    if layout != "tinker":
+        left_out = fit_for_vllm(part, leave_out_unembedding) if layout == "vllm" else []
+        _readme(part, folder, path, layout, left_out)
+        if not left_out:
+            (part / "verify.py").write_text(Path(__file__).with_name("verify.py").read_text())
+    return _moved(part, folder)
 
 
-def _readme(folder: Path, path: str, layout: Layout, left_out: list[str]) -> Path | None:
+def _moved(part: Path, folder: Path) -> list[Path]:
+    """Configurations go first and come last: without one no reader takes a folder that is half of this adapter and half
+    of another. What the server said of another goes, too."""
+    names = [file.relative_to(part) for file in part.rglob("*") if file.is_file()]
+    names.sort(key=lambda name: (name.name == CONFIG_FILE, name))
+    for name in [Path(REFERENCE), *(each for each in names if each.name == CONFIG_FILE)]:
+        (folder / name).unlink(missing_ok=True)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part / name, folder / name)
+    return [folder / name for name in sorted(names)]
+
+
+def _readme(part: Path, folder: Path, path: str, layout: Layout, left_out: list[str]) -> None:
     """README.md, unless somebody else's is there."""
-    file = folder / "README.md"
-    if file.exists() and not file.read_text(errors="replace").startswith(_HEADING):
-        return None
+    theirs = folder / "README.md"
+    if theirs.exists() and not theirs.read_text(errors="replace").startswith(_HEADING):
+        return
     text = f"{_HEADING}\n\n{path}, fetched with weft {__version__}.\n\n"
-    text += (_FOR_PEFT if layout == "peft" else _FOR_VLLM).format(folder=folder.resolve().name, rank=_rank(folder))
+    text += (_FOR_PEFT if layout == "peft" else _FOR_VLLM).format(folder=folder.resolve().name, rank=_rank(part))
     if left_out:
         text += _LEFT_OUT.format(modules=", ".join(left_out))
-    file.write_text(text)
-    return file
+    (part / theirs.name).write_text(text)
 
 
 def _rank(folder: Path) -> int | str:

@@ -16,6 +16,8 @@ Layout = Literal["peft", "vllm", "tinker"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+#: What the server says of an adapter, for `weft verify`.
+REFERENCE = "reference.json"
 UNEMBEDDING = "lm_head"
 _PEFT = "peft/"
 _COMPLETE = "checkpoint_complete"

@@ -2,21 +2,21 @@
 
 An operation is POSTed only after the one before it was answered, though not before that one is finished; numbers are
 given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number;
-one that could not be written, or is too large to be read, has not. One whose fate is unknown (never answered) breaks
+one that could not be written, or that nobody has looked at, has not. One whose fate is unknown (never answered) breaks
 the lane: the server would wait for it forever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from weft.errors import APIStatusError, LaneBrokenError
 from weft.transport.retry import is_billing, passes_by_itself
 
-#: What a server, or a proxy before it, answers that has not read the body.
-TOO_LARGE = 413
+#: Refusals of what an operation says, which use its number though they may not name it. All others name it if they do.
+ABOUT_THE_BODY = frozenset({400, 409, 410, 422})
 
 
 class Turn:
@@ -79,10 +79,12 @@ class Lane:
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether nobody has looked at the operation's number. Who says that a quota is too small for it has read it."""
-    if not isinstance(error, APIStatusError) or error.status_code != TOO_LARGE:
+    """Whether nobody has looked at the operation's number. A proxy that refuses by itself passes nothing on, and the
+    server asks first who it is that sends. Should it have been read after all (some proxies put a page of their own in
+    the place of an answer), the number is refused to the next operation, which tells it, and used up with that."""
+    if not isinstance(error, APIStatusError) or not is_refusal(error):
         return False
-    return not isinstance(error.body, Mapping) or error.body.get("code") != "quota_reached"
+    return error.foreign or (error.status_code not in ABOUT_THE_BODY and error.operation is None)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -82,7 +82,8 @@ def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
-    """What passes by itself, and broken connections, are tried again from the start; a refusal is final."""
+    """What passes by itself, and broken connections, are tried again from the start; a refusal, and what is wrong with
+    the disk here, is final."""
     for attempt in range(TRIES):
         try:
             await _stream(http, url, target)
@@ -90,9 +91,11 @@ async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
         except APIStatusError as error:
             if attempt == TRIES - 1 or not passes_by_itself(error.status_code):
                 raise
-        except (httpx.TransportError, OSError) as error:
-            if attempt == TRIES - 1 or (isinstance(error, OSError) and not isinstance(error, ConnectionError)):
+        except (httpx.TransportError, ConnectionError) as error:
+            if attempt == TRIES - 1:
                 raise APIConnectionError(f"download of {target.name}: {error or type(error).__name__}") from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(target)) from error
         await asyncio.sleep(0.5 * 2**attempt)
 
 

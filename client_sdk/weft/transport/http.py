@@ -107,6 +107,7 @@ class Transport:
             "x-sdk-version": __version__,
             **(headers or {}),
         }
+        self._process = os.getpid()
         self._contact = Contact(endpoint.base_url)
         self._calls = Pool(shared, MAX_CALLS)
         self._polls = Pool(shared, MAX_POLLS)
@@ -135,7 +136,16 @@ class Transport:
         key = self.endpoint.api_key
         return identity_of(key if key.startswith("eyJ") else await self._tokens.current())
 
+    def _check_process(self) -> None:
+        """A fork has copies of our connections and counters: two processes would answer on one, and number alike."""
+        if self._process != os.getpid():
+            raise WeftError(
+                f"this client was made in process {self._process}, of which this one is a fork: make another here; a "
+                "sampler is handed over by get_sampler_handle(), or pickled"
+            )
+
     async def _once(self, call: Call, credential: Mapping[str, str]) -> httpx.Response:
+        self._check_process()
         headers = {"Accept": "application/json", **credential, **(call.headers or {})}
         if call.body is not None:
             headers["Content-Type"] = call.content_type
@@ -164,6 +174,7 @@ class Transport:
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[str, str]]:
         """Server-sent events, as (name, data), until the server ends them. Sent once, or again where it wants another
         token: the typed error if it is refused, or breaks off."""
+        self._check_process()
         headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         if self.use_tokens:
             headers["X-API-Key"] = await self._tokens.current()
@@ -206,11 +217,12 @@ class Transport:
             answer, retry_after_s = await self._attempt(call)
             if isinstance(answer, httpx.Response):
                 return answer
-            status = answer.status_code if isinstance(answer, APIStatusError) else None
+            status = status_of(answer, restarts=call.patient)
             pause_s = attempts.pause_after(status, time.monotonic(), retry_after_s)
             if pause_s is None or (status is None and self._contact.hopeless(pause_s)):
                 raise answer
-            failing = status is not None and status >= 500 and time.monotonic() - began > TOLD_AFTER_S
+            answered = isinstance(answer, APIStatusError) and (status is None or status >= 500)
+            failing = answered and time.monotonic() - began > TOLD_AFTER_S
             loud = status == 402 or (failing and not told)
             told = told or failing
             log.log(logging.WARNING if loud else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
@@ -247,6 +259,14 @@ class Transport:
         if not response.is_success:
             raise error_of(response)
         return response
+
+
+def status_of(failure: APIStatusError | APIConnectionError, *, restarts: bool) -> int | None:
+    """The status of an answer, None if there was none; with `restarts` also where a router has none to give: some say
+    404 while the server behind them restarts."""
+    if not isinstance(failure, APIStatusError) or (restarts and failure.foreign and failure.status_code == 404):
+        return None
+    return failure.status_code
 
 
 def _refuses_token(response: httpx.Response) -> bool:

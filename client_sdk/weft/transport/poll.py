@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from weft.errors import APIConnectionError, APIResponseValidationError, APIStatusError, RequestFailedError
-from weft.transport.http import PROTOBUF, Call, Transport, error_of
+from weft.transport.http import PROTOBUF, Call, Transport, error_of, status_of
 from weft.transport.retry import Attempts
 from weft.wire.error import WireError
 from weft.wire.service import FutureRetrieveRequest
@@ -67,8 +67,7 @@ async def fetch_result(transport: Transport, request_id: str, read: Callable[[ht
 
 async def wait_or_raise(failure: APIStatusError | APIConnectionError, attempts: Attempts) -> None:
     """Wait until it is time to ask again; raise `failure` if it is final."""
-    status = failure.status_code if isinstance(failure, APIStatusError) else None
-    pause_s = attempts.pause_after(status, time.monotonic())
+    pause_s = attempts.pause_after(status_of(failure, restarts=True), time.monotonic())
     if pause_s is None:
         raise failure
     await asyncio.sleep(pause_s)

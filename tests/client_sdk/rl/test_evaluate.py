@@ -1,4 +1,4 @@
-"""Evaluations whose rollouts take sandboxes: as many at a time as training leaves."""
+"""How much of an evaluation is under way at a time: what has room, and of sandboxes as many as training leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from weft.rl.sandboxes.sandbox import Sandbox, SandboxError
 
 from tests.isolation import isolated
 
-pytestmark = isolated
 POLICY = cast(rl.Policy, SimpleNamespace(sampler=None))
 
 
@@ -21,6 +20,24 @@ async def solve(task: Any, chat: rl.Chat, box: Sandbox) -> float:
     return float((await box.exec("true")).returncode == 0)
 
 
+def test_time_that_a_rollout_has_does_not_run_while_others_are_evaluated() -> None:
+    """All tasks at once would wait for each other at the server, each with its own time running: most would count as
+    failed, and earn nothing, for no other reason than that there are many."""
+    at_work, most = [0], [0]
+
+    async def busy(task: Any, chat: rl.Chat) -> float:
+        at_work[0] += 1
+        most[0] = max(most[0], at_work[0])
+        await asyncio.sleep(0)
+        at_work[0] -= 1
+        return 1.0
+
+    evaluation = rl.Evaluation(rl.function(busy, range(500)), size=2)
+    assert asyncio.run(rl.evaluate(POLICY, evaluation)) == {"eval/reward": 1.0}
+    assert most[0] == 128
+
+
+@isolated
 def test_tasks_wait_for_a_place() -> None:
     async def go() -> None:
         home = rl.sandboxes.Local(most=4)
@@ -48,6 +65,7 @@ async def most_at_a_time(home: rl.sandboxes.Local, evaluation: rl.Evaluation, ro
     return max(seen)
 
 
+@isolated
 def test_no_place_for_one_task_is_known_before() -> None:
     home = rl.sandboxes.Local(most=4)
     evaluation = rl.Evaluation(rl.function(solve, range(7), sandboxes=home), size=2)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
@@ -44,6 +46,30 @@ def test_a_sink_is_good_for_the_next_loop_too(tmp_path: Path, monkeypatch: pytes
         close(sinks)
     lines = (tmp_path / "steps.jsonl").read_bytes().splitlines()
     assert [orjson.loads(line)["step"] for line in lines] == [0, 1]
+
+
+class Failing:
+    """As a package of others fails: trackio's database on a full disk, a tracker whose server is away."""
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def close(self) -> None:
+        raise RuntimeError("the tracker is away")
+
+
+def test_a_sink_that_fails_ends_no_run_and_takes_no_other_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop of hours would end over its curves, which the server has, too; and at its end without its last save."""
+    sinks: list[Sink] = [Failing(), rl.JsonLines(tmp_path / "steps.jsonl")]
+    tell(sinks, 0, 1, {"reward": 0.5})
+    close(sinks)
+    assert len((tmp_path / "steps.jsonl").read_bytes().splitlines()) == 1
+    assert [each.getMessage() for each in caplog.records] == [
+        "the sink Failing failed at step 0: OperationalError: database or disk is full",
+        "the sink Failing failed at its end: RuntimeError: the tracker is away",
+    ]
 
 
 def test_numbers_that_differ_in_their_reduction_alone_are_both_told() -> None:

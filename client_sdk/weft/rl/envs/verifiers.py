@@ -58,10 +58,8 @@ class Verifiers:
             [done] = await self.env.run_group(
                 [types.RolloutInput(**task)], client, "weft", dict(self.sampling), state_columns=["trajectory"]
             )
-        except Exception as error:
-            return client.failed or error
-        if client.failed is not None:  # as it was raised: the loop ends by a budget, not by a failure of verifiers
-            return client.failed  # type: ignore[no-any-return]
+        except Exception as error:  # of a sample that failed, the chat has its own: verifiers keeps the text alone
+            return error
         if done.get("error") is not None:
             return RuntimeError(f"verifiers: {done['error']}")
         return Reward(float(done["reward"]), {name: float(v) for name, v in (done.get("metrics") or {}).items()})
@@ -75,8 +73,6 @@ def _client(chat: Chat) -> Any:
         def __init__(self) -> None:
             self._config = None
             self.held: list[tuple[list[Any], Chat]] = []
-            #: What ended a sample; verifiers keeps its text alone.
-            self.failed: Exception | None = None
 
         def setup_client(self, config: Any) -> Any:
             return chat
@@ -101,8 +97,8 @@ def _client(chat: Chat) -> Any:
                 reply = await talk.add(*prompt[len(known) :]).sample(sampling_args.get("max_tokens"))
             except ContextFullError as error:  # which ends a rollout there, and is scored
                 raise errors.OverlongPromptError from error
-            except Exception as error:
-                self.failed = error
+            except Exception:  # the chat has read it: who asks again goes on from there
+                self.held.append((list(prompt), talk))
                 raise
             self.held.append(([*prompt, _said(reply)], talk))
             return reply

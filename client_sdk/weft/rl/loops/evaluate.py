@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from weft.rl.chat.chat import FATAL, Chat, Policy, stops_of
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.failures import Failures
+from weft.rl.loops.rollouts import Groups
 from weft.rl.sandboxes.sandbox import require
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
@@ -37,17 +38,20 @@ class Evaluation:
             checks.tasks(self.tasks)
 
 
+#: Rollouts at a time, as of a step of training unless it is told otherwise: more would only wait for each other at the
+#: server, while the time that each of them has runs.
+AT_A_TIME = Groups().batch * Groups().size
 #: Entered for each task: as many at a time as there is room for.
 Places = AbstractAsyncContextManager[Any]
 
 
 async def places(evaluation: Evaluation, kept: int = 0) -> Places:
     """Room for tasks beside `kept` sandboxes of training. Raises SandboxError where there is none for one task."""
-    sandboxes = getattr(evaluation.env, "sandboxes", None)
-    if sandboxes is None:
-        return nullcontext()
-    await require(sandboxes, kept + evaluation.size)
-    return asyncio.Semaphore(((await sandboxes.quota()).left - kept) // evaluation.size)
+    rollouts, sandboxes = AT_A_TIME, getattr(evaluation.env, "sandboxes", None)
+    if sandboxes is not None:
+        await require(sandboxes, kept + evaluation.size)
+        rollouts = min(rollouts, (await sandboxes.quota()).left - kept)
+    return asyncio.Semaphore(max(1, rollouts // evaluation.size))
 
 
 async def policy_of(weights: TrainingClient | SamplingClient) -> Policy:
@@ -68,9 +72,9 @@ async def evaluate(
     room: Places | None = None,
 ) -> dict[str, float]:
     """Means over the rollouts; those that fail earn nothing and are counted. `policy` may be a run, of which a snapshot
-    is taken, or any sampler: `service.create_sampling_client(model_path=...)`. Tasks whose rollouts take sandboxes wait
-    for `room` (by default all that the quota leaves). Raises what any other rollout would meet, too: a budget that is
-    spent, a key that is refused."""
+    is taken, or any sampler: `service.create_sampling_client(model_path=...)`. Tasks wait for `room` (by default for
+    AT_A_TIME rollouts, within what the quota of their sandboxes leaves). Raises what any other rollout would meet, too:
+    a budget that is spent, a key that is refused."""
     of = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()

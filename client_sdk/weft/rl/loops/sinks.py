@@ -24,12 +24,14 @@ class Sink(Protocol):
 
 
 def tell(sinks: Sequence[Sink], step: int, of: int, metrics: Mapping[str, float]) -> None:
-    """The numbers of a step to all sinks. A disk that is full is no reason to end a run, whose server has them, too."""
+    """The numbers of a step to all sinks. Whatever fails there, a full disk or a tracker that is away, is no reason to
+    end a run, whose server has them, too."""
     for sink in sinks:
         try:
             sink.log(step, of, metrics)
-        except OSError as error:
-            logger.warning("the sink %s failed at step %d: %s", type(sink).__name__, step, error)
+        except Exception as error:
+            kind, why = type(sink).__name__, type(error).__name__
+            logger.warning("the sink %s failed at step %d: %s: %s", kind, step, why, error)
 
 
 def close(sinks: Sequence[Sink]) -> None:
@@ -37,8 +39,8 @@ def close(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
         try:
             sink.close()
-        except OSError as error:
-            logger.warning("the sink %s failed at its end: %s", type(sink).__name__, error)
+        except Exception as error:
+            logger.warning("the sink %s failed at its end: %s: %s", type(sink).__name__, type(error).__name__, error)
 
 
 def _package(name: str) -> Any:

@@ -11,6 +11,7 @@ from weft.future import APIFuture
 from weft.rl import checks
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.loops import money
+from weft.rl.loops.alone import alone
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
 from weft.rl.loops.rate import Rate, params_of
 from weft.rl.loops.sinks import Progress, Sink, close, tell
@@ -63,6 +64,17 @@ def go(
     """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last."""
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
+    with alone(run):
+        return _go(run, items, backward, recipe, between)
+
+
+def _go(
+    run: TrainingClient,
+    items: Sequence[T],
+    backward: Backward[T],
+    recipe: Recipe,
+    between: Callable[[int, bool, Purse], Mapping[str, float]],
+) -> Report:
     size = min(recipe.batch, len(items))
     steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
@@ -90,10 +102,13 @@ def go(
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
-            numbers |= {"spent_usd": purse.spent_nusd / money.NUSD, **between(step, done == steps, purse)}
+            numbers["spent_usd"] = purse.spent_nusd / money.NUSD
             report.steps.append(numbers)
-            run.log(numbers, step)
-            tell(sinks, step, steps, numbers)
+            try:
+                numbers |= between(step, done == steps, purse)
+            finally:  # the step is taken, whatever ends the loop here
+                run.log(numbers, step)
+                tell(sinks, step, steps, numbers)
             if recipe.checkpoint is not None and done % recipe.checkpoint.every == 0:
                 save()
                 saved = done

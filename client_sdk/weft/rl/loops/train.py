@@ -17,6 +17,7 @@ from weft.rl.chat.purse import BudgetSpent
 from weft.rl.chat.render import Renderer
 from weft.rl.envs.environment import Environment
 from weft.rl.loops import money
+from weft.rl.loops.alone import alone
 from weft.rl.loops.batch import Batch, Reduce
 from weft.rl.loops.checkpoint import Checkpoints, advantage_state, load_advantage, tell_resumed
 from weft.rl.loops.ending import to_end
@@ -130,6 +131,10 @@ class Loop:
 
     async def go(self) -> Report:
         """All steps, or as many as the budget allows."""
+        with alone(self.run):
+            return await self._go()
+
+    async def _go(self) -> Report:
         recipe, rest = self.recipe, self.run.create_rest_client()
         found = await recipe.checkpoint.newest(rest) if recipe.checkpoint else None
         path, state = found or (None, {})

@@ -158,8 +158,8 @@ def test_a_folder_for_vllm_has_one_scale_and_names_the_largest_rank(tmp_path: Pa
     model = reference("qwen3.5")
     decoder = ours(model, tmp_path / "model")
     adapter = random_adapter(decoder, RANK, 6, scale=0.37, train_unembed=False)
-    folder = peft_folder(export(adapter, tmp_path / "export"))
-    finish(folder, "tinker://run/w", "vllm", leave_out_unembedding=False)
+    folder = tmp_path / "fetched"
+    finish(peft_folder(export(adapter, tmp_path / "export")), folder, "tinker://run/w", "vllm", False)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["lora_alpha"], config["alpha_pattern"]) == (RANK, {"in_proj_qkv": 3 * RANK})
     assert "--max-lora-rank 32 " in (folder / "README.md").read_text()  # room for 18

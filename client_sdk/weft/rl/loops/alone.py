@@ -1,0 +1,30 @@
+"""One loop at a time trains a run: gradients add up on it until the next step, whosever that is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.errors import WeftError
+from weft.training_client import TrainingClient
+
+_lock = threading.Lock()
+_trained = set[int]()  # ids: a run lives as long as its loop
+
+
+@contextmanager
+def alone(run: TrainingClient) -> Iterator[None]:
+    """Raises WeftError where another loop of this process, in whichever thread, trains `run` already."""
+    with _lock:
+        if id(run) in _trained:
+            raise WeftError(
+                "another loop trains this run, and a step of either would take the gradients of both: wait for its end,"
+                " or give each loop a run of its own"
+            )
+        _trained.add(id(run))
+    try:
+        yield
+    finally:
+        with _lock:
+            _trained.discard(id(run))
