@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import weft
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from weft import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from weft.wire.binary.codec import decode_train_request
 
