@@ -5,8 +5,9 @@ Uvicorn waits for ever for the rest of a request, and so would hold a connection
 Here a sweep closes, once a second, what is late: headers that are not complete after `header_timeout_s`, bodies that
 come slower than a slow line brings them, answers that nobody reads. Waiting for a result (a long poll) is not late.
 
-A connection beyond the limits is answered, before anything of it is read, and closed. Head and body of an answer go
-out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this one (RFC 9110, 7.8).
+A connection beyond the limits is answered, before anything of it is read, and closed.
+Head and body of an answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this
+one (RFC 9110, 7.8).
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Connection(HttpToolsProtocol):
         self._gate = gate
         self._headers_bytes = 0  # that have come, of headers that are not complete
         self._read_bytes = 0  # of the headers of the request that is being read
-        self._body_came = False
+        self._body_came = self._begun = False  # in the piece that is being read
         self._last: bytes | None = None
         self._wrong = (400, "this cannot be read as a request of HTTP")
         self._offer = b""  # the head of a request for another protocol, without that
@@ -153,16 +154,18 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._last is not None:
             return
-        in_headers, self._body_came, self.idle_since = self.headers_since is not None, False, None
+        in_headers, self._body_came, self._begun, self.idle_since = self.headers_since is not None, False, False, None
         self._parse(data)
         waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
         if waits and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
         beside_body = not in_headers and self.body_since is not None and not self._body_came
-        if beside_body or (in_headers and self.headers_since is not None):
-            self._headers_bytes += len(data)
-        else:
+        if not beside_body and (self.headers_since is None or self._body_came):
             self._headers_bytes = 0
+        elif self._begun:  # in this piece, behind the ends of others, if any
+            self._headers_bytes = len(data)
+        else:
+            self._headers_bytes += len(data)
         if self._headers_bytes > MAX_HEADERS_BYTES and beside_body:  # a trailer, which the parser would collect
             self.transport.abort()  # an answer may have begun
         elif self._headers_bytes > MAX_HEADERS_BYTES:
@@ -184,7 +187,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.headers_since, self._read_bytes = self._gate.clock(), 0
+        self.headers_since, self._read_bytes, self._begun = self._gate.clock(), 0, True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._read_bytes += len(name) + len(value) + 4
