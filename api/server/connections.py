@@ -5,7 +5,8 @@ Uvicorn waits for ever for the rest of a request, and so would hold a connection
 Here a sweep closes, once a second, what is late: headers that are not complete after `header_timeout_s`, bodies that
 come slower than a slow line brings them, answers that nobody reads. Waiting for a result (a long poll) is not late.
 
-A connection beyond the limits is answered, before anything of it is read, and closed.
+A connection beyond the limits is answered, before anything of it is read, and closed. Where all are taken, one that no
+request is under way on makes room, the one that has waited longest for its client: nobody needs a key to hold one.
 Head and body of an answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this
 one (RFC 9110, 7.8).
 """
@@ -60,6 +61,7 @@ class Gate:
         self._most = min(settings.max_connections, _files() - OTHER_FILES)
         self.clock = clock
         self._open: Counter[str] = Counter()
+        self._silent: dict[Connection, None] = {}  # that wait for a request, since longest first
         self._swept = clock()
         self.refused: Counter[int] = Counter()  # connections, by the status that they were turned away with
 
@@ -71,7 +73,7 @@ class Gate:
     def enter(self, address: str) -> tuple[int, str] | None:
         """Count a connection. Where there is no room for it: the status and the text to refuse it with."""
         self._open[address] += 1
-        if self._open.total() > self._most:
+        if self._open.total() > self._most and not self._make_room():
             return 503, f"the server has its most of {self._most} connections open: come again in a moment"
         most = self._settings.max_connections_per_address
         if self._open[address] > most and not self._is_proxy(address):
@@ -82,6 +84,21 @@ class Gate:
         self._open[address] -= 1
         if self._open[address] <= 0:
             del self._open[address]
+
+    def waits(self, connection: Connection) -> None:
+        """For a request of its client, from now on."""
+        self.asked(connection)
+        self._silent[connection] = None
+
+    def asked(self, connection: Connection) -> None:
+        self._silent.pop(connection, None)
+
+    def _make_room(self) -> bool:
+        for connection in self._silent:
+            self.asked(connection)
+            connection.transport.close()  # behind what is left of its last answer
+            return True
+        return False
 
     def late(self, connection: Connection, now: float) -> str | None:
         """What `connection` has been waited for too long."""
@@ -146,8 +163,11 @@ class Connection(HttpToolsProtocol):
         refusal = self._gate.enter(self.address)
         if refusal is not None:
             self._refuse(*refusal)
+        else:
+            self._gate.waits(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.asked(self)
         self._gate.leave(self.address)
         super().connection_lost(exc)
 
@@ -209,6 +229,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._offer = self._without_offer()
             return
+        self._gate.asked(self)
         self.headers_since = None
         self.body_since, self.body_bytes = self._gate.clock(), 0
         super().on_headers_complete()
@@ -277,6 +298,7 @@ class Connection(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
             return
         self.idle_since = self._gate.clock()
+        self._gate.waits(self)
         if self._last is not None:
             self.transport.write(self._last)
             self.transport.close()

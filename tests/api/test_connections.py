@@ -170,12 +170,36 @@ def test_all_have_their_most(listening: Callable[..., Listening]) -> None:
     here = listening(max_connections=10)
     with ExitStack() as stack:
         for _ in range(10):
-            stack.enter_context(here.connect())
+            stack.enter_context(here.connect()).sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        while here.server._gate.count < 10 or here.server._gate._silent:
+            time.sleep(0.01)
         with here.connect() as connection:
             assert answer(connection).startswith(b"HTTP/1.1 503")
     deadline = time.monotonic() + 10
     while httpx.get(f"{here.url}/who").status_code == 503:  # until it has seen that they are gone
         assert time.monotonic() < deadline
+
+
+def test_who_asks_nothing_makes_room_for_who_does(listening: Callable[..., Listening]) -> None:
+    """Nobody needs a key to hold a connection."""
+    here = listening(max_connections=10)
+    with ExitStack() as stack:
+        held = [stack.enter_context(here.connect(f"127.0.0.{2 + number}")) for number in range(10)]
+        while here.server._gate.count < 10:
+            time.sleep(0.01)
+        for connection in held[:5]:
+            connection.sendall(GET)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        for left in range(9, 2, -1):
+            asks = stack.enter_context(here.connect())
+            asks.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            while len(here.server._gate._silent) > left:
+                time.sleep(0.01)
+        assert [answer(connection) for connection in held[5:]] == [b""] * 5  # they have waited longest
+        assert [answer(connection) for connection in held[:2]] == [b""] * 2
+        for connection in held[2:5]:
+            connection.sendall(GET)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
