@@ -5,8 +5,10 @@ Uvicorn waits for ever for the rest of a request, and so would hold a connection
 Here a sweep closes, once a second, what is late: headers that are not complete after `header_timeout_s`, bodies that
 come slower than a slow line brings them, answers that nobody reads. Waiting for a result (a long poll) is not late.
 
-A connection beyond the limits is answered, before anything of it is read, and closed. Head and body of an answer go
-out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this one (RFC 9110, 7.8).
+A connection beyond the limits is answered, before anything of it is read, and closed. Where all are taken, one that no
+request is under way on makes room, the one that has waited longest for its client: nobody needs a key to hold one.
+Head and body of an answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this
+one (RFC 9110, 7.8).
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Gate:
         self._most = min(settings.max_connections, _files() - OTHER_FILES)
         self.clock = clock
         self._open: Counter[str] = Counter()
+        self._silent: dict[Connection, None] = {}  # that wait for a request, since longest first
         self._swept = clock()
         self.refused: Counter[int] = Counter()  # connections, by the status that they were turned away with
 
@@ -70,7 +73,7 @@ class Gate:
     def enter(self, address: str) -> tuple[int, str] | None:
         """Count a connection. Where there is no room for it: the status and the text to refuse it with."""
         self._open[address] += 1
-        if self._open.total() > self._most:
+        if self._open.total() > self._most and not self._make_room():
             return 503, f"the server has its most of {self._most} connections open: come again in a moment"
         most = self._settings.max_connections_per_address
         if self._open[address] > most and not self._is_proxy(address):
@@ -81,6 +84,21 @@ class Gate:
         self._open[address] -= 1
         if self._open[address] <= 0:
             del self._open[address]
+
+    def waits(self, connection: Connection) -> None:
+        """For a request of its client, from now on."""
+        self.asked(connection)
+        self._silent[connection] = None
+
+    def asked(self, connection: Connection) -> None:
+        self._silent.pop(connection, None)
+
+    def _make_room(self) -> bool:
+        for connection in self._silent:
+            self.asked(connection)
+            connection.transport.close()  # behind what is left of its last answer
+            return True
+        return False
 
     def late(self, connection: Connection, now: float) -> str | None:
         """What `connection` has been waited for too long."""
@@ -127,7 +145,7 @@ class Connection(HttpToolsProtocol):
         self._gate = gate
         self._headers_bytes = 0  # that have come, of headers that are not complete
         self._read_bytes = 0  # of the headers of the request that is being read
-        self._body_came = False
+        self._body_came = self._begun = False  # in the piece that is being read
         self._last: bytes | None = None
         self._wrong = (400, "this cannot be read as a request of HTTP")
         self._offer = b""  # the head of a request for another protocol, without that
@@ -145,24 +163,29 @@ class Connection(HttpToolsProtocol):
         refusal = self._gate.enter(self.address)
         if refusal is not None:
             self._refuse(*refusal)
+        else:
+            self._gate.waits(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.asked(self)
         self._gate.leave(self.address)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._last is not None:
             return
-        in_headers, self._body_came, self.idle_since = self.headers_since is not None, False, None
+        in_headers, self._body_came, self._begun, self.idle_since = self.headers_since is not None, False, False, None
         self._parse(data)
         waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
         if waits and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
         beside_body = not in_headers and self.body_since is not None and not self._body_came
-        if beside_body or (in_headers and self.headers_since is not None):
-            self._headers_bytes += len(data)
-        else:
+        if not beside_body and (self.headers_since is None or self._body_came):
             self._headers_bytes = 0
+        elif self._begun:  # in this piece, behind the ends of others, if any
+            self._headers_bytes = len(data)
+        else:
+            self._headers_bytes += len(data)
         if self._headers_bytes > MAX_HEADERS_BYTES and beside_body:  # a trailer, which the parser would collect
             self.transport.abort()  # an answer may have begun
         elif self._headers_bytes > MAX_HEADERS_BYTES:
@@ -184,7 +207,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.headers_since, self._read_bytes = self._gate.clock(), 0
+        self.headers_since, self._read_bytes, self._begun = self._gate.clock(), 0, True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._read_bytes += len(name) + len(value) + 4
@@ -206,6 +229,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._offer = self._without_offer()
             return
+        self._gate.asked(self)
         self.headers_since = None
         self.body_since, self.body_bytes = self._gate.clock(), 0
         super().on_headers_complete()
@@ -274,6 +298,7 @@ class Connection(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
             return
         self.idle_since = self._gate.clock()
+        self._gate.waits(self)
         if self._last is not None:
             self.transport.write(self._last)
             self.transport.close()

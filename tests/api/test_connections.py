@@ -170,12 +170,36 @@ def test_all_have_their_most(listening: Callable[..., Listening]) -> None:
     here = listening(max_connections=10)
     with ExitStack() as stack:
         for _ in range(10):
-            stack.enter_context(here.connect())
+            stack.enter_context(here.connect()).sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        while here.server._gate.count < 10 or here.server._gate._silent:
+            time.sleep(0.01)
         with here.connect() as connection:
             assert answer(connection).startswith(b"HTTP/1.1 503")
     deadline = time.monotonic() + 10
     while httpx.get(f"{here.url}/who").status_code == 503:  # until it has seen that they are gone
         assert time.monotonic() < deadline
+
+
+def test_who_asks_nothing_makes_room_for_who_does(listening: Callable[..., Listening]) -> None:
+    """Nobody needs a key to hold a connection."""
+    here = listening(max_connections=10)
+    with ExitStack() as stack:
+        held = [stack.enter_context(here.connect(f"127.0.0.{2 + number}")) for number in range(10)]
+        while here.server._gate.count < 10:
+            time.sleep(0.01)
+        for connection in held[:5]:
+            connection.sendall(GET)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        for left in range(9, 2, -1):
+            asks = stack.enter_context(here.connect())
+            asks.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            while len(here.server._gate._silent) > left:
+                time.sleep(0.01)
+        assert [answer(connection) for connection in held[5:]] == [b""] * 5  # they have waited longest
+        assert [answer(connection) for connection in held[:2]] == [b""] * 2
+        for connection in held[2:5]:
+            connection.sendall(GET)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
@@ -251,43 +275,6 @@ def test_a_refusal_waits_for_the_answers_before_it(
             connection.sendall(part)
         answers = answer(connection).split(b"HTTP/1.1 ")[1:]
     assert [int(each[:3]) for each in answers] == statuses
-
-
-UPGRADE = b"HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAQCAAAA\r\n"
-
-
-HELLO = (
-    b"Content-Length: 5\r\n\r\nhello",
-    b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-)
-
-
-@pytest.mark.parametrize("length", HELLO, ids=["length", "chunked"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_who_offers_another_protocol_is_served_in_this_one(
-    listening: Callable[..., Listening], length: bytes, whole: bool
-) -> None:
-    """Java's HTTP client offers HTTP/2 with each request. The parser takes what follows for the other protocol."""
-    post, get = b"POST /body " + UPGRADE + length, b"GET /who " + UPGRADE + b"\r\n"
-    with listening().connect() as connection:
-        for _ in range(2):
-            head, end = (post, b"") if whole else (post[:-9], post[-9:])
-            connection.sendall(head)
-            if end:
-                time.sleep(0.05)
-                connection.sendall(end)
-            assert connection.recv(65_536).endswith(b"\r\n\r\n5")
-        connection.sendall(get + GET + post + b"GET /who HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        answers = answer(connection).split(b"HTTP/1.1 ")[1:]
-    assert [int(each[:3]) for each in answers] == [200] * 4
-    assert answers[2].endswith(b"\r\n\r\n5")
-
-
-@pytest.mark.parametrize("target", [b"elsewhere:80", b"/who"])
-def test_this_is_no_proxy(listening: Callable[..., Listening], target: bytes) -> None:
-    with listening().connect() as connection:
-        connection.sendall(b"CONNECT " + target + b" " + UPGRADE + b"\r\n" + GET)
-        assert [each[:3] for each in answer(connection).split(b"HTTP/1.1 ")[1:]] == [b"400"]
 
 
 def test_a_long_answer_is_not_cut_off_by_a_refusal_behind_it(listening: Callable[..., Listening]) -> None:

@@ -49,6 +49,7 @@ async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, 
     body = await body_of(request, ChatTokensBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
+    await in_turn(who.org_id, lambda: target.text)  # the first time it is read from its file
     return await _chat(request, service, who, priority, body, target, body.tokens)
 
 
