@@ -6,7 +6,6 @@ A log never delays or breaks training: what the server does not take is dropped,
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import math
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from weft.errors import WeftError
-from weft.future import background
+from weft.future import background, finish_before_exit
 from weft.runs.run import Run
 from weft.transport.http import Call, encode
 from weft.wire.metrics import MAX_LOGGED_POINTS, LogMetricsRequest, MetricPoint
@@ -30,7 +29,7 @@ logger = logging.getLogger("weft")
 GATHER_S = 0.5
 #: Points that wait at most; the oldest are dropped first.
 MAX_WAITING = 100_000
-#: At the end of a session or process, time for what is not sent yet.
+#: At the end of a session, time for what is not sent yet.
 LAST_CHANCE_S = 10.0
 
 
@@ -52,11 +51,14 @@ class Curves:
             at = self._next_step if step is None else step
             self._waiting.extend(self._points(metrics, at))
             self._next_step = at + 1
-            if self._sending is None and self._waiting:
+            started = self._sending is None and bool(self._waiting)
+            if started:
                 self._sending = background().run(self._send())
-        if self._sending is not None and self not in self._run.session.closing:
+            sending = self._sending
+        if sending is not None and self not in self._run.session.closing:
             self._run.session.closing.append(self)
-            atexit.register(self._last_chance)
+        if sending is not None and started:
+            finish_before_exit(sending)
 
     def _points(self, metrics: Mapping[str, float], step: int) -> list[MetricPoint]:
         """What can be drawn. The rest is a reason to warn, not to stop a run: an environment names its own metrics,
@@ -81,12 +83,6 @@ class Curves:
         if sending is not None:
             with suppress(Exception):
                 await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(sending)), LAST_CHANCE_S)
-
-    def _last_chance(self) -> None:
-        sending = self._sending
-        if sending is not None:
-            with suppress(Exception):
-                sending.result(LAST_CHANCE_S)
 
     async def _send(self) -> None:
         try:

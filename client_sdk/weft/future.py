@@ -62,21 +62,36 @@ def background() -> Background:
         return _background()
 
 
-#: What must not die with the process, and how long its end waits for that.
+#: What must not die with the process, and how long its end waits for all of that.
 _before_exit: set[Future[Any]] = set()
 EXIT_S = 10.0
+_waited = False
 
 
 def finish_before_exit(future: Future[Any]) -> None:
-    """Have the process's end wait for `future`, whether or not anybody else does: the loop's thread is a daemon."""
-    if not _before_exit:
+    """Have the process's end wait for `future`, whether or not anybody else does: the loop's thread is a daemon. Called
+    by what runs at that end itself, as a function of `atexit`, it waits."""
+    _before_exit.add(future)
+    future.add_done_callback(_before_exit.discard)
+    if not _at_exit() or _waited:
+        wait({future}, EXIT_S)
+
+
+@functools.cache
+def _at_exit() -> bool:
+    """Whether there was still time to be called at the end."""
+    try:
         # Before the interpreter stops its pools of threads, which looking up a host's name needs.
         getattr(threading, "_register_atexit", atexit.register)(_wait_before_exit)
-    _before_exit.add(future)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _wait_before_exit() -> None:
+    global _waited
     wait(_before_exit, EXIT_S)
+    _waited = True
 
 
 def _forked() -> None:

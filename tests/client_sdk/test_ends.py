@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from tests.client_sdk.stub_server import SESSION, Stub, serve
 
@@ -33,11 +34,52 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-@pytest.mark.parametrize("last_line", ["service.close()", "service.close('errored', detail='late')"])
+@pytest.mark.parametrize(
+    "last_line",
+    [
+        "service.close()",
+        "service.close('errored', detail='late')",
+        "import atexit; atexit.register(service.close)",
+        "import atexit; atexit.register(service.close); weft.ServiceClient(base_url='http://x', api_key='x').close()",
+    ],
+)
 def test_a_last_line_that_nobody_awaits_ends_the_session(stub: Stub, last_line: str) -> None:
     done = start(OPEN.format(url=stub.base_url.replace("127.0.0.1", "localhost")) + last_line)
-    assert done.wait(60) == 0, done.stderr
+    assert done.communicate(timeout=60)[1] == ""
+    assert done.returncode == 0
     assert stub.paths().count(f"/sessions/{SESSION}/finish") == 1
+
+
+LOG = """
+runs = [service.create_lora_training_client("org/tiny").result() for _ in range(12)]
+print("made", flush=True)
+sys.stdin.readline()
+for run in runs:
+    run.log({{"reward": 1.0}})
+"""
+
+
+def test_the_end_waits_for_all_that_is_logged_together() -> None:
+    gone = Stub()
+    server = serve(gone)
+    script = "import sys" + OPEN.format(url=gone.base_url) + LOG.format()
+    began = ended_without(server, script, "made")[1]
+    assert time.monotonic() - began < 60  # twelve times ten seconds
+
+
+def ended_without(server: uvicorn.Server, script: str, ready: str) -> tuple[str, float]:
+    """What a program says that is told to go on once its server is gone, and when that was."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "client_sdk")}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", script]
+    done = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert done.stdout is not None
+    assert done.stdout.readline() == f"{ready}\n"
+    server.should_exit = True
+    while any(each.is_serving() for each in server.servers):
+        time.sleep(0.01)
+    began = time.monotonic()
+    return done.communicate("\n", timeout=400)[1], began
 
 
 def test_the_end_waits_for_nothing_where_nothing_is_closed(stub: Stub) -> None:
@@ -93,16 +135,7 @@ def test_what_goes_wrong_is_told_soon_though_the_server_is_away(script: str) -> 
     """Whoever presses Ctrl-C since the server is away would press it again and again."""
     gone = Stub()
     server = serve(gone)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "client_sdk")}
-    command = [sys.executable, "-c", "import asyncio, sys, weft\n" + script.format(url=gone.base_url)]
-    pipe = subprocess.PIPE
-    done = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert done.stdout is not None
-    assert done.stdout.readline() == "opened\n"
-    server.should_exit = True
-    while any(each.is_serving() for each in server.servers):
-        time.sleep(0.01)
-    began = time.monotonic()
-    _, said = done.communicate("\n", timeout=400)
+    script = "import asyncio, sys, weft\n" + script.format(url=gone.base_url)
+    said, began = ended_without(server, script, "opened")
     assert said.splitlines()[-1] == "KeyError: 'mine'"
     assert time.monotonic() - began < 60  # of a budget of 300

@@ -150,7 +150,7 @@ def test_a_router_that_misses_the_server_for_a_while_loses_nothing(service: Serv
     training = run_of(service)
     training.result(10)
     stub.faults["/optim_step"] = [page(404)] * 3
-    stub.faults["/retrieve_future"] = [page(404)] * 3
+    stub.faults["/retrieve_future"] = [page(404), page(200), page(502)]
     training.optim_step(AdamParams()).result(10)
     assert [body["seq_id"] for body in stub.bodies("/optim_step")] == [1] * 4
 

@@ -112,8 +112,7 @@ class Session:
 
     async def _flush(self) -> None:
         self.ending.set()
-        for waiting in self.closing:
-            await waiting.flush()
+        await asyncio.gather(*(waiting.flush() for waiting in self.closing))
 
     async def finish(self, status: FinishType, detail: str | None) -> None:
         """End the session, if it was ever opened. Only the first call counts; others wait until it is done."""

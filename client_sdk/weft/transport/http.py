@@ -263,10 +263,15 @@ class Transport:
 
 def status_of(failure: APIStatusError | APIConnectionError, *, restarts: bool) -> int | None:
     """The status of an answer, None if there was none; with `restarts` also where a router has none to give: some say
-    404 while the server behind them restarts."""
-    if not isinstance(failure, APIStatusError) or (restarts and failure.foreign and failure.status_code == 404):
+    404 while the server behind them restarts, or show a page as if all were well."""
+    if not isinstance(failure, APIStatusError) or (restarts and failure.foreign and failure.status_code in (200, 404)):
         return None
     return failure.status_code
+
+
+def is_page(response: httpx.Response) -> bool:
+    """Whether it is for people to read, so none of the server's."""
+    return str(response.headers.get("content-type", "")).startswith("text/html")
 
 
 def _refuses_token(response: httpx.Response) -> bool:

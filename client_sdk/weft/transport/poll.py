@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from weft.errors import APIConnectionError, APIResponseValidationError, APIStatusError, RequestFailedError
-from weft.transport.http import PROTOBUF, Call, Transport, error_of, status_of
+from weft.transport.http import PROTOBUF, Call, Transport, error_of, is_page, status_of
 from weft.transport.retry import Attempts
 from weft.wire.error import WireError
 from weft.wire.service import FutureRetrieveRequest
@@ -50,7 +50,8 @@ async def fetch_result(transport: Transport, request_id: str, read: Callable[[ht
         failure: APIStatusError | APIConnectionError | None
         try:
             response = await transport.once(call)
-            failure = None if response.is_success or response.status_code == 408 else error_of(response)
+            answered = response.is_success and not is_page(response)
+            failure = None if answered or response.status_code == 408 else error_of(response)
         except APIConnectionError as error:
             failure = error
         iteration += 1
