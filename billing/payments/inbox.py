@@ -16,6 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.money.alerts import raise_alert, resolve_alert
+from billing.payments.waits import is_due
 from store.database.bulk import insert_into
 from store.tables import StripeWebhookEvent
 
@@ -86,7 +87,7 @@ def missed(
 
 def due(session: Session, now: datetime, limit: int) -> list[StripeWebhookEvent]:
     row = StripeWebhookEvent
-    query = select(row).where(row.processed_at.is_(None), row.next_attempt_at <= now)
+    query = select(row).where(row.processed_at.is_(None), is_due(row.next_attempt_at, now))
     return list(session.scalars(query.order_by(row.next_attempt_at, row.received_at).limit(limit)))
 
 

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.meters import event_name
+from billing.payments.waits import is_due
 from store.tables import StripeOutbox
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def claim(session: Session, now: datetime, limit: int) -> list[MeterEvent]:
     committed before anything is sent, so that the time of the first attempt is known even after a crash."""
     row = StripeOutbox
     heads = select(func.min(row.id)).where(row.state != "sent").group_by(row.org_id, row.meter)
-    query = select(row).where(row.id.in_(heads), row.state == "pending", row.next_attempt_at <= now)
+    query = select(row).where(row.id.in_(heads), row.state == "pending", is_due(row.next_attempt_at, now))
     query = query.order_by(row.next_attempt_at, row.id).limit(limit).with_for_update(skip_locked=True)
     events = []
     for found in session.scalars(query):

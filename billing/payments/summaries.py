@@ -15,6 +15,7 @@ from billing.money.alerts import raise_alert
 from billing.payments.meters import event_name
 from billing.payments.periods import end_of, name_of
 from billing.payments.sender import mark_sent
+from billing.payments.waits import is_due
 from store.tables import StripeMeterCursor, StripeOutbox
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def counted_uusd(
 def unclear(session: Session, now: datetime) -> list[StripeOutbox]:
     """Rows that only Stripe's sum can decide, and that are old enough to be in it."""
     row = StripeOutbox
-    query = select(row).where(row.state == "reconcile", row.next_attempt_at <= now, row.last_sent_at <= now - LAG)
+    query = select(row).where(row.state == "reconcile", is_due(row.next_attempt_at, now), row.last_sent_at <= now - LAG)
     return list(session.scalars(query.order_by(row.id)))
 
 

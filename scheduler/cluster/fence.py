@@ -34,14 +34,16 @@ class Superseded(BaseException):
 
 
 def take(session: Session, token: str, now: datetime, lasts_s: float) -> bool:
-    """In a write: become the leader, or stay it. False while somebody else is."""
+    """In a write: become the leader, or stay it. False while somebody else is. A lease that goes on for twice as long
+    as it lasts is from a clock that was ahead."""
     lease, until = tables.JobLease, now + timedelta(seconds=lasts_s)
     row = session.get(lease, tables.LEADS)
     if row is None:
         session.add(lease(name=tables.LEADS, holder=token, until=until))
         session.flush()
         return True
-    free = or_(lease.holder == token, lease.until < now)
+    ahead = now + timedelta(seconds=2 * lasts_s)
+    free = or_(lease.holder == token, lease.until < now, lease.until > ahead)
     change = update(lease).where(lease.name == tables.LEADS, free).values(holder=token, until=until)
     return session.scalar(change.returning(lease.holder)) == token
 

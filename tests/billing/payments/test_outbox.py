@@ -193,6 +193,19 @@ def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Pa
     assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
 
 
+def test_a_clock_that_was_ahead_puts_off_nothing_for_years(payments: Payments) -> None:
+    """As of a machine that begins with a wrong one: it reaches nobody, and tries again by that clock."""
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    put_meter_events(payments.context)
+    payments.wait(3650 * 24 * HOUR)
+    payments.fake.front.faults.append("lost")
+    assert send_meter_events(payments.context) == {"again": 1}
+    payments.wait(-3650 * 24 * HOUR)
+    assert send_meter_events(payments.context) == {"sent": 1}
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
+
+
 @pytest.mark.parametrize("fault", ["lost", "unanswered"])
 def test_past_its_window_a_row_is_not_resent_but_looked_up(payments: Payments, fault: Any) -> None:
     org_id = payments.organisation()

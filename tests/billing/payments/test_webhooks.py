@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -350,6 +351,16 @@ def test_the_same_topup_asked_for_twice_is_one_checkout(door: Door) -> None:
 def test_amounts_that_are_refused(door: Door, amount: str) -> None:
     status = 400 if amount in ("4.99", "10000.01") else 422
     assert "amount_usd" in door.topup(amount, status=status)["detail"]
+
+
+def test_a_clock_that_was_ahead_puts_off_no_event_for_years(door: Door) -> None:
+    door.paid("25")
+    (event, *_) = door.told
+    door.webhook(event)
+    ahead = door.payments.now + timedelta(days=3650)
+    door.payments.database.write_now(lambda session: inbox.failed(session, event["id"], "away", ahead))
+    process_webhooks(door.payments.context)
+    assert door.ledger() == [("topup", 25 * USD)]
 
 
 # ---- what never arrived

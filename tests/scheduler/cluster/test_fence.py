@@ -30,6 +30,15 @@ def test_one_leads_until_its_lease_is_over(any_database: Database) -> None:
     assert not lead(any_database, "a", 9.2)
 
 
+def test_a_lease_from_a_clock_that_was_ahead_holds_up_nobody(any_database: Database) -> None:
+    """Nobody would lead for years; a small step back takes it from nobody."""
+    assert lead(any_database, "a", 4)
+    assert not lead(any_database, "b", 0)
+    assert lead(any_database, "a", 10 * 365 * 86_400)
+    assert lead(any_database, "b", 8)
+    assert not lead(any_database, "a", 9)
+
+
 def test_one_that_stops_leaves_the_lease_to_the_next(any_database: Database) -> None:
     assert lead(any_database, "a")
     any_database.write_now(lambda session: give_up(session, "b", NOW))

@@ -77,6 +77,14 @@ def test_a_clock_that_is_set_back_delays_a_job_by_no_more_than_its_time(shop: Sh
     assert not shop.due()
 
 
+def test_a_lease_from_a_clock_that_was_ahead_holds_up_nobody(shop: Shop) -> None:
+    """Of a process that died while a machine began with a wrong clock: nobody would do the job for years."""
+    ahead = START + timedelta(days=3650)
+    assert shop.context.database.write_now(lambda session: _start(session, shop.job, "dead", ahead, True))
+    assert shop.due()
+    assert run_if_due(shop.context, shop.job) == {"runs": 1}
+
+
 def test_asked_for_it_is_due_at_once_and_once(shop: Shop) -> None:
     run_if_due(shop.context, shop.job)
     assert not shop.due()
