@@ -51,7 +51,7 @@ async def fetch_result(transport: Transport, request_id: str, read: Callable[[ht
         try:
             response = await transport.once(call)
             failure = None if response.is_success or response.status_code == 408 else error_of(response)
-        except APIConnectionError as error:
+        except (APIConnectionError, APIStatusError) as error:  # a status: of the exchange of the key for a token
             failure = error
         iteration += 1
         if failure is None:
