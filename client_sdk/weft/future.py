@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
@@ -70,6 +71,18 @@ def finish_before_exit(future: Future[Any]) -> None:
 
 def _wait_before_exit() -> None:
     wait(_before_exit, EXIT_S)
+
+
+def _forget() -> None:
+    """In a process that was forked, where the loop's thread is not, nor whoever held the lock."""
+    global _creating
+    _creating = threading.Lock()
+    _background.cache_clear()
+    _before_exit.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 class APIFuture(Generic[T]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -57,6 +59,36 @@ def test_pickled(service: ServiceClient, stub: Stub) -> None:
     assert [draw(clone) for clone in clones] == [[7, 8]] * 3
     assert len({seq // CLONE_STRIDE for seq in seqs(stub)}) == 3
     assert {asked.headers["x-api-key"] for asked in stub.asked} == {"tml-test"}
+
+
+FORKING = """
+import multiprocessing, sys, weft
+
+def draw(sampler):
+    return sampler.sample([7, 8], 1, weft.SamplingParams(max_tokens=2)).result(20).sequences[0].tokens
+
+def inherited(_):
+    try:
+        return draw(sampler)
+    except weft.WeftError as error:
+        return str(error)
+
+sampler = weft.ServiceClient(base_url=sys.argv[1], api_key="tml-test").create_sampling_client(base_model="org/tiny")
+print(draw(sampler))
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.apply_async(draw, (sampler,)).get(40))
+    print(pool.apply_async(inherited, (0,)).get(40))
+print(draw(sampler))
+"""
+
+
+def test_a_process_that_was_forked_has_a_loop_of_its_own(stub: Stub) -> None:
+    """As of DataLoader and ProcessPoolExecutor: the loop's thread stays behind, and whoever waited for it waited on."""
+    command = [sys.executable, "-c", FORKING, stub.base_url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    first, pickled, inherited, last = done.stdout.splitlines()
+    assert first == pickled == last == "[7, 8]", done.stderr
+    assert "another process" in inherited
 
 
 def test_clones_are_numbered_by_the_server_if_it_can(service: ServiceClient, stub: Stub) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+
+from weft.errors import WeftError
 
 CONNECTIONS_PER_SHARD = 8
 
@@ -42,6 +45,7 @@ class Pool:
         self._most_shards = -(-connections // CONNECTIONS_PER_SHARD)
         self._size = min(connections, CONNECTIONS_PER_SHARD)
         self._shards: list[Shard] = []
+        self._process = os.getpid()
 
     async def request(self, method: str, url: str, **options: Any) -> httpx.Response:
         """As `httpx.AsyncClient.request`, once there is a connection free."""
@@ -65,6 +69,11 @@ class Pool:
             shard.load -= 1
 
     def _least_loaded(self) -> Shard:
+        if os.getpid() != self._process:
+            raise WeftError(
+                "this client was made in another process, whose connections a fork cannot share: make one here, or"
+                " send a SamplingClient here pickled"
+            )
         best = min(self._shards, key=lambda shard: shard.load, default=None)
         if best is None or (best.load >= self._size and len(self._shards) < self._most_shards):
             best = Shard(self._headers, self._size)
