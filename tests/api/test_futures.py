@@ -89,6 +89,14 @@ def test_a_client_that_reads_json_alone_is_told_all_that_it_asked_for(world: Wor
     }
 
 
+def test_a_stream_that_a_stopping_server_ends_can_be_asked_for_again(world: World) -> None:
+    """The sample is kept, and is drawn on after the restart."""
+    asked = sample(sampler(world, world.session()), 0) | {"stream": True}
+    request_id = world.post("asample", asked)["request_id"]
+    world.service.polls.release()
+    assert world.call("POST", "stream_future", json={"request_id": request_id}).text == "event: open\ndata: {}\n\n"
+
+
 def test_one_that_waits_is_408_with_its_state(world: World) -> None:
     run = world.run()
     request_id = world.train(batch(run, 2))["request_id"]

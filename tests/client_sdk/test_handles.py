@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import pickle
 import time
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
 import weft
 from starlette.responses import JSONResponse, Response
 from weft import ModelInput, SamplingClient, SamplingParams, ServiceClient
 from weft.runs.sampler import CLONE_STRIDE
+from weft.transport.completions import CompletionPoll
+from weft.transport.http import Call
 
+from tests.client_sdk.conftest import FAST
 from tests.client_sdk.stub_server import SESSION, Asked, Stub, status
 
 PROMPT = ModelInput.from_ints([7, 8])
@@ -108,6 +114,30 @@ def test_one_poll_for_all(service: ServiceClient, stub: Stub, board: Board) -> N
     target = stub.bodies("/retrieve_futures")[0]["target"]
     expected = {"type": "sampling_session", "sampling_session_id": f"{SESSION}:sample:0", "cloned_sampler_id": 0}
     assert target == expected
+
+
+def test_a_poll_goes_on_behind_what_it_was_told_also_of_what_was_not_answered_yet() -> None:
+    """A request can complete before the answer that names it has arrived."""
+    asked: list[dict[str, Any]] = []
+    answers = [(["later"], 5), ([], 5), (["first"], 6)]
+
+    class Server:
+        poll_policy = FAST
+
+        async def once(self, call: Call) -> httpx.Response:
+            asked.append(json.loads(call.body or b""))
+            names, cursor = answers[len(asked) - 1]
+            told = {"completions": [{"state": "finished", "request_id": name} for name in names], "cursor": cursor}
+            return httpx.Response(200, json=told, request=httpx.Request("POST", "http://server"))
+
+    async def story() -> None:
+        poll = CompletionPoll(cast(Any, Server()), "s", 3)
+        await poll.wait("first")
+        await poll.wait("later")
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    assert [one["prev_cursor"] for one in asked] == [0, 5, 5]
+    assert {one["target"]["cloned_sampler_id"] for one in asked} == {3}
 
 
 def test_a_refused_poll_fails_all_who_wait(service: ServiceClient, stub: Stub, board: Board) -> None:

@@ -97,6 +97,29 @@ def test_tokens_that_are_not_the_results_are_never_joined_with_it(service: Servi
     assert drawing.result(10).sequences[0].tokens == [7, 8, 9]
 
 
+@pytest.mark.parametrize("fault", [status(503), status(429)], ids=["503", "429"])
+def test_a_stream_is_asked_for_again_where_what_is_wrong_passes_by_itself(
+    service: ServiceClient, stub: Stub, fault: Response, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a server restarts: who prunes answers while they are drawn would pay for all of them."""
+    monkeypatch.setattr("weft.runs.drawing.READ_AGAIN_S", 0.01)
+    stub.faults["/stream_future"] = [fault, event(7)]
+    stub.faults["/retrieve_future"] = [not_yet()] * 60
+    drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
+    assert [part.tokens for part in drawing] == [[7], [8, 9]]
+
+
+def test_a_stream_that_is_left_open_is_read_on(
+    service: ServiceClient, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.runs.drawing.READ_AGAIN_S", 0.01)
+    left_open = Response(bytes(event(7).body) + b"event: open\ndata: {}\n\n", media_type="text/event-stream")
+    stub.faults["/stream_future"] = [left_open, event(7, 8)]
+    stub.faults["/retrieve_future"] = [not_yet()] * 60
+    drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
+    assert [part.tokens for part in drawing] == [[7], [8], [9]]
+
+
 def test_a_stream_that_cannot_be_read_is_told(
     service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:

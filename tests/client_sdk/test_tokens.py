@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 from weft import ServiceClient
 from weft.transport.tokens import Tokens, claims_of, identity_of
 
-from tests.client_sdk.stub_server import Asked, Stub, not_yet
+from tests.client_sdk.conftest import FAST
+from tests.client_sdk.stub_server import Asked, Stub, not_yet, status
 
 
 def jwt(number: int = 0, life_s: float = 100.0) -> str:
@@ -99,6 +101,18 @@ def test_a_stream_whose_token_is_refused_is_read_with_another(service: ServiceCl
     drawing = sampler.sample(weft.ModelInput.from_ints([7, 8]), 1, weft.SamplingParams(max_tokens=2), stream=True)
     assert next(iter(drawing)).tokens == [1], "it was told all at its end"
     assert exchanging.paths().count("/stream_future") == 2
+
+
+def test_a_result_is_waited_for_though_no_token_can_be_had_meanwhile(exchanging: Stub) -> None:
+    """What was accepted outlives an outage of up to `outage_budget_s`, and so does who waits for it."""
+    exchanging.config = {"pjwt_auth_enabled": True}
+    policy = replace(FAST, budget_s=0.1, outage_budget_s=60.0)
+    run = ServiceClient(base_url=exchanging.base_url, api_key="tml-test", retry=policy).create_lora_training_client("t")
+    run.result(10)
+    refusal = {"www-authenticate": 'Bearer error="invalid_token"'}
+    exchanging.faults["/retrieve_future"] = [JSONResponse({"detail": "expired"}, 401, refusal)]
+    exchanging.faults["/auth/token"] = [status(503)] * 30
+    assert run.optim_step(weft.AdamParams()).result(30).metrics == {"norm": 1.0}
 
 
 def test_whoami(service: ServiceClient, exchanging: Stub) -> None:

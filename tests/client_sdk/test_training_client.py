@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import weft
 from starlette.responses import JSONResponse, Response
 from weft import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from weft.transport.poll import SHORTEST_ROUND_S
 from weft.wire.binary.codec import decode_train_request
 
 from tests.client_sdk.conftest import FAST
@@ -199,6 +201,37 @@ def test_polls_go_on_through_408_and_outages(service: ServiceClient, stub: Stub)
     training.result(10)
     stub.faults["/retrieve_future"] = [not_yet(), status(503), not_yet(), status(429), not_yet()]
     assert training.optim_step(AdamParams()).result(10).metrics == {"norm": 1.0}
+
+
+@pytest.mark.parametrize("code", [200, 408])
+def test_a_poll_says_why_it_waits_and_hammers_nobody(
+    service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr("weft.transport.poll._last_told_s", -math.inf)
+    training = run_of(service)
+    training.result(10)
+    held = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity", "queue_state_reason": "no room"}
+    stub.faults["/retrieve_future"] = [JSONResponse(held, code) for _ in range(10)]
+    began = time.monotonic()
+    training.optim_step(AdamParams()).result(10)
+    assert time.monotonic() - began >= 9 * SHORTEST_ROUND_S
+    assert caplog.text.count("waiting: no room") == 1
+
+
+def test_an_outage_that_lasts_ends_a_poll(service: ServiceClient, stub: Stub) -> None:
+    training = run_of(service)
+    training.result(10)
+    stub.faults["/retrieve_future"] = [status(503, "still away")] * 10_000
+    with pytest.raises(weft.InternalServerError, match="still away"):
+        training.optim_step(AdamParams()).result(20)
+
+
+def test_a_result_that_cannot_be_read_says_whose_it_is(service: ServiceClient, stub: Stub) -> None:
+    training = run_of(service)
+    training.result(10)
+    stub.faults["/retrieve_future"] = [Response(b"\xff", media_type="application/x-protobuf")]
+    with pytest.raises(weft.APIResponseValidationError, match="result of request r-"):
+        training.forward([datum(1, 2)], "cross_entropy").result(10)
 
 
 def test_a_failed_operation_raises_and_the_run_goes_on(service: ServiceClient, stub: Stub) -> None:

@@ -18,7 +18,7 @@ from weft.wire import (
 )
 from weft.wire.service import CancelFutureResponse, FutureMetadataResponse, StreamFutureRequest
 
-from api.errors import ApiError, Gone, Invalid, NotFound, quote
+from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
 from api.http.access import WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
@@ -99,7 +99,7 @@ async def _events(service: Service, who: Principal, asked: StreamFutureRequest) 
         async for part in drawn(service, who, asked.request_id, asked.timeout):
             if isinstance(part, DrawnTokens):
                 yield event(msgspec.json.encode(part))
-    except TimeoutError:
+    except (TimeoutError, Unavailable):
         yield event(b"{}", "open")
         return
     except ApiError as error:

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from weft.errors import APIConnectionError, WeftError
+from weft.errors import APIConnectionError, APIStatusError, WeftError
 from weft.future import APIFuture, background
 from weft.transport.http import Transport
+from weft.transport.retry import passes_by_itself
 from weft.wire.sampling import SampledSequence, SampleResponse, TokensDrawn
 from weft.wire.service import CancelFutureRequest, StreamFutureRequest
 
@@ -104,14 +105,17 @@ class Drawing:
         while True:
             try:
                 async for name, data in transport.events("/stream_future", body):
+                    if name == "open":  # the server stops, and goes on with the sample once it is back
+                        continue
                     if name:  # it has ended; the result says how
                         return
                     self._hear(TokensDrawn.model_validate(json.loads(data)))
-            except APIConnectionError as error:
-                log.debug("a stream broke off: %s", error)
             except (WeftError, ValueError) as error:  # ValueError: an event of another form
-                log.warning("the tokens of request %s come at its end: %s", request_id, error)
-                return
+                passes = isinstance(error, APIStatusError) and passes_by_itself(error.status_code)
+                if not passes and not isinstance(error, APIConnectionError):
+                    log.warning("the tokens of request %s come at its end: %s", request_id, error)
+                    return
+                log.debug("a stream broke off: %s", error)
             await asyncio.sleep(READ_AGAIN_S)
 
     def _hear(self, part: TokensDrawn) -> None:

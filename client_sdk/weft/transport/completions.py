@@ -76,7 +76,7 @@ class CompletionPoll:
         answer = parse(response, FuturesRetrieveResponse)
         self._cursor = answer.cursor
         for completion in answer.completions:
-            waiter = self._waiting.get(completion.request_id)
+            waiter = self._waiting.pop(completion.request_id, None)  # now: the last one ends the polling
             if waiter is None:
                 self._early.add(completion.request_id)
             elif not waiter.done():

@@ -35,26 +35,18 @@ PAUSE_LOG_S = 60.0
 async def fetch_result(transport: Transport, request_id: str, read: Callable[[httpx.Response], T]) -> T:
     """Poll until there is a result and `read` it. `RequestFailedError` if the operation failed."""
     body = FutureRetrieveRequest(request_id=request_id).model_dump_json().encode()
+    accept = {"Accept": f"{PROTOBUF}, application/json"}
+    call = Call("POST", "/retrieve_future", body, headers=accept, timeout_s=POLL_TIMEOUT_S, poll=True)
     attempts: Attempts | None = None
-    iteration = 0
     while True:
-        call = Call(
-            "POST",
-            "/retrieve_future",
-            body,
-            headers={"Accept": f"{PROTOBUF}, application/json", "X-Tinker-Request-Iteration": str(iteration)},
-            timeout_s=POLL_TIMEOUT_S,
-            poll=True,
-        )
         began = time.monotonic()
         failure: APIStatusError | APIConnectionError | None
         try:
             response = await transport.once(call)
             answered = response.is_success and not is_page(response)
             failure = None if answered or response.status_code == 408 else error_of(response)
-        except APIConnectionError as error:
+        except (APIConnectionError, APIStatusError) as error:  # a status: of the exchange of the key for a token
             failure = error
-        iteration += 1
         if failure is None:
             attempts = None
             if is_pending(response):
