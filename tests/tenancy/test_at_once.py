@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from api.console.pages.sso import _enter
 from api.errors import Forbidden
@@ -123,7 +124,7 @@ def sign_in(world: World, account: Account) -> str:
     rule = GroupRole(group="all", organisation="acme", role="member")
     settings = world.service.settings.model_copy(update={"oidc": OidcSettings(groups=[rule])})
     service: Any = SimpleNamespace(database=world.database, settings=settings)
-    request: Any = SimpleNamespace(client=None)
+    request = Request({"type": "http", "scheme": "http", "path": "/", "query_string": b"", "headers": []})
     try:
         entered = asyncio.run(_enter(request, service, Flow("", "", "", "/"), account))
     except PeopleError as error:
