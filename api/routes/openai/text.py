@@ -13,8 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -239,6 +240,16 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return plain
 
 
+class _Marked(Extension):
+    """`{% generation %}`, by which trainers find what an assistant has said."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
     def fail(message: str) -> None:
@@ -248,7 +259,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Marked]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
