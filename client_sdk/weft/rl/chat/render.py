@@ -142,7 +142,7 @@ class TemplateRenderer:
         """What ends an answer as the template writes it; nothing where that is no special token."""
         try:
             [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-        except ValueError:  # a template whose prompt begins a thought
+        except ValueError:  # a template that puts no answer behind its prompt
             return []
         last = ids[max(place for place, own in enumerate(sampled) if own)]
         return [last] if last in self.tokenizer.all_special_ids else []
@@ -173,7 +173,7 @@ class TemplateRenderer:
             if message["role"] != "assistant":
                 continue
             prompt = self._text(messages[:index], tools, True)
-            whole = self._text(messages[: index + 1], tools, False)
+            whole = _behind_thought(message, prompt, self._text(messages[: index + 1], tools, False))
             if not whole.startswith(prompt):
                 raise ValueError(f"messages[{index}]: the chat template does not put the answer behind its prompt")
             if ids and not prompt.startswith(written):
@@ -189,6 +189,20 @@ class TemplateRenderer:
             ids += read + answer
             sampled += [False] * len(read) + [place < end for place in range(len(answer))]
         return [*examples, (ids, sampled)] if ids else examples
+
+
+def _behind_thought(message: Message, prompt: str, whole: str) -> str:
+    """`whole` with its last answer behind `prompt`, where that ends within a thought that the template goes on with in
+    another form, or leaves out: as a model answers that thinks what `message` says, or nothing."""
+    before, begun, space = prompt.rpartition(_THINK)
+    if whole.startswith(prompt) or not begun or space.strip() or not whole.startswith(before):
+        return whole
+    answer = whole[len(before) :]
+    if answer.lstrip().startswith((_THINK, _END_OF_THOUGHT)):
+        return prompt + answer.lstrip().removeprefix(_THINK).lstrip()
+    within, closed, _ = text_of(message).partition(_END_OF_THOUGHT)
+    thought = message.get("reasoning_content") or (within.rpartition(_THINK)[2] if closed else "")
+    return f"{prompt}{thought.strip()}\n{_END_OF_THOUGHT}\n\n{answer}"
 
 
 def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:

@@ -22,9 +22,10 @@ def conversations(
     """Lists of messages as data for `sft`: every answer is trained, to the token that ends its turn, and nothing else.
 
     A conversation whose template rewrites what was said before (thinking that is dropped from the history) becomes
-    several data, so that each answer is trained behind the prompt that it will be sampled from. `tools` are the JSON
-    schemas that the template shows, and answers may be calls of them. What is longer than `max_length` tokens is cut at
-    the end.
+    several data, so that each answer is trained behind the prompt that it will be sampled from. Where that begins a
+    thought, it is the `reasoning_content` of the message, or what its content has before `</think>`, or empty. `tools`
+    are the JSON schemas that the template shows, and answers may be calls of them. What is longer than `max_length`
+    tokens is cut at the end.
     """
     if max_length is not None:
         checks.count("max_length", max_length, least=2)
