@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,22 @@ def conversations(
                 f"rows[{number}] must be a list of messages, each with 'role' and 'content', got {messages!r:.80};"
                 " of a JSONL with a field of messages pass [row['messages'] for row in rows]"
             )
-        for ids, sampled in renderer.example(messages, tools):
+        with in_row(number):
+            examples = renderer.example(messages, tools)
+        for ids, sampled in examples:
             if any(sampled[1:max_length]):
                 made.append(supervised(ids[:max_length], sampled[:max_length]))
     return made
+
+
+@contextmanager
+def in_row(number: int) -> Iterator[None]:
+    """Names the row that a template refuses, or that is no conversation: one of a hundred thousand, perhaps."""
+    try:
+        yield
+    except Exception as error:  # templates raise their own, and jinja what they meet
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"rows[{number}]: {what}") from error
 
 
 def supervised(ids: Sequence[int], trained: Sequence[bool]) -> Datum:
