@@ -117,6 +117,23 @@ def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str
     assert bridged == renderer.render_ids(TALK[:3], add_generation_prompt=True)
 
 
+def test_an_answer_is_trained_behind_a_system_message_that_the_template_shows_at_the_end_alone() -> None:
+    """As Mistral-7B-Instruct-v0.3's does: with the last message, where that is a user's."""
+    shown = "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    late = MISTRAL.replace("{% else %}", "{% elif m.role == 'assistant' %}").replace("[INST] ", "[INST] " + shown)
+    known = made("first", late)
+    talk = [{"role": "system", "content": "Be my friend."}, *TALK]
+    first, last = TemplateRenderer(known).example(talk)
+    for place, answer, (ids, sampled) in ((2, "It is 8.", first), (4, "Goodbye, my friend.", last)):
+        prompt = known.apply_chat_template(talk[:place], tokenize=False)
+        assert "[INST] Be my friend.\n\n" + talk[place - 1]["content"] in prompt
+        assert ids == known.encode(f"{prompt} {answer}</s>", add_special_tokens=False)
+        assert sampled == [False] * len(known.encode(prompt, add_special_tokens=False)) + [True] * sum(sampled)
+    twice = "What is 3 + 5? [/INST] and [INST] What is 3 + 5? [/INST] 8"  # which says what its prompt ends in
+    [(ids, sampled)] = TemplateRenderer(known).example([*talk[:2], {"role": "assistant", "content": twice}])
+    assert known.decode([token for token, own in zip(ids, sampled, strict=True) if own]).strip() == twice + "</s>"
+
+
 def test_a_call_ends_where_its_result_begins() -> None:
     """A model that never learns to stop behind a call writes one behind the other."""
     known = made("first", GLM)

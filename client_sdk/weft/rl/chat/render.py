@@ -21,6 +21,7 @@ _CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_c
 _THOUGHT, _THINK, _END_OF_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S), "<think>", "</think>"
 #: Stands for what was sampled while a template is asked what it puts behind it.
 _SAMPLED = "\u2402sampled\u2403"
+_HEAD: Sequence[Message] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})
 
 
 class Renderer(Protocol):
@@ -120,9 +121,8 @@ class TemplateRenderer:
 
     def _behind_an_answer(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[int] | None:
         """What the template puts behind any answer that `messages` follow; None if that hangs on the answer."""
-        head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
         try:
-            text = self._text([*head, *messages], tools, True)
+            text = self._text([*_HEAD, *messages], tools, True)
         except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
             return None
         _, found, behind = text.partition(_SAMPLED)
@@ -174,6 +174,8 @@ class TemplateRenderer:
                 continue
             prompt = self._text(messages[:index], tools, True)
             whole = _behind_thought(message, prompt, self._text(messages[: index + 1], tools, False))
+            if index and not whole.startswith(prompt):
+                whole = _behind_last(messages[index - 1], prompt, whole)
             if not whole.startswith(prompt):
                 raise ValueError(f"messages[{index}]: the chat template does not put the answer behind its prompt")
             if ids and not prompt.startswith(written):
@@ -203,6 +205,18 @@ def _behind_thought(message: Message, prompt: str, whole: str) -> str:
     within, closed, _ = text_of(message).partition(_END_OF_THOUGHT)
     thought = message.get("reasoning_content") or (within.rpartition(_THINK)[2] if closed else "")
     return f"{prompt}{thought.strip()}\n{_END_OF_THOUGHT}\n\n{answer}"
+
+
+def _behind_last(last: Message, prompt: str, whole: str) -> str:
+    """`whole` with its last answer behind `prompt`, where the template writes a prompt otherwise once it is answered:
+    Mistral's shows a system's message with the `last` one alone. `whole` where its answer cannot be told apart."""
+    text = text_of(last).strip()
+    _, found, behind = prompt.rpartition(text) if text else ("", "", "")
+    if not found or not behind.strip():
+        return whole
+    before = prompt.count(text + behind)
+    parts = whole.split(text + behind, before)
+    return prompt + parts[-1] if len(parts) > before else whole
 
 
 def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
