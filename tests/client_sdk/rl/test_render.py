@@ -134,6 +134,21 @@ def test_an_answer_is_trained_behind_a_system_message_that_the_template_shows_at
     assert known.decode([token for token, own in zip(ids, sampled, strict=True) if own]).strip() == twice + "</s>"
 
 
+def test_a_turn_ends_once_also_where_the_history_writes_its_end_otherwise() -> None:
+    """As gpt-oss's: <|return|> ends an answer, and <|end|> the same answer in a history."""
+    ended = CHATML.replace("}}<|im_end|>\n", "}}{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}")
+    known = made("first", ended)
+    renderer = TemplateRenderer(known)
+    prompt = renderer.render_ids(TALK[:1], add_generation_prompt=True)
+    whole = known.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)
+    for end, written in (("</s>", "</s>"), ("<|im_end|>", "<|im_end|>"), ("", "<|im_end|>")):
+        drawn = known.encode("It is 8." + end, add_special_tokens=False)
+        bridged = renderer.bridge_to_next_turn(prompt, drawn, [TALK[2]])
+        assert bridged is not None
+        expected = whole.replace("8.<|im_end|>", "8." + written)
+        assert known.decode(bridged).split() == known.decode(known.encode(expected, add_special_tokens=False)).split()
+
+
 def test_a_call_ends_where_its_result_begins() -> None:
     """A model that never learns to stop behind a call writes one behind the other."""
     known = made("first", GLM)

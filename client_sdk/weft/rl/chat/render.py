@@ -115,7 +115,7 @@ class TemplateRenderer:
         added = self._behind_an_answer(new_messages, tools)
         if added is None:
             return None
-        if previous_completion_ids and added[:1] == previous_completion_ids[-1:]:
+        if previous_completion_ids and previous_completion_ids[-1] in (*added[:1], self._last_end):
             added = added[1:]  # the end of the turn was sampled
         return [*previous_prompt_ids, *previous_completion_ids, *added]
 
@@ -127,6 +127,13 @@ class TemplateRenderer:
             return None
         _, found, behind = text.partition(_SAMPLED)
         return self._ids(behind) if found and _SAMPLED not in behind else None
+
+    @cached_property
+    def _last_end(self) -> int | None:
+        """What the template puts behind an answer that nothing follows, where that is special.
+        In a history gpt-oss's has another."""
+        behind = self._ids(self._text(_HEAD, None, False).partition(_SAMPLED)[2])
+        return next((token for token in behind if token in self.tokenizer.all_special_ids), None)
 
     def _closing(self, messages: Sequence[Message], index: int, tools: Sequence[Tool] | None) -> list[int]:
         """What ends an answer that the template leaves open: the mark of who speaks next, as GLM's. Nothing where that
