@@ -121,10 +121,16 @@ def stops_of(body: Sampling | ResponsesBody) -> tuple[str, ...]:
 
 
 def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
-    """Stop strings and stop tokens stop beside the model's own end."""
+    """Stop strings and stop tokens stop beside the model's own end, and in a chat beside the template's, with which a
+    base model that has learned to chat ends its answers: its own end is that of a text."""
+    own = target.card.eos_token_ids
+    chat = isinstance(body, ChatBody | ResponsesBody)
+    ends = [token for token in target.text.ends if token not in own] if chat else []
     stop: Any = list(stops_of(body)) or None
-    if body.stop_token_ids:
-        stop = sorted({*target.card.eos_token_ids, *body.stop_token_ids})
+    if stop:
+        stop += map(target.text.word, ends)
+    elif body.stop_token_ids or ends:
+        stop = sorted({*own, *ends, *(body.stop_token_ids or ())})
     try:
         return SamplingParams(
             max_tokens=most,

@@ -13,8 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -32,6 +33,8 @@ ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 SAID = ("audio", "function_call", "refusal", "tool_calls")
 #: Where a template tells who of several users says something.
 _NAMED = re.compile(r"\b(?:message|msg|m)(?:\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name['\"])")
+#: Stands for an answer while a template is asked what it puts behind one.
+_ANSWER = "-an-answer-"
 #: A byte as tokenizers with a fallback to bytes spell it.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 #: The signs that byte-level tokenizers have for bytes: what can be seen stands for itself, the rest follows from 256 on
@@ -46,7 +49,7 @@ _COMPARED, _QUOTED = re.compile(r"role\W{0,4}(?:==|!=|in\b)([^%}]*)"), re.compil
 
 class ModelText:
     """`template` is the source of the chat template; "" for a model without one. `context`: how many tokens the model
-    can read."""
+    can read. `ends`: what ends an answer as the template writes it; nothing where that is no special token."""
 
     def __init__(self, folder: Path, context: int) -> None:
         self._context = context
@@ -62,6 +65,17 @@ class ModelText:
         self._own = {role for words in _COMPARED.findall(self.template) for role in _QUOTED.findall(words)}
         self._roles = sorted({*ROLES, *self._own})
         self._chat: Template | None = _environment().from_string(self.template) if self.template else None
+        self.ends = self._ends()
+
+    def _ends(self) -> list[int]:
+        asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
+        try:
+            whole = self.render([asked, answered], options={"add_generation_prompt": False})
+        except Refused:
+            return []
+        behind = self._tokens(self.decode(whole, special=True).partition(_ANSWER)[2])
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [token for token in behind if token in added and added[token].special][:1]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token). Raises Refused for a text
@@ -226,6 +240,16 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return plain
 
 
+class _Marked(Extension):
+    """`{% generation %}`, by which trainers find what an assistant has said."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
     def fail(message: str) -> None:
@@ -234,7 +258,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Marked]
+    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # as transformers

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 import threading
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from api.routes.openai.bodies import CompletionBody
-from api.routes.openai.chat import prompt_of
+from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling
+from api.routes.openai.chat import params_of, prompt_of
+from api.routes.openai.models import Target
 from api.routes.openai.text import ModelText, text_of
 from tests.api.conftest import MODEL, World
+from workers.model.card import read_card
 from workers.model.tiny import TINY_PATH
 
 
@@ -41,6 +45,53 @@ def test_the_tokenizers_own_tokens_are_left_out_where_asked_to(text: ModelText, 
         body.refuse_unknown()
     assert prompt_of(with_them, text) == [begin, *rest]
     assert prompt_of(without, text) == rest
+
+
+CHAT = ChatBody(model="m", messages=[{"role": "user", "content": "?"}])
+
+
+@pytest.mark.parametrize(
+    ("body", "stop"),
+    [
+        (CHAT, ["<|endoftext|>", "<|im_end|>"]),
+        (ChatTokensBody(model="m", tokens=[1]), ["<|endoftext|>", "<|im_end|>"]),
+        (ResponsesBody(model="m", input="?"), ["<|endoftext|>", "<|im_end|>"]),
+        (CHAT.model_copy(update={"stop": ["."]}), [".", "<|im_end|>"]),
+        (CHAT.model_copy(update={"stop_token_ids": [5]}), ["<|endoftext|>", "<|im_end|>", 5]),
+        (CompletionBody(model="m", prompt="?"), None),
+    ],
+)
+def test_a_chat_ends_as_its_template_ends_it_also_where_the_base_model_ends_texts_alone(
+    body: Sampling | ResponsesBody, stop: list[str | int] | None
+) -> None:
+    """A base model that has learned to chat would write the rest of the conversation, up to max_tokens."""
+    card = read_card(MODEL, TINY_PATH)
+    text = text_of(card.path, card.context_length)
+    known = {word: text.encode(word)[0] for word in ("<|endoftext|>", "<|im_end|>")}
+    if stop is not None and not isinstance(body.stop, list):
+        stop = sorted(known.get(cast(str, each), each) for each in stop)
+    own = Target("m", replace(card, eos_token_ids=(known["<|endoftext|>"],)), *cast(Any, (None, None, ())))
+    assert params_of(body, 8, own).stop == stop
+    both = replace(own, card=replace(card, eos_token_ids=tuple(known.values())))
+    if not body.stop and not body.stop_token_ids:
+        assert params_of(body, 8, both).stop is None  # which the model's own end does
+
+
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        ("<|im_end|>\n{{ '' if add_generation_prompt else '<|endoftext|>' }}", ["<|im_end|>"]),  # Phi-3's
+        ("{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}", ["<|endoftext|>"]),  # as gpt-oss's: of the last answer
+        ("\n", []),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_what_ends_an_answer_is_the_first_special_token_behind_it(tmp_path: Path, behind: str, ends: list[str]) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
+    said = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + behind + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(said)
+    found = ModelText(tmp_path, 2048)
+    assert [found.word(token) for token in found.ends] == ends
 
 
 @pytest.mark.parametrize(

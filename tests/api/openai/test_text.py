@@ -54,6 +54,23 @@ def test_renders_as_transformers_does(text: ModelText, messages: Any, tools: Any
     assert all(isinstance(token, int) and token >= 1531 for token in special)
 
 
+def test_a_template_may_mark_what_is_trained(tmp_path: Path) -> None:
+    """As SmolLM3's does, and those that TRL puts beside the models that it trains."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((TINY_PATH / name).read_text())
+    marked = (
+        "{% set end = 'a' %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}\n"
+        "  {% generation %}\n{% set end = 'b' %}{{ m.content }}<|im_end|>\n  {%- endgeneration %}{{ end }}\n"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(marked)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for messages in CHATS:
+        said = [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
+        expected = theirs.apply_chat_template(said, chat_template=marked, return_dict=False)
+        assert ModelText(tmp_path, CONTEXT).render(said, options={"add_generation_prompt": False}) == expected
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any, cast
 
 import pytest
@@ -53,6 +54,25 @@ def test_a_notebook_is_told_what_to_await() -> None:
 def test_conversations_of_another_form(row: Any) -> None:
     with pytest.raises(ValueError, match=r"rows\[1\] must be a list of messages, .*row\['messages'\] for row in rows"):
         rl.conversations([TALK, row], tokenizer())
+
+
+def test_a_conversation_that_the_template_cannot_say_is_named() -> None:
+    """One of a hundred thousand, perhaps."""
+    strict = copy.copy(tokenizer())
+    refusing = "{{ raise_exception('roles must alternate') if messages[0].content == '?!' }}"
+    strict.chat_template = refusing + strict.chat_template
+    wrong: dict[str, list[dict[str, Any]]] = {
+        "empty conversation": [TALK[1]],
+        "roles must alternate": [{**TALK[0], "content": "?!"}, TALK[1]],
+        "a part of type 'image_url'": [TALK[0], {"role": "assistant", "content": [{"type": "image_url"}]}],
+        "'role'": [TALK[0], {"content": "!"}],
+    }
+    for says, talk in wrong.items():
+        with pytest.raises(ValueError, match=rf"^rows\[1\]: .*({says})"):
+            rl.conversations([TALK, talk], strict)
+    row = {"prompt": "?", "chosen": "8", "rejected": "9"}
+    with pytest.raises(ValueError, match=r"^rows\[1\]: .*roles must alternate"):
+        rl.pairs([row, {**row, "prompt": "?!"}], strict)
 
 
 def test_no_data_and_pairs_of_other_columns() -> None:

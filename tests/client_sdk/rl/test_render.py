@@ -117,6 +117,38 @@ def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str
     assert bridged == renderer.render_ids(TALK[:3], add_generation_prompt=True)
 
 
+def test_an_answer_is_trained_behind_a_system_message_that_the_template_shows_at_the_end_alone() -> None:
+    """As Mistral-7B-Instruct-v0.3's does: with the last message, where that is a user's."""
+    shown = "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    late = MISTRAL.replace("{% else %}", "{% elif m.role == 'assistant' %}").replace("[INST] ", "[INST] " + shown)
+    known = made("first", late)
+    talk = [{"role": "system", "content": "Be my friend."}, *TALK]
+    first, last = TemplateRenderer(known).example(talk)
+    for place, answer, (ids, sampled) in ((2, "It is 8.", first), (4, "Goodbye, my friend.", last)):
+        prompt = known.apply_chat_template(talk[:place], tokenize=False)
+        assert "[INST] Be my friend.\n\n" + talk[place - 1]["content"] in prompt
+        assert ids == known.encode(f"{prompt} {answer}</s>", add_special_tokens=False)
+        assert sampled == [False] * len(known.encode(prompt, add_special_tokens=False)) + [True] * sum(sampled)
+    twice = "What is 3 + 5? [/INST] and [INST] What is 3 + 5? [/INST] 8"  # which says what its prompt ends in
+    [(ids, sampled)] = TemplateRenderer(known).example([*talk[:2], {"role": "assistant", "content": twice}])
+    assert known.decode([token for token, own in zip(ids, sampled, strict=True) if own]).strip() == twice + "</s>"
+
+
+def test_a_turn_ends_once_also_where_the_history_writes_its_end_otherwise() -> None:
+    """As gpt-oss's: <|return|> ends an answer, and <|end|> the same answer in a history."""
+    ended = CHATML.replace("}}<|im_end|>\n", "}}{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}")
+    known = made("first", ended)
+    renderer = TemplateRenderer(known)
+    prompt = renderer.render_ids(TALK[:1], add_generation_prompt=True)
+    whole = known.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)
+    for end, written in (("</s>", "</s>"), ("<|im_end|>", "<|im_end|>"), ("", "<|im_end|>")):
+        drawn = known.encode("It is 8." + end, add_special_tokens=False)
+        bridged = renderer.bridge_to_next_turn(prompt, drawn, [TALK[2]])
+        assert bridged is not None
+        expected = whole.replace("8.<|im_end|>", "8." + written)
+        assert known.decode(bridged).split() == known.decode(known.encode(expected, add_special_tokens=False)).split()
+
+
 def test_a_call_ends_where_its_result_begins() -> None:
     """A model that never learns to stop behind a call writes one behind the other."""
     known = made("first", GLM)
@@ -164,6 +196,66 @@ def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: st
     assert (parsed.content, parsed.reasoning_content) == ("8", said.partition("</think>")[0].strip())
     other = TemplateRenderer(made("first", CHATML))  # which has begun none
     assert other.parse_response(known.encode(said, add_special_tokens=False)).reasoning_content is None
+
+
+#: Of templates whose prompt begins a thought. What they make of an answer's thought `r` and its rest `c` is put in.
+BEGUN = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% else %}<|assistant|>"
+    "{% set c, r = m.content, m.reasoning_content or '' %}{% if '</think>' in c %}"
+    "{% set c, r = c.split('</think>')[-1].lstrip(), c.split('</think>')[0].split('<think>')[-1].strip() %}{% endif %}"
+    "WRITTEN{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>PROMPT{% endif %}"
+)
+THINKING = [
+    pytest.param("<think>\n", "{{ c }}</s>", "<think>\n{}\n</think>\n\n8</s>", id="deepseek-r1, qwq"),
+    pytest.param(
+        "<think>",
+        "{% if r and loop.last %}<think>{{ r }}</think>{% else %}</think>{% endif %}{{ c }}",
+        "<think>{}</think>8<|user|>",
+        id="glm-4.7-flash",
+    ),
+    pytest.param(
+        "<think>\n",
+        "{% if r and loop.last %}<think>\n{{ r }}\n</think>\n{% else %}<think></think>{% endif %}{{ c }}</s>\n",
+        "<think>\n{}\n</think>\n8</s>",
+        id="nemotron-3",
+    ),
+    pytest.param(
+        "<think>\n",
+        "{% if loop.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ c }}</s>\n",
+        "<think>\n{}\n</think>\n\n8</s>",
+        id="qwen3-thinking",
+    ),
+]
+
+
+@pytest.mark.parametrize(("prompt", "written", "wanted"), THINKING)
+@pytest.mark.parametrize("thought", ["", "It is 7, no, 8."])
+@pytest.mark.parametrize("inside", [True, False], ids=["in the content", "by itself"])
+def test_an_answer_is_trained_behind_the_thought_that_its_prompt_begins(
+    prompt: str, written: str, wanted: str, thought: str, inside: bool
+) -> None:
+    """Also where the template leaves out thoughts, or writes an answer without one as no prompt of it begins."""
+    known = made("first", BEGUN.replace("WRITTEN", written).replace("PROMPT", prompt))
+    renderer, parts = TemplateRenderer(known), {"content": "8"}
+    if thought:
+        parts = {"content": f"<think>{thought}</think>8"} if inside else {"content": "8", "reasoning_content": thought}
+    talk = [*TALK[:1], {"role": "assistant", **parts}, TALK[2], {"role": "assistant", **parts}]
+    examples = renderer.example(talk)
+    assert len(examples) == 2
+    for place, (ids, sampled) in zip((1, 3), examples, strict=True):
+        asked = renderer.render_ids(talk[:place], add_generation_prompt=True)
+        assert ids[: len(asked)] == asked
+        assert sampled.index(True) == len(asked)
+        drawn = ids[: max(at for at, own in enumerate(sampled) if own) + 1]
+        text = known.apply_chat_template(talk[:place], tokenize=False, add_generation_prompt=True)
+        whole = text.removesuffix(prompt) + wanted.format(thought)
+        squeezed = (
+            "".join(known.decode(each).split()) for each in (drawn, known.encode(whole, add_special_tokens=False))
+        )
+        assert next(squeezed) == next(squeezed)
+        parsed = renderer.parse_response(drawn[len(asked) :])
+        assert (parsed.content, parsed.reasoning_content) == ("8", thought)
+    assert renderer.get_stop_token_ids() == [known.convert_tokens_to_ids("<|user|>" if prompt == "<think>" else "</s>")]
 
 
 @pytest.mark.parametrize(("begun", "said"), [("<think>\n", "It is 8, or"), ("", "<think>It is 8, or")])

@@ -21,6 +21,7 @@ _CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_c
 _THOUGHT, _THINK, _END_OF_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S), "<think>", "</think>"
 #: Stands for what was sampled while a template is asked what it puts behind it.
 _SAMPLED = "\u2402sampled\u2403"
+_HEAD: Sequence[Message] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})
 
 
 class Renderer(Protocol):
@@ -114,19 +115,25 @@ class TemplateRenderer:
         added = self._behind_an_answer(new_messages, tools)
         if added is None:
             return None
-        if previous_completion_ids and added[:1] == previous_completion_ids[-1:]:
+        if previous_completion_ids and previous_completion_ids[-1] in (*added[:1], self._last_end):
             added = added[1:]  # the end of the turn was sampled
         return [*previous_prompt_ids, *previous_completion_ids, *added]
 
     def _behind_an_answer(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[int] | None:
         """What the template puts behind any answer that `messages` follow; None if that hangs on the answer."""
-        head = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED}]
         try:
-            text = self._text([*head, *messages], tools, True)
+            text = self._text([*_HEAD, *messages], tools, True)
         except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
             return None
         _, found, behind = text.partition(_SAMPLED)
         return self._ids(behind) if found and _SAMPLED not in behind else None
+
+    @cached_property
+    def _last_end(self) -> int | None:
+        """What the template puts behind an answer that nothing follows, where that is special.
+        In a history gpt-oss's has another."""
+        behind = self._ids(self._text(_HEAD, None, False).partition(_SAMPLED)[2])
+        return next((token for token in behind if token in self.tokenizer.all_special_ids), None)
 
     def _closing(self, messages: Sequence[Message], index: int, tools: Sequence[Tool] | None) -> list[int]:
         """What ends an answer that the template leaves open: the mark of who speaks next, as GLM's. Nothing where that
@@ -142,7 +149,7 @@ class TemplateRenderer:
         """What ends an answer as the template writes it; nothing where that is no special token."""
         try:
             [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-        except ValueError:  # a template whose prompt begins a thought
+        except ValueError:  # a template that puts no answer behind its prompt
             return []
         last = ids[max(place for place, own in enumerate(sampled) if own)]
         return [last] if last in self.tokenizer.all_special_ids else []
@@ -173,7 +180,9 @@ class TemplateRenderer:
             if message["role"] != "assistant":
                 continue
             prompt = self._text(messages[:index], tools, True)
-            whole = self._text(messages[: index + 1], tools, False)
+            whole = _behind_thought(message, prompt, self._text(messages[: index + 1], tools, False))
+            if index and not whole.startswith(prompt):
+                whole = _behind_last(messages[index - 1], prompt, whole)
             if not whole.startswith(prompt):
                 raise ValueError(f"messages[{index}]: the chat template does not put the answer behind its prompt")
             if ids and not prompt.startswith(written):
@@ -189,6 +198,32 @@ class TemplateRenderer:
             ids += read + answer
             sampled += [False] * len(read) + [place < end for place in range(len(answer))]
         return [*examples, (ids, sampled)] if ids else examples
+
+
+def _behind_thought(message: Message, prompt: str, whole: str) -> str:
+    """`whole` with its last answer behind `prompt`, where that ends within a thought that the template goes on with in
+    another form, or leaves out: as a model answers that thinks what `message` says, or nothing."""
+    before, begun, space = prompt.rpartition(_THINK)
+    if whole.startswith(prompt) or not begun or space.strip() or not whole.startswith(before):
+        return whole
+    answer = whole[len(before) :]
+    if answer.lstrip().startswith((_THINK, _END_OF_THOUGHT)):
+        return prompt + answer.lstrip().removeprefix(_THINK).lstrip()
+    within, closed, _ = text_of(message).partition(_END_OF_THOUGHT)
+    thought = message.get("reasoning_content") or (within.rpartition(_THINK)[2] if closed else "")
+    return f"{prompt}{thought.strip()}\n{_END_OF_THOUGHT}\n\n{answer}"
+
+
+def _behind_last(last: Message, prompt: str, whole: str) -> str:
+    """`whole` with its last answer behind `prompt`, where the template writes a prompt otherwise once it is answered:
+    Mistral's shows a system's message with the `last` one alone. `whole` where its answer cannot be told apart."""
+    text = text_of(last).strip()
+    _, found, behind = prompt.rpartition(text) if text else ("", "", "")
+    if not found or not behind.strip():
+        return whole
+    before = prompt.count(text + behind)
+    parts = whole.split(text + behind, before)
+    return prompt + parts[-1] if len(parts) > before else whole
 
 
 def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:

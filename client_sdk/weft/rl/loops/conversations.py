@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ def conversations(
     """Lists of messages as data for `sft`: every answer is trained, to the token that ends its turn, and nothing else.
 
     A conversation whose template rewrites what was said before (thinking that is dropped from the history) becomes
-    several data, so that each answer is trained behind the prompt that it will be sampled from. `tools` are the JSON
-    schemas that the template shows, and answers may be calls of them. What is longer than `max_length` tokens is cut at
-    the end.
+    several data, so that each answer is trained behind the prompt that it will be sampled from. Where that begins a
+    thought, it is the `reasoning_content` of the message, or what its content has before `</think>`, or empty. `tools`
+    are the JSON schemas that the template shows, and answers may be calls of them. What is longer than `max_length`
+    tokens is cut at the end.
     """
     if max_length is not None:
         checks.count("max_length", max_length, least=2)
@@ -36,10 +38,22 @@ def conversations(
                 f"rows[{number}] must be a list of messages, each with 'role' and 'content', got {messages!r:.80};"
                 " of a JSONL with a field of messages pass [row['messages'] for row in rows]"
             )
-        for ids, sampled in renderer.example(messages, tools):
+        with in_row(number):
+            examples = renderer.example(messages, tools)
+        for ids, sampled in examples:
             if any(sampled[1:max_length]):
                 made.append(supervised(ids[:max_length], sampled[:max_length]))
     return made
+
+
+@contextmanager
+def in_row(number: int) -> Iterator[None]:
+    """Names the row that a template refuses, or that is no conversation: one of a hundred thousand, perhaps."""
+    try:
+        yield
+    except Exception as error:  # templates raise their own, and jinja what they meet
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"rows[{number}]: {what}") from error
 
 
 def supervised(ids: Sequence[int], trained: Sequence[bool]) -> Datum:

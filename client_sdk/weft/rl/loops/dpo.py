@@ -20,7 +20,7 @@ from weft.rl import checks
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.loops import money
-from weft.rl.loops.conversations import supervised
+from weft.rl.loops.conversations import in_row, supervised
 from weft.rl.loops.supervised import Recipe, Shown, go, wait
 from weft.rl.loops.train import Report
 from weft.sampling_client import SamplingClient
@@ -68,7 +68,8 @@ def pairs(
         for name in (chosen, rejected):
             if not isinstance(row[name], str):
                 raise ValueError(f"rows[{number}][{name!r}] must be the answer's text, got {row[name]!r:.80}")
-        made.append(Pair(datum(row, chosen), datum(row, rejected)))
+        with in_row(number):
+            made.append(Pair(datum(row, chosen), datum(row, rejected)))
     return made
 
 
