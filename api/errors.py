@@ -381,7 +381,8 @@ class LastResort:
             return
         except Exception:
             error_id = logs.about().get("request", "")
-            log.exception("error %s in %s %s", error_id, scope["method"], scope["path"])
+            route = getattr(scope.get("route"), "path", "no route")  # its template: a path may have a secret in it
+            log.exception("error %s in %s %s", error_id, scope["method"], route)
             if started:
                 raise  # half an answer is out: only closing the connection can tell the client
             why = f"internal error {error_id}: the operator finds it in the server's log under this id"
