@@ -41,6 +41,9 @@ MAX_EXPLAINED = 1000
 #: A longer path is not compared with those that there are.
 LONGEST_PATH = 128
 
+#: Errors of database and disk.
+STORES = (OperationalError, PoolTimeout, OSError)
+
 _OPENAI_TYPES = {
     401: "authentication_error",
     402: "insufficient_quota",
@@ -301,6 +304,17 @@ def form_of(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.detail, "type": kind, "param": param, "code": error.code}}
 
 
+def away(error: Exception) -> CannotStore:
+    """What to say of one of `STORES`, which may pass. Raises it where that cannot be."""
+    if not isinstance(error, OSError):
+        log.warning("the database does not answer: %s", error)
+    elif is_lasting(error):
+        raise error
+    else:
+        log.error("the disk does not answer: %s", error)
+    return CannotStore(f"{what_failed(error)}; send the request again")
+
+
 def anywhere(error: ApiError) -> Response:
     """A refusal that any path may have: in OpenAI's form too, whose clients read nothing else."""
     body = body_of(error.detail, error.code, error.request_id) | form_of(error)
@@ -331,16 +345,9 @@ def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> 
 
     @app.exception_handler(OperationalError)
     @app.exception_handler(PoolTimeout)
-    async def database_error(_request: Request, error: Exception) -> Response:
-        log.warning("the database does not answer: %s", error)
-        return anywhere(CannotStore(f"{what_failed(error)}; send the request again"))
-
     @app.exception_handler(OSError)
-    async def disk_error(_request: Request, error: OSError) -> Response:
-        if is_lasting(error):
-            raise error
-        log.error("the disk does not answer: %s", error)
-        return anywhere(CannotStore(f"{what_failed(error)}; send the request again"))
+    async def store_error(_request: Request, error: Exception) -> Response:
+        return anywhere(away(error))
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
@@ -381,7 +388,8 @@ class LastResort:
             return
         except Exception:
             error_id = logs.about().get("request", "")
-            log.exception("error %s in %s %s", error_id, scope["method"], scope["path"])
+            route = getattr(scope.get("route"), "path", "no route")  # its template: a path may have a secret in it
+            log.exception("error %s in %s %s", error_id, scope["method"], route)
             if started:
                 raise  # half an answer is out: only closing the connection can tell the client
             why = f"internal error {error_id}: the operator finds it in the server's log under this id"

@@ -216,7 +216,7 @@ class FrontSettings(_Section):
     #: X-Forwarded-Proto) is believed, and nobody else's word.
     trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = ["127.0.0.1", "::1"]
     max_connections: Positive = 8192
-    #: Not of proxies.
+    #: Of IPv6: of a network of 64 bits, which is one customer's. Not of proxies.
     max_connections_per_address: Positive = 2048
     #: From the start of a connection or the first byte of a request.
     header_timeout_s: Annotated[float, Field(gt=0)] = 10.0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.auth import carried_key
+from api.state.addresses import holder
 from store.people.secret import digest
 
 #: Requests that begin in one turn of the event loop; each takes a millisecond or two until it waits for something.
@@ -69,4 +70,4 @@ class Pace:
 
 def _from(scope: Scope, known: KnownOrg) -> str:
     org_id = known(digest(carried_key(scope)))
-    return org_id or str((scope.get("client") or ("",))[0])
+    return org_id or holder(str((scope.get("client") or ("",))[0]))

@@ -11,7 +11,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect
 from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs, decode_sample_response
 
-from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
+from api.errors import STORES, ApiError, Gone, Invalid, NotFound, Unavailable, away, quote
 from api.state.service import Service
 from api.who.principal import Principal
 from scheduler.journal.samples.streams import cut
@@ -50,11 +50,15 @@ RESTARTING = "the server is restarting: the operation is kept"
 
 
 async def ended(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> Outcome:
-    """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable, which says that it is
-    `restarting`, when the server stops first."""
+    """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first,
+    which says that it is `restarting`, or when database or disk do not answer. Of an error of theirs a stream that has
+    begun could tell nothing."""
     while True:
         waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
-        found = await service.polls.hold(waiting, None)
+        try:
+            found = await service.polls.hold(waiting, None)
+        except STORES as error:
+            raise away(error) from error
         if found is None:
             raise (Unavailable(restarting) if service.polls.released else NotFound(f"no request {quote(request_id)}"))
         if isinstance(found, Outcome):

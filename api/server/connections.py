@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from api.state.addresses import holder
 from store.settings import FrontSettings
 
 log = logging.getLogger(__name__)
@@ -72,18 +73,20 @@ class Gate:
 
     def enter(self, address: str) -> tuple[int, str] | None:
         """Count a connection. Where there is no room for it: the status and the text to refuse it with."""
-        self._open[address] += 1
+        whose = self._whose(address)
+        self._open[whose] += 1
         if self._open.total() > self._most and not self._make_room():
             return 503, f"the server has its most of {self._most} connections open: come again in a moment"
         most = self._settings.max_connections_per_address
-        if self._open[address] > most and not self._is_proxy(address):
+        if self._open[whose] > most and not self._is_proxy(address):
             return 429, f"your address has its most of {most} connections open: use those, or fewer at the same moment"
         return None
 
     def leave(self, address: str) -> None:
-        self._open[address] -= 1
-        if self._open[address] <= 0:
-            del self._open[address]
+        whose = self._whose(address)
+        self._open[whose] -= 1
+        if self._open[whose] <= 0:
+            del self._open[whose]
 
     def waits(self, connection: Connection) -> None:
         """For a request of its client, from now on."""
@@ -126,6 +129,10 @@ class Gate:
             if (what := self.late(connection, now)) is not None:
                 log.info("closed a connection of %s: waited too long for its %s", connection.address, what)
                 connection.transport.abort()
+
+    def _whose(self, address: str) -> str:
+        """By what it is counted: a proxy not with what else is in its network."""
+        return address if self._is_proxy(address) else holder(address)
 
     def _is_proxy(self, address: str) -> bool:
         try:

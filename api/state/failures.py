@@ -18,13 +18,14 @@ from typing import Generic, TypeVar
 from fastapi import Request
 
 from api.errors import RateLimited
+from api.state.addresses import holder
 from api.state.rates import Buckets, Charge
 from api.who.principal import Principal
 
 Who = TypeVar("Who")
 Clock = Callable[[], float]
 
-#: Of one address in a minute.
+#: Of one address (`addresses.holder`) in a minute.
 TRIES_PER_MINUTE = 60
 #: Of one key in a minute.
 MISSES_PER_MINUTE = 600
@@ -56,7 +57,7 @@ def attempts(clock: Clock = time.monotonic) -> Failures[Request]:
 
     def of(request: Request) -> Charge:
         address = request.client.host if request.client is not None else ""
-        return Charge("address", address, "sign_ins", TRIES_PER_MINUTE, 1)
+        return Charge("address", holder(address), "sign_ins", TRIES_PER_MINUTE, 1)
 
     words = "more than {most} tries to sign in from this address failed in a minute: retry in {wait_s} s"
     return Failures(of, words, clock)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import and_, not_, or_, select, update
+from sqlalchemy import and_, func, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from billing.metering.charges import Charge, settle
@@ -29,6 +29,9 @@ from store.tables import LOADS, Checkpoint, Operation, Run, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
+#: Metered at a time, at most: what a clock that is years ahead for a moment bills too much, which the hours that follow
+#: do not bill again.
+MOST = timedelta(days=1)
 #: Spans metered in one transaction.
 AT_A_TIME = 200
 #: The weights that an operation begins a run from, or loads into it.
@@ -170,14 +173,18 @@ def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
 
 
 def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int]:
-    """Meter all spans in hours that are over by `now`. For the jobs; may be called at any time, repeatedly."""
+    """Meter all spans in hours that are over by `now`, up to a day later than any was metered or begun. For the jobs;
+    may be called at any time, repeatedly."""
     counts = {
         "begun": database.write_now(lambda s: _adopt(s, now)),
         "ended": database.write_now(lambda s: _abandon(s, now)),
     }
     counts |= {"events": 0, "nusd": 0}
+    with database.read() as session:
+        newest = session.scalar(select(func.max(StorageSpan.metered_until)))
+    until = now if newest is None else min(now, newest + MOST)
     while True:
-        events, amount = database.write_now(lambda session: _meter_some(session, prices, now))
+        events, amount = database.write_now(lambda session: _meter_some(session, prices, until, now))
         counts["events"] += events
         counts["nusd"] += amount
         if not events:
@@ -212,19 +219,20 @@ def _abandon(session: Session, now: datetime) -> int:
     return len(session.scalars(chosen.returning(StorageSpan.id)).all())
 
 
-def _meter_some(session: Session, prices: PriceList, now: datetime) -> tuple[int, int]:
-    """Meter some spans, up to the last full hour or their end. Returns the number of pieces, and what they cost."""
+def _meter_some(session: Session, prices: PriceList, until: datetime, now: datetime) -> tuple[int, int]:
+    """Meter some spans, up to the last full hour before `until`, or their end. Returns the number of pieces, and what
+    they cost."""
     span = StorageSpan
-    over = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    # A span that ended after `now` is not over by then: an hour is metered in one piece.
-    due = select(span).where(or_(span.metered_until < over, span.ended_at <= now), span.metered_until <= now)
+    over = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    # A span that ended after `until` is not over by then: an hour is metered in one piece.
+    due = select(span).where(or_(span.metered_until < over, span.ended_at <= until), span.metered_until <= until)
     chosen = session.scalars(due.order_by(span.org_id, span.id).limit(AT_A_TIME)).all()
     take_locks(session, {span.org_id for span in chosen})
     query = select(span).where(span.id.in_([span.id for span in chosen])).execution_options(populate_existing=True)
     charges: list[Charge] = []
     pieces = 0
     for row in session.scalars(query):  # again: another process may have metered them while this one waited
-        ended = row.ended_at is not None and row.ended_at <= now
+        ended = row.ended_at is not None and row.ended_at <= until
         stop = row.ended_at if row.ended_at is not None and ended else over
         found = _charges(row, list(hours(row.metered_until, stop)))
         pieces += max(1, len(found)) if ended else len(found)

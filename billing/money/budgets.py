@@ -130,10 +130,13 @@ def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int
 
 
 def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
-    """The current period, periods with work that has not ended, and all since the first with storage that is not
-    metered."""
+    """The current period, periods with work that has not ended, later ones with work that has (whoever accepted it has
+    a clock ahead of ours), and all since the first with storage that is not metered."""
     open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
-    starts = {period_start(budget.period, at) for at in (now, *session.scalars(open_ops))}
+    accepted = func.coalesce(UsageEvent.accepted_at, UsageEvent.recorded_at)
+    later = select(accepted).where(UsageEvent.org_id == budget.org_id, accepted > now).distinct()
+    times = (now, *session.scalars(open_ops), *session.scalars(later))
+    starts = {period_start(budget.period, at) for at in times}
     at = session.scalar(select(func.min(StorageSpan.metered_until)).where(StorageSpan.org_id == budget.org_id)) or now
     while at < now:
         starts.add(period_start(budget.period, at))

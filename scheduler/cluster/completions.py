@@ -1,7 +1,8 @@
 """What has completed of each sampler's requests, on a replica that hears of it from all (`scheduler.links.broadcasts`).
 
 Cursors are the stamps of the broadcasts, so a client may ask any replica. What the database says about the time before
-a key was followed gets stamps that were reserved before it was read: whatever ends later has a later one.
+a key was followed gets stamps that were reserved before it was read: whatever ends later has a later one. Stamps of a
+clock that was set back may be behind a client's cursor; then they go on from there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class SharedFeeds:
 
     def follow(self, key: FeedKey, cursor: int = 0) -> None:
         try:
-            self._blocks[key] = self._reserve(BLOCK)
+            stamp = self._reserve(BLOCK)
         except QueueUnreachable:
-            self._blocks[key] = time.time_ns() // 1000
-        self._feeds.follow(key, cursor)
+            stamp = time.time_ns() // 1000
+        self._blocks[key] = max(stamp, cursor + 1)
+        self._feeds.follow(key, self._blocks[key] + BLOCK - 1)
 
     def forget(self, key: FeedKey) -> None:
         self._blocks.pop(key, None)
@@ -40,7 +42,8 @@ class SharedFeeds:
         stamp = self._blocks.pop(key, 0)
         if self._feeds.follows(key):
             missed = self._feeds.unknown(key, completions)
-            self._feeds.prepend(key, [(stamp + place, completion) for place, completion in enumerate(missed)])
+            many = -(-len(missed) // BLOCK)  # of one stamp, where there are more than stamps
+            self._feeds.prepend(key, [(stamp + place // many, completion) for place, completion in enumerate(missed)])
 
     def heard(self, key: FeedKey, completion: Completion, stamp: int) -> None:
         """A broadcast says that a request has ended, on whichever replica."""

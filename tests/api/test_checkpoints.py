@@ -197,7 +197,12 @@ class TestPublishing:
         world.post("load_weights", load, key=key)
         world.post("weights_info", {"tinker_path": path}, key=key)
         world.post("create_sampling_session", sample, key=key)
-        world.post("copy_weights", {"source_path": path, "session_id": theirs, "model_seq_id": 1}, key=key)
+        copy = {"source_path": path, "session_id": theirs, "model_seq_id": 1}
+        copied = world.post("copy_weights", copy, key=key)["tinker_path"]
+        (folder_of(world, path) / "which").write_text("w")
+        found = world.call("GET", f"{route(copied)}/archive", key=key, follow_redirects=False)
+        assert found.status_code == 302  # a copy is theirs, and may be downloaded
+        world.get(f"{route(path)}/archive", key=key, status=404)
         world.get(f"training_runs/{run}", key=key, status=404)
         world.get(f"training_runs/{run}/checkpoints", key=key, status=404)
         for method, end in (("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"), ("DELETE", "/publish")):

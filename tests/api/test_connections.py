@@ -331,6 +331,30 @@ def test_an_answer_that_nobody_reads_is_given_up() -> None:
     assert gate.late(Stalled(), 61) == "answer to be read"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "together"),
+    [
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8:0:9::1", "2001:db8:0:9::2", False),  # the second is a proxy
+        ("", "", True),  # a Unix socket
+    ],
+)
+def test_connections_are_counted_by_whom_an_address_stands_for(first: str, second: str, together: bool) -> None:
+    """Who has one address of IPv6 has 2^64, and would take all connections with them."""
+    proxies = ["2001:db8:0:9::2"]
+    gate = Gate(FrontSettings(max_connections_per_address=1, trusted_proxies=proxies))
+    assert gate.enter(first) is None
+    refused = gate.enter(second)
+    assert (refused is not None and refused[0] == 429) == together
+    gate.leave(first)
+    gate.leave(second)
+    assert gate.count == 0
+
+
 class TestProxies:
     """X-Forwarded-For and -Proto count from trusted proxies alone."""
 

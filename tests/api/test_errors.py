@@ -6,12 +6,15 @@ import openai
 import pytest
 import zstandard
 from pydantic import BaseModel, ValidationError
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from weft.wire.binary.codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote
 from api.http.bodies import unpack_zstd
-from tests.api.conftest import PROTOBUF, World
+from store.tables import Operation
+from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch
 
 
@@ -98,6 +101,28 @@ def test_what_any_path_may_have_openais_client_can_read(
     assert told.body["message"]
     assert told.code in ("method_not_allowed", "internal", "cannot_store")
     assert "secret" not in str(told)
+
+
+@pytest.mark.parametrize(
+    "fault", [OperationalError("SELECT", {}, Exception("gone")), PoolTimeout(), OSError(5, "io")], ids=repr
+)
+def test_a_stream_that_has_begun_tells_that_the_store_is_away(
+    world: World, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """Its status is out by then: an answer that breaks off is nothing that clients can read."""
+
+    async def broken(*_: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(type(world.journal), "outcome", broken)
+    client = openai.OpenAI(base_url="http://testserver/v1", api_key=world.key, http_client=world.http, max_retries=0)
+    stream = client.completions.create(model=MODEL, prompt=[1, 2], max_tokens=2, stream=True)
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert caught.value.code == "cannot_store"
+    (row,) = world.database.write_now(lambda session: session.scalars(select(Operation.id)).all())
+    told = world.call("POST", "stream_future", json={"request_id": row})
+    assert told.text.startswith("event: open")  # our client asks again
 
 
 def test_an_unexpected_error_shows_an_id_and_nothing_inside(world: World, monkeypatch: Any, caplog: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from api.errors import RateLimited
 from api.state import failures
@@ -24,6 +25,20 @@ def test_a_key_that_misses_too_often_waits_and_no_other() -> None:
     misses.check(OTHER)
     now[0] += 1
     misses.check(ONE)
+
+
+def test_who_fails_to_sign_in_from_many_addresses_of_one_network_waits() -> None:
+    """With IPv6 that is one customer."""
+    tries = failures.attempts(lambda: 0.0)
+
+    def of(address: str) -> Request:
+        return Request({"type": "http", "client": (address, 1)})
+
+    for number in range(failures.TRIES_PER_MINUTE + 1):
+        tries.note(of(f"2001:db8::{number:x}"))
+    with pytest.raises(RateLimited):
+        tries.check(of("2001:db8::ffff"))
+    tries.check(of("2001:db8:0:1::1"))
 
 
 @pytest.mark.parametrize(

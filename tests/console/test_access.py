@@ -250,6 +250,25 @@ def test_nobody_signs_others_out_by_signing_in_often(console: Console, monkeypat
         console.get("/", status)
 
 
+@pytest.mark.parametrize("page", ["/login/{}", "/join/{}"])
+def test_no_secret_of_a_link_is_logged_when_something_breaks(
+    console: Console, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, page: str
+) -> None:
+    """The operator's log says which page broke, and gives nobody who reads it a way in."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("nobody expected this")
+
+    monkeypatch.setattr(type(console.app.state.service), "read", broken)
+    secret = "Zx9" * 10
+    reply = console.http.post(f"/console{page.format(secret)}", headers=SAME_SITE)
+    if reply.status_code != 500:  # it reads nothing before it writes
+        reply = console.http.get(f"/console{page.format(secret)}")
+    assert reply.status_code == 500
+    assert page.partition("{")[0] in caplog.text
+    assert secret not in caplog.text
+
+
 class TestLinks:
     def link(self, console: Console, role: str = "billing-admin", operator: bool = False) -> str:
         made = console.made

@@ -13,12 +13,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Protocol
 
 #: Clients of one sampler number their requests in blocks of this size.
 CLIENT_STRIDE = 1_000_000_000
-#: Completions that one answer names at most.
+#: Completions that one answer names at most, and those of one cursor with the last.
 MAX_EVENTS = 2000
 #: Feeds that are kept; the one that was asked for longest ago is forgotten first, and read anew when it comes back.
 MAX_FEEDS = 4096
@@ -126,6 +126,8 @@ class Feeds:
         if not feed.events and timeout_s > 0:
             await self._wait(feed, timeout_s)
         events = list(islice(feed.events, MAX_EVENTS))
+        of_one_cursor = takewhile(lambda event: event[0] == events[-1][0], islice(feed.events, MAX_EVENTS, None))
+        events += list(of_one_cursor)  # the next poll begins behind it
         return [completion for _, completion in events], events[-1][0] if events else cursor
 
     async def _wait(self, feed: _Feed, timeout_s: float) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from weft.errors import APIStatusError
 from weft.rl.chat.chat import FATAL
 from weft.rl.loops.failures import InARow, RolloutsFailedError
 
@@ -23,10 +26,22 @@ def test_one_failure_of_small_batches_is_not_the_end() -> None:
     assert [groups.failed(ValueError("?")) is None for _ in range(4)] == [True, True, True, False]
 
 
+def failed(kind: type[Exception], body: Any) -> Exception:
+    return kind("no", 400, None, body) if issubclass(kind, APIStatusError) else kind("no")
+
+
 @pytest.mark.parametrize("kind", FATAL)
 def test_what_no_other_group_would_survive_ends_the_loop_as_it_is(kind: type[Exception]) -> None:
-    error = kind.__new__(kind)
+    error = failed(kind, {"detail": "no", "code": "refused"})
     assert InARow(100).failed(error) is error
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FATAL if issubclass(kind, APIStatusError)])
+@pytest.mark.parametrize("body", [None, {"error": "blocked by policy"}])
+def test_a_proxys_refusal_of_one_prompt_is_that_groups_own(kind: type[Exception], body: Any) -> None:
+    groups = InARow(5)
+    assert [groups.failed(failed(kind, body)) for _ in range(4)] == [None] * 4
+    assert isinstance(groups.failed(failed(kind, body)), RolloutsFailedError)  # of all prompts it ends the loop
 
 
 def test_rejections_are_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from weft.errors import AuthenticationError, BillingError, PermissionDeniedError, WeftError
+from weft.errors import APIStatusError, AuthenticationError, BillingError, PermissionDeniedError, WeftError
 from weft.rl import checks
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import Message, Renderer, Tool, ToolCall
@@ -40,8 +40,13 @@ class StaleError(RuntimeError):
     """The server stopped a sample whose run had moved on further than it may be trained on."""
 
 
-#: Errors that the next rollout would meet, too.
+#: Errors that the next rollout would meet, too, where they are the server's.
 FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
+
+
+def is_fatal(error: object) -> bool:
+    """Whether the next rollout would meet it, too. A proxy in between may dislike just the words of one prompt."""
+    return isinstance(error, FATAL) and not (isinstance(error, APIStatusError) and error.foreign)
 
 
 @dataclass
@@ -216,7 +221,7 @@ class Chat:
             reply = self._take(prompt, got.sequences[0])
         except (WeftError, StaleError) as error:
             self.ended.append(error)
-            if not isinstance(error, (*FATAL, StaleError)):
+            if not is_fatal(error) and not isinstance(error, StaleError):
                 self._failed.append(error)
             raise
         for made_good in self._failed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weft.rl import checks
-from weft.rl.chat.chat import FATAL, Chat, Reply, answers_together
+from weft.rl.chat.chat import Chat, Reply, answers_together, is_fatal
 from weft.rl.chat.render import Tool
 from weft.rl.sandboxes.sandbox import Sandboxes, opened
 from weft.rl.signal.advantages import Advantage
@@ -194,7 +194,7 @@ def checked(outcome: Outcome, chat: Chat) -> Outcome:
     """The outcome of whichever environment: a reward that cannot be learnt from is an error of its rollout, and so is
     what ended a sample of it, though code that goes on from any error has made a reward of it."""
     if chat.ended:
-        return next((error for error in chat.ended if isinstance(error, FATAL)), chat.ended[0])
+        return next((error for error in chat.ended if is_fatal(error)), chat.ended[0])
     try:
         return reward_of(outcome) if isinstance(outcome, Reward) else outcome
     except (TypeError, ValueError) as error:

@@ -58,9 +58,12 @@ class Checkpoints:
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
         """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved."""
         best: tuple[tuple[int, datetime], str, str] | None = None
-        offset = 0
+        offset, last = 0, ""
         while True:
             listed = (await rest.list_user_checkpoints(_PAGE, offset)).checkpoints
+            if last and last not in [each.tinker_path for each in listed]:  # newer ones went: some were passed over
+                offset, last = 0, ""
+                continue
             for each in listed:
                 facts = each.user_metadata or {}
                 if facts.get(_NAME) != self.name:
@@ -70,7 +73,7 @@ class Checkpoints:
                     best = age, each.tinker_path, facts[_STATE]
             if len(listed) < _PAGE:
                 break
-            offset += _PAGE
+            offset, last = offset + _PAGE - 1, listed[-1].tinker_path
         return None if best is None else (best[1], json.loads(zlib.decompress(base64.b85decode(best[2]))))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.rl import checks
-from weft.rl.chat.chat import FATAL, Chat, Policy, stops_of
+from weft.rl.chat.chat import Chat, Policy, is_fatal, stops_of
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.failures import Failures
@@ -92,7 +92,7 @@ async def evaluate(
     outcomes = [outcome for group in await asyncio.gather(*map(one, range(len(tasks)), tasks)) for outcome in group]
     failures = Failures()
     for outcome in outcomes:
-        if isinstance(outcome, FATAL):
+        if is_fatal(outcome):
             raise outcome
         if not isinstance(outcome, Reward):
             failures.tell(outcome, "a rollout of the evaluation")

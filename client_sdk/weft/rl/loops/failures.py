@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from weft.errors import WeftError
-from weft.rl.chat.chat import FATAL, StaleError
+from weft.rl.chat.chat import StaleError, is_fatal
 
 logger = logging.getLogger("weft")
 
@@ -41,7 +41,7 @@ class InARow:
         ends with."""
         self._failed += 1
         logger.warning("a group failed: %s: %s", type(error).__name__, error)
-        if isinstance(error, FATAL):
+        if is_fatal(error):
             return error
         if self._failed < max(4, self._batch):
             return None

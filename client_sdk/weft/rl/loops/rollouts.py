@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.errors import RateLimitError, WeftError
 from weft.rl import checks
-from weft.rl.chat.chat import FATAL, Chat, Policy, StaleError, stops_of
+from weft.rl.chat.chat import Chat, Policy, StaleError, is_fatal, stops_of
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
@@ -226,7 +226,7 @@ class Rollouts:
             found = await self._roll(number, tried)
         except Exception as error:
             self._tasks.pop(number, None)
-            if not isinstance(error, FATAL):  # which ends this life, and the next tries the task again
+            if not is_fatal(error):  # which ends this life, and the next tries the task again
                 self._tried.pop(number, None)
             self._count("failed_tokens", self._drawn.pop(number, 0))
             self.pacer.drop(number)
@@ -253,7 +253,7 @@ class Rollouts:
             outcome = checked(found, chat)
             if isinstance(outcome, Reward):
                 rollouts.append(Rollout(chat.recorded, outcome.value, dict(outcome.metrics)))
-            elif isinstance(outcome, FATAL):
+            elif is_fatal(outcome):
                 raise outcome
             else:
                 self.waste["failed_rollouts"] += 1
