@@ -81,7 +81,7 @@ class Training:
         self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self.setbacks = Setbacks(self, storing, database, blobs)
-        self.gaps = Gaps(lambda op, why: self._fail(op, why, "user"))
+        self.gaps = Gaps(storing, self.skip, lambda op, why: self._fail(op, why, "user"))
 
     def opened(self, op_id: str) -> Operation | None:
         """An operation that is here and has not ended."""
