@@ -27,7 +27,7 @@ from api.operations.lanes import own_run
 from api.state.rates import check_in_flight, count_tokens
 from api.state.service import Service
 from api.who.lanes import Lane
-from api.who.lookup import session_by_id
+from api.who.lookup import served_model, session_by_id
 from api.who.principal import Principal, RateLimit
 from billing.metering.quotas import QuotaReached
 from billing.money.accounts import OutOfMoney
@@ -143,6 +143,7 @@ async def submit(
     checked, refused = Checked(), None
     try:
         if not repeat:
+            served_model(service.cards, run.base_model)
             checked = check(run) if at_once else await run_in_threadpool(check, run)
     except ApiError as error:
         refused = error

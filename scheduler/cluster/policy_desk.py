@@ -34,6 +34,10 @@ class PolicyDesk:
         self._look_at = 0.0
         training.desks.append(self)
 
+    def serves(self, base_model: str) -> bool:
+        """Generators say that at the shared queue."""
+        return True
+
     def wake(self) -> None:
         """Generators come to the shared queue by themselves."""
 

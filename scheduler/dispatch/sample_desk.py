@@ -124,6 +124,10 @@ class SampleDesk:
     def attached(self) -> bool:
         return bool(self._generators)
 
+    def serves(self, base_model: str) -> bool:
+        told = [generator.offer.models for generator in self._generators.values()]
+        return any(not models or base_model in models for models in told)
+
     def replicas(self) -> dict[str, dict[str, Any]]:
         """Each generator that is here: its counts, and what it holds now."""
         return {one.name: {**one.stats, "held": len(one.held)} for one in self._generators.values()}

@@ -46,14 +46,15 @@ _COUNTS = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0}
 @dataclass(eq=False)
 class _Trainer:
     """From the moment that its link opens until its runs are queued again. `models` are what its waiting pull can
-    serve, None when none waits; `units` the pass in its hands, of which it has left out the runs `aside`; `release` and
-    `hand_over` are runs that its next pass is to name."""
+    serve, None when none waits, and `has` those of its last; `units` the pass in its hands, of which it has left out
+    the runs `aside`; `release` and `hand_over` are runs that its next pass is to name."""
 
     key: str
     name: str
     link: Link
     overdue: Overdue
     models: list[str] | None = None
+    has: list[str] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     aside: set[str] = field(default_factory=set)
     release: list[str] = field(default_factory=list)
@@ -148,6 +149,9 @@ class TrainerDesk:
     def attached(self) -> bool:
         return bool(self._trainers)
 
+    def serves(self, base_model: str) -> bool:
+        return any(not trainer.has or base_model in trainer.has for trainer in self._trainers.values())
+
     def report(self) -> dict[str, Any]:
         """The counts of all, the `moves` of runs that one trainer handed over to another, and as `replicas` each that
         is here: its counts, and how many runs live there."""
@@ -178,6 +182,7 @@ class TrainerDesk:
             self._leaves(trainer)
             self._give_back(trainer)  # it does nothing of what is on its way to it
         elif isinstance(message, PullPass):
+            trainer.has = message.models
             self._got_on(trainer, self._end(trainer))
             if not trainer.leaving:
                 trainer.models = message.models

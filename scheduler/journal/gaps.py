@@ -1,35 +1,58 @@
-"""Operations that arrived before one that they follow, which never comes: they are given up after a while.
+"""Operations that arrived before one that they follow, which never comes: after a while they go on without it.
 
-Until then they hold their organisation's money, so a client that numbers operations and leaves a gap could keep it from
-everybody else for as long as its session lives.
+A client may count a number that never reaches the server: a proxy refused its body, and the client counts on. Until it
+is given up, what waits for it holds its organisation's money, and the run stands still. Then the number is spent, as by
+an operation that failed, and a step that counts on it is not taken (`scheduler.order.gradients`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from datetime import UTC, datetime
+from typing import Any
 
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from scheduler.journal.rows import from_row, to_row
+from scheduler.journal.storing import Storing, Unrecorded
+from scheduler.links.messages import NEVER_CAME
 from scheduler.order.lanes import RunLane
 from scheduler.order.operations import Operation
+from scheduler.order.plans import BODY_ONLY
+from store import tables
+from store.people.secret import new_id
+
+log = logging.getLogger(__name__)
 
 #: A parked operation waits at least so long for the next one of its run to arrive, and at most twice. It is counted
 #: while nothing before the gap is at work, for what comes next may be made of its result.
 GAP_LASTS_S = 600.0
 #: In so many pieces: while this process stands still nothing can arrive, and however long that is, it is one of them.
 PIECES = 60
+#: Each number that is spent is a row, and a client may write any number into a request: what waits behind a wider gap
+#: is given up itself.
+WIDEST = 1000
 
 
 class Gaps:
-    """`give_up` ends an operation with what its client is told. Lives in one event loop."""
+    """`skip` lets a run go on without an operation, which failed; `give_up` ends one with what its client is told.
+    Lives in one event loop."""
 
-    def __init__(self, give_up: Callable[[Operation, str], None]) -> None:
-        self._give_up = give_up
+    def __init__(
+        self, storing: Storing, skip: Callable[[Operation, str | None], None], give_up: Callable[[Operation, str], None]
+    ) -> None:
+        self._storing, self._skip, self._give_up = storing, skip, give_up
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, lane: RunLane) -> None:
         """Something of this run may be parked."""
         if lane.parked and lane.run_id not in self._watching:
-            task = asyncio.get_running_loop().create_task(self._watch(lane))
+            # For the run, not for the request that comes first.
+            task = asyncio.get_running_loop().create_task(self._watch(lane), context=Context())
             self._watching[lane.run_id] = task
             task.add_done_callback(lambda _ended: self._watching.pop(lane.run_id, None))
 
@@ -37,14 +60,18 @@ class Gaps:
         while parked := lane.parked:
             if not await self._lasts(lane):
                 continue
-            for op in parked:
-                if (missing := lane.missing(op)) is not None:
-                    self._give_up(
-                        op,
-                        f"operation {op.seq} has waited {GAP_LASTS_S:.0f} s for operation {missing} of run "
-                        f"{lane.run_id}, which has not arrived; it was not run and is not billed: send {missing}, and "
-                        "this again under another number",
-                    )
+            waiting = [op for op in parked if lane.missing(op) is not None]
+            first = min(waiting, key=lambda op: op.seq, default=None)
+            if first is not None and first.seq - lane.next_seq <= WIDEST:
+                await self._go_on_without(lane, first)
+                continue
+            for op in waiting:
+                self._give_up(
+                    op,
+                    f"operation {op.seq} has waited {GAP_LASTS_S:.0f} s for operation {lane.next_seq} of run "
+                    f"{lane.run_id}, which has not arrived; it was not run and is not billed: send {lane.next_seq}, "
+                    "and this again under another number",
+                )
 
     async def _lasts(self, lane: RunLane) -> bool:
         """Whether nothing happens for so long that would end this gap, or could."""
@@ -55,6 +82,54 @@ class Gaps:
                 return False
         return True
 
+    async def _go_on_without(self, lane: RunLane, first: Operation) -> None:
+        """The numbers before `first` are spent, here and for every other server."""
+        numbers = [seq for seq in range(lane.next_seq, first.seq) if not lane.spent(seq)]
+        log.warning("run %s goes on without operations %s, which never arrived", lane.run_id, numbers)
+        rows = [_row(first, seq) for seq in numbers]
+        try:
+            ended = await self._storing.change(lambda session: _spend(session, lane.run_id, rows))
+        except Unrecorded as error:  # another server accepts one of them at this moment
+            log.warning("run %s does not go on yet: %s", lane.run_id, error)
+            return
+        for row in ended:
+            self._skip(from_row(row), row.error)
+
     def stop(self) -> None:
         for task in self._watching.values():
             task.cancel()
+
+
+def _row(behind: Operation, seq: int) -> dict[str, Any]:
+    """Of a number for which an operation `behind` it has waited long enough."""
+    now = datetime.now(UTC)
+    op = Operation(
+        id=new_id(),
+        org_id=behind.org_id,
+        session_id=behind.session_id,
+        lane=behind.lane,
+        seq=seq,
+        kind=NEVER_CAME,
+        base_model=behind.base_model,
+        tokens=0,
+        body_ref="",
+        plan=BODY_ONLY,
+        accepted_at=now,
+        project_id=behind.project_id,
+    )
+    why = (
+        f"operation {seq} of run {behind.lane} never arrived, and operation {behind.seq} has waited {GAP_LASTS_S:.0f} "
+        "s for it. Look at what your client was told when it sent it: a proxy before the server may refuse large "
+        "bodies (HTTP 413; nginx does beyond client_max_body_size)"
+    )
+    return to_row(op, "") | {"state": "failed", "error": why, "error_category": "user", "finished_at": now}
+
+
+def _spend(session: Session, run_id: str, rows: Sequence[dict[str, Any]]) -> list[tables.Operation]:
+    """Insert those whose numbers are free. Returns all operations under these numbers that have ended."""
+    row = tables.Operation
+    these = select(row).where(row.lane == run_id, row.seq.in_([new["seq"] for new in rows]))
+    taken = {one.seq for one in session.scalars(these)}
+    if new := [one for one in rows if one["seq"] not in taken]:
+        session.execute(insert(row), new)
+    return list(session.scalars(these.where(row.state != "queued").order_by(row.seq)))

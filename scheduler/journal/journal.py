@@ -218,7 +218,7 @@ class Journal:
         begun = under_way(op)
         if begun is not None:
             return begun
-        return in_line(self.desks, "generator", self.sample_queue.ahead(op.id) or 0)
+        return in_line(self.desks, "generator", self.sample_queue.ahead(op.id) or 0, op.base_model)
 
     # ---- finishing
 

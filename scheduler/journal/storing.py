@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.orm import Session
 
 from scheduler.order.operations import Operation
 from store.blobs.contract import Blobs
@@ -66,11 +67,16 @@ class Storing:
 
     async def write(self, statement: Update) -> None:
         """Write, however often it takes."""
+        await self.change(lambda session: session.execute(statement))
+
+    async def change(self, work: Callable[[Session], T]) -> T:
+        """What `work` returns when it is committed, however often it takes: it may have been done before. Raises
+        Unrecorded."""
 
         def refused(error: Exception, pause_s: float) -> None:
             log.warning("%s; again in %.1f s", self._room.refused(error), pause_s)
 
-        await until_stored(lambda: self._database.write(lambda session: session.execute(statement)), refused)
+        return await until_stored(lambda: self._database.write(work), refused)
 
     def drop_body(self, op: Operation) -> None:
         if op.body_ref:

@@ -47,6 +47,9 @@ class Desk(Protocol):
     @property
     def attached(self) -> bool: ...
 
+    def serves(self, base_model: str) -> bool:
+        """Whether a worker that is here has this model, as far as they have told."""
+
     def wake(self) -> None: ...
 
     def cancel(self, op: Operation) -> None: ...
@@ -81,7 +84,7 @@ class Training:
         self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
         self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
         self.setbacks = Setbacks(self, storing, database, blobs)
-        self.gaps = Gaps(lambda op, why: self._fail(op, why, "user"))
+        self.gaps = Gaps(storing, self.skip, lambda op, why: self._fail(op, why, "user"))
 
     def opened(self, op_id: str) -> Operation | None:
         """An operation that is here and has not ended."""
@@ -162,7 +165,7 @@ class Training:
         if lane is not None and lane.paused:
             return Waiting("active", f"the run waits: {lane.paused}; it is tried again")
         ahead = self.queue.ahead(lane.path, lambda item: _computes(item, op)) if lane is not None else 0
-        return in_line(self.desks, "trainer", ahead)
+        return in_line(self.desks, "trainer", ahead, op.base_model)
 
     # ---- finishing
 
@@ -313,11 +316,13 @@ def under_way(op: Operation) -> Waiting | None:
     return Waiting("active", "running") if op.running else None
 
 
-def in_line(desks: list[Desk], worker: str, ahead: int) -> Waiting:
-    """What is said of an operation that is queued for a `worker`, behind `ahead` others."""
+def in_line(desks: list[Desk], worker: str, ahead: int, base_model: str) -> Waiting:
+    """What is said of an operation of `base_model` that is queued for a `worker`, behind `ahead` others."""
     place = f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
     if any(desk.worker == worker and not desk.attached for desk in desks):
         return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {place}")
+    if any(desk.worker == worker and not desk.serves(base_model) for desk in desks):
+        return Waiting("paused_capacity", f"no {worker} here has its base model {base_model}: it waits until one has")
     return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
 
 

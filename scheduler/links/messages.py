@@ -40,8 +40,12 @@ READ = frozenset({OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.OPTIM_STEP, Op
 SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
 
 
-#: Operations on which a step counts: behind one that has failed it is not taken (`scheduler.order.gradients`).
-STEPS_COUNT_ON = frozenset({OpKind.FORWARD_BACKWARD, OpKind.LOAD_STATE})
+#: The kind of a number of a run under which nothing has come (`scheduler.journal.gaps`).
+NEVER_CAME = "never_came"
+
+#: Operations on which a step counts: behind one that has failed it is not taken (`scheduler.order.gradients`). What
+#: never came may have been one of them.
+STEPS_COUNT_ON = frozenset({OpKind.FORWARD_BACKWARD, OpKind.LOAD_STATE, NEVER_CAME})
 
 
 class RunSpec(msgspec.Struct, frozen=True):

@@ -191,6 +191,16 @@ class TestSteps:
         reply = world.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": ADAM}, status=400)
         assert "ended" in reply["detail"]
 
+    @pytest.mark.parametrize("route", ["optim_step", "save_weights", "save_weights_for_sampler"])
+    def test_a_run_whose_model_is_not_served_any_more_is_told_so(self, world: World, route: str) -> None:
+        """The server was started again with other models: no trainer will ever take it."""
+        run = world.run()
+        body = {"model_id": run, "seq_id": 1, **({"adam_params": ADAM} if route == "optim_step" else {"path": "x"})}
+        with patch.dict(world.service.cards, {"other": world.service.cards[MODEL]}, clear=True):
+            refused = world.post(route, body, status=400)
+        assert f"{MODEL!r} is not served here; this server has other" in refused["detail"]
+        assert world.error(refused["request_id"]) == refused["detail"]
+
     def test_a_full_queue_is_429(self, world: World) -> None:
         run = world.run()
         for seq in range(1, 50):

@@ -26,7 +26,6 @@ from api.http.json_forms import PROTOBUF, train_body
 from api.http.structure import begins_with
 from api.operations.submit import Address, Check, Checked, submit
 from api.state.service import Service, ServiceDep
-from api.who.lookup import served_model
 from api.who.principal import Principal
 from scheduler.links.messages import OpKind
 from scheduler.order.plans import ForwardBackward, slices
@@ -119,7 +118,6 @@ def _parse(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run) -> Checked:
-    served_model(service.cards, run.base_model)
     limits = service.settings.limits
     if len(message.data) > limits.max_data:
         raise Invalid(f"data: {len(message.data)} data, the limit is {limits.max_data} per operation: send several")

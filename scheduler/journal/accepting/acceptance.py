@@ -28,7 +28,7 @@ from billing.metering.quotas import Claim, QuotaReached, check, claim
 from billing.money.accounts import Accounts, OutOfMoney, Payer
 from billing.prices import PriceList, most_for_sample, most_for_tokens
 from scheduler.journal.rows import TRAIN_KINDS, sent_sha256_of, small_text, to_row
-from scheduler.links.messages import READ, OpKind
+from scheduler.links.messages import NEVER_CAME, READ, OpKind
 from scheduler.order.operations import SAMPLE, NewOperation, Operation, SequenceReused
 from store import logs, tables
 from store.blobs.contract import Blobs, beside_the_loop
@@ -58,6 +58,11 @@ class _Entry:
 
     def check(self, new: NewOperation) -> None:
         """Raise SequenceReused unless `new` is this operation again."""
+        if self.kind == NEVER_CAME:
+            raise SequenceReused(
+                f"operation {new.seq} of {new.lane} comes too late: what was behind it has gone on without it, and it "
+                "counts as failed. It was not run and is not billed: send it again under the next number"
+            )
         if self.kind != new.kind or self.sent_sha256 != _digest(new):
             raise SequenceReused(
                 f"operation {new.seq} of {new.lane} was already submitted as {self.kind} with another body: "

@@ -1,4 +1,4 @@
-"""What waits for an operation that never comes gives its organisation's money back, and its run goes on without it."""
+"""A run goes on without an operation that never comes, and a step that counts on it is told."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from billing.reports.reconcile import check
 from scheduler.journal import gaps
 from scheduler.journal.recovery import recover
-from scheduler.links.messages import PullPass
+from scheduler.links.messages import PullPass, TrainOp
 from scheduler.links.sockets import WorkerLink
-from scheduler.order.operations import Waiting
+from scheduler.order.operations import SequenceReused, Waiting
 from store.tables import Wallet
-from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, train  # noqa: F401
+from tests.scheduler.journal.test_journal import RUN, Service, first_pass, folder, go, outcome, train  # noqa: F401
 
 
 @asynccontextmanager
@@ -36,48 +36,110 @@ def held(service: Service) -> int:
         return session.get_one(Wallet, "org").held_nusd
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_parked_operation_is_given_up_and_its_hold_released(
+def again(service: Service, folder: Path) -> Service:  # noqa: F811
+    """The server is killed and starts again."""
+    service.journal.training.stop()
+    service.database.close()
+    service = Service(folder)
+    recover(service.journal, service.database)
+    return service
+
+
+async def sent(service: Service, link: WorkerLink, seqs: list[int]) -> list[TrainOp]:
+    """What the trainer is given until it had these operations; it answers all of them."""
+    given: list[TrainOp] = []
+    while len(given) < len(seqs):
+        pass_ = await service.ask(link, PullPass(["m"]))
+        given += [op for op in pass_.ops if not op.replay]
+        await service.answer(link, pass_)
+    assert [op.seq for op in given] == seqs
+    return given
+
+
+@pytest.mark.parametrize("killed", ["never", "before", "after"])
+def test_a_run_goes_on_without_what_never_came(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    restarted: bool,
+    killed: str,
 ) -> None:
+    """The client has spent 1 and 2 on requests that a proxy refused, and cannot send anything under them."""
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
-            parked = [await service.journal.accept(train(seq)) for seq in (3, 4)]
-            assert held(service) > 0
-            if restarted:
-                await service.journal.stop(1)
-                service.database.close()
-        if restarted:
-            service = Service(folder)
-            recover(service.journal, service.database)
-        for seq, id in zip((3, 4), parked, strict=True):
-            told = await outcome(service, id)
-            assert told.category == "user"
-            assert told.error is not None
-            assert (
-                f"operation {seq} has waited 0 s for operation 1 of run s:train:0, which has not arrived" in told.error
-            )
-        assert held(service) == 0
-        assert check(service.database) == []
-        late = [await service.journal.accept(train(seq)) for seq in (5, 2, 1)]  # 3 and 4 are spent
+        parked = [await service.journal.accept(train(3)), await service.journal.accept(train(4, "optim_step"))]
+        assert held(service) > 0
+        if killed == "before":
+            service = again(service, folder)
+        async with asyncio.timeout(5):
+            while service.journal.training.runs[RUN].parked:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        if killed == "after":
+            service = again(service, folder)
         async with service.worker(service.trainer) as link:
-            ran: list[int] = []
-            while len(ran) < 3:
-                pass_ = await service.ask(link, PullPass(["m"]))
-                await service.answer(link, pass_)
-                ran += [op.seq for op in pass_.ops if not op.replay]
-            assert ran == [1, 2, 5]
-            assert [(await outcome(service, id)).error for id in late] == [None, None, None]
+            step = (await sent(service, link, [3, 4]))[1]
+            number, told = step.lacks
+            assert number == 2
+            assert told.startswith("no step was taken: an operation before it never arrived")
+            assert "operation 2 of run s:train:0 never arrived" in told
+            assert "client_max_body_size" in told
+            assert [(await outcome(service, id)).error for id in parked] == [None, None]
+            for seq in (1, 2):
+                assert await service.journal.taken(RUN, seq)
+                with pytest.raises(SequenceReused, match=f"operation {seq} of s:train:0 comes too late"):
+                    await service.journal.accept(train(seq))
+            last = [await service.journal.accept(train(5)), await service.journal.accept(train(6, "optim_step"))]
+            assert (await sent(service, link, [5, 6]))[1].lacks == (0, "")  # said once
+            assert [(await outcome(service, id)).error for id in last] == [None, None]
         assert held(service) == 0
         assert check(service.database) == []
         await service.journal.stop(1)
         service.database.close()
+
+    go(scenario())
+
+
+def test_what_comes_while_its_number_is_given_up_is_one_of_both(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 is in the database, and not yet in the run, when the run is to go on without it."""
+    monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
+
+    async def scenario() -> None:
+        async with begun(folder) as (service, link):
+            third = await service.journal.accept(train(3))
+            put = service.journal.put
+            monkeypatch.setattr(service.journal, "put", lambda op: None)
+            second = await service.journal.accept(train(2))
+            monkeypatch.setattr(service.journal, "put", put)
+            await asyncio.sleep(0.5)
+            service.journal.put(service.journal._open[second])
+            await sent(service, link, [2, 3])
+            assert [(await outcome(service, id)).error for id in (second, third)] == [None, None]
+
+    go(scenario())
+
+
+def test_what_is_far_beyond_all_others_is_given_up_itself(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
+
+    async def scenario() -> None:
+        async with begun(folder) as (service, link):
+            far = await service.journal.accept(train(10**12))
+            told = await outcome(service, far)
+            assert told.category == "user"
+            assert "has waited 0 s for operation 1 of run s:train:0, which has not arrived" in (told.error or "")
+            assert held(service) == 0
+            assert check(service.database) == []
+            next_one = await service.journal.accept(train(1))
+            await sent(service, link, [1])
+            assert (await outcome(service, next_one)).error is None
 
     go(scenario())
 
@@ -109,7 +171,8 @@ def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: py
             await asyncio.sleep(0.5)
             assert isinstance(await service.journal.outcome("org", third, 0), Waiting)
             await service.answer(link, pass_)
-            assert "waited 0 s for operation 2 of run" in ((await outcome(service, third)).error or "")
+            await sent(service, link, [3])
+            assert (await outcome(service, third)).error is None
 
     go(scenario())
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from scheduler.journal.journal import Journal
-from scheduler.links.messages import PullPass
+from scheduler.links.messages import PullPass, PullSamples
 from scheduler.order.operations import Gone, Waiting
 from scheduler.order.plans import Create, ForwardBackward, Slice
 from store import tables
@@ -41,6 +42,27 @@ def test_it_says_what_it_waits_for_and_its_place(tmp_path: Path) -> None:
             last = await waiting(service.journal, queued[-1])
             assert last.state == "active"
             assert last.reason == "waiting for the trainer, which is busy; it is next"
+
+    go(scenario())
+
+
+def test_it_says_that_nobody_has_its_base_model(tmp_path: Path) -> None:
+    """The server was started again with other models."""
+
+    async def scenario() -> None:
+        service = Service(tmp_path)
+        organisation(service)
+        creation = await service.journal.accept(create(), run_row())
+        drawn = await service.journal.accept(sample(0))
+        async with service.worker(service.trainer) as trainer, service.worker(service.generator) as generator:
+            trainer.send(PullPass(["other"]))
+            generator.send(PullSamples(["other"], 1))
+            for request_id, worker in ((creation, "trainer"), (drawn, "generator")):
+                async with asyncio.timeout(5):
+                    while not (told := await waiting(service.journal, request_id)).reason.startswith("no "):
+                        pass
+                what = f"no {worker} here has its base model m: it waits until one has"
+                assert told == Waiting("paused_capacity", what)
 
     go(scenario())
 

@@ -17,6 +17,8 @@ _WITHOUT = {
     "step; all other gradients since the last step are there",
     "load_state": "a load_state before it failed, so the run has its weights of before. Load others, or repeat the "
     "step",
+    "never_came": "an operation before it never arrived, and a gradient may be missing with it. Repeat what is "
+    "missing, and the step; all other gradients since the last step are there",
 }
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
