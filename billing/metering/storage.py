@@ -31,7 +31,7 @@ HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
 #: Metered at a time, at most: what a clock that is years ahead for a moment bills too much, which the hours that follow
 #: do not bill again.
-MOST = timedelta(days=1)
+MOST = timedelta(days=7)
 #: Spans metered in one transaction.
 AT_A_TIME = 200
 #: The weights that an operation begins a run from, or loads into it.
@@ -173,7 +173,7 @@ def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
 
 
 def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int]:
-    """Meter all spans in hours that are over by `now`, up to a day later than any was metered or begun. For the jobs;
+    """Meter all spans in hours that are over by `now`, up to a week later than any was metered or begun. For the jobs;
     may be called at any time, repeatedly."""
     counts = {
         "begun": database.write_now(lambda s: _adopt(s, now)),

@@ -90,27 +90,27 @@ def test_each_full_hour_once(till: Till) -> None:
     assert till.agrees()
 
 
-def test_a_clock_that_is_years_ahead_for_a_moment_bills_a_day_which_then_is_paid(till: Till) -> None:
+def test_a_clock_that_is_years_ahead_for_a_moment_bills_a_week_which_then_is_paid(till: Till) -> None:
     save(till, NOON)
     meter(till.database, till.prices, NOON + timedelta(days=3650))
-    assert sum(quantity for _, quantity, _ in billed(till)) == 24 * GB
-    for hour in range(1, 25):
+    assert sum(quantity for _, quantity, _ in billed(till)) == 168 * GB
+    for hour in range(1, 169, 3):
         meter(till.database, till.prices, NOON + timedelta(hours=hour))
-    assert sum(quantity for _, quantity, _ in billed(till)) == 24 * GB
-    meter(till.database, till.prices, NOON + timedelta(hours=25))
-    assert sum(quantity for _, quantity, _ in billed(till)) == 25 * GB
+    assert sum(quantity for _, quantity, _ in billed(till)) == 168 * GB
+    meter(till.database, till.prices, NOON + timedelta(hours=169))
+    assert sum(quantity for _, quantity, _ in billed(till)) == 169 * GB
     assert till.agrees()
 
 
-def test_what_was_stored_while_nobody_metered_is_billed_a_day_at_a_time(till: Till) -> None:
+def test_what_was_stored_while_nobody_metered_is_billed_a_week_at_a_time(till: Till) -> None:
     save(till, NOON)
-    back = NOON + timedelta(days=3, hours=1)
+    back = NOON + timedelta(days=21, hours=1)
     delete(till, back - timedelta(hours=2))
-    for day in (1, 2):
+    for week in (1, 2):
         meter(till.database, till.prices, back)
-        assert sum(quantity for _, quantity, _ in billed(till)) == day * 24 * GB
+        assert sum(quantity for _, quantity, _ in billed(till)) == week * 168 * GB
     meter(till.database, till.prices, back)
-    assert sum(quantity for _, quantity, _ in billed(till)) == (3 * 24 - 1) * GB
+    assert sum(quantity for _, quantity, _ in billed(till)) == (3 * 168 - 1) * GB
     assert till.rows(tables.StorageSpan) == []
 
 
