@@ -71,6 +71,48 @@ def test_many_special_tokens_at_the_beginning_are_not_decoded_again_and_again(fo
     assert max(decoded) <= PATIENCE + 1
 
 
+def test_every_character_of_many_tokens_is_streamed_whole(form: Form) -> None:
+    stream, tokens = form.stream(), ids(form, ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"])
+    for _ in range(PATIENCE):
+        assert [stream.push([token]) for token in tokens] == ["", "", "", "😀"]
+    assert stream.end() == ""
+
+
+def test_bytes_that_become_no_character_are_given_out_and_not_decoded_again_and_again(form: Form) -> None:
+    decoded = list[int]()
+
+    def decode(tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return form.decode(tokens)
+
+    tokens = ids(form, ["<0xF0>"] * 1000)
+    stream = TextStream(decode)
+    said = "".join(stream.push([token]) for token in tokens)
+    assert max(decoded) <= 2 * (PATIENCE + 1)
+    assert len(said) >= len(tokens) - PATIENCE
+    assert said + stream.end() == form.decode(tokens)
+
+
+@pytest.mark.parametrize("stop", ["ab", "xyzzy"])
+def test_a_stop_string_ends_what_is_kept_back_too(stop: str) -> None:
+    """A tool call is kept back whole, and what ends it may come in pieces far behind its beginning."""
+    pieces = ["hm ", "<ca", "ll>", "a 1 xyz a", stop[:1], stop[1:], " and more"]
+    stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), ["xyzzy", "ab"], "<call>")
+    assert [stream.push([token]) for token in range(len(pieces))] == ["hm ", *[""] * 6]
+    assert stream.end() == "<call>" + "".join(pieces[3:6]).partition(stop)[0]
+
+
+def test_what_may_be_a_call_is_kept_back_only_at_the_beginning() -> None:
+    """As in the format of Llama, whose calls are all of an answer."""
+    call, text = [" ", "\n{", '"name"'], [" ", "see", " {", "x"]
+    stream = TextStream(lambda tokens: "".join(call[token] for token in tokens), (), "{", alone=True)
+    assert [stream.push([token]) for token in range(3)] == ["", "", ""]
+    assert stream.end() == "".join(call)
+    stream = TextStream(lambda tokens: "".join(text[token] for token in tokens), (), "{", alone=True)
+    assert [stream.push([token]) for token in range(4)] == ["", " see", " {", "x"]
+    assert stream.end() == ""
+
+
 def test_a_token_is_told_with_its_space(form: Form, tokens: list[int]) -> None:
     """Clients put the words of tokens together."""
     spelled = "".join(form.text.word(token) for token in tokens if form.decode([token]) != "")
