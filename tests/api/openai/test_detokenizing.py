@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from api.routes.openai.answers import Form
 from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.text import ModelText
+from tests.search import examples
 
 SPECIAL = ["<unk>", "<s>", "<tool>"]
 WORDS = ["▁Paris", "▁a", "<tool>", "▁b", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁c", "<tool>", "<tool>", "▁d", "."]
@@ -151,7 +152,13 @@ def test_a_completion_goes_on_from_its_prompt_as_the_whole_text_does(
         assert behind.places().push(tokens)[-1] == len(text) - len(form.text.word(tokens[-1])) + (prompt == "<s>")
 
 
-@given(st.lists(st.text("ab🧵", min_size=1, max_size=4)), st.lists(st.text("ab🧵", min_size=1, max_size=6), max_size=4))
+#: Stop strings are longer than what comes at once, so that they come in parts.
+PIECES = st.lists(st.text("ab🧵", min_size=1, max_size=2), max_size=12)
+STOPS = st.lists(st.text("ab🧵", min_size=1, max_size=6), max_size=4)
+
+
+@settings(max_examples=examples(300))
+@given(PIECES, STOPS)
 def test_a_stream_gives_out_what_cannot_be_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     said, text = "", ""
     stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), stops)
