@@ -228,6 +228,56 @@ def test_one_that_leaves_is_not_suspected_and_gets_nothing_more(folder: Path, ho
     go(scenario())
 
 
+def test_one_that_leaves_is_no_place_for_new_runs_while_it_is_still_there(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with hall.attach() as one, hall.attach() as two:
+            one.pull()
+            two.pull()
+            one.say(Leaving())
+            await asyncio.sleep(0)
+            await hall.make()
+            two.answer(await two.next())
+            while two.runs != set(RUNS):
+                two.pull()
+                two.answer(await two.next())
+
+    go(scenario())
+
+
+def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(folder: Path) -> None:  # noqa: F811
+    """The one that has it forgets it with its next pass: nothing of the run may be in that."""
+
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with hall.attach() as one:
+            one.pull()
+            await asyncio.sleep(0)
+            await hall.make()
+            one.answer(await one.next())
+            for seq in range(1, 10):
+                ops = [await hall.journal.accept(of(run, seq)) for run in RUNS]
+                hall.now += LOOK_S
+                for _ in RUNS:  # one operation fits a pass
+                    one.pull()
+                    one.answer(await one.next())
+                assert [(await outcome(hall, op)).payload for op in ops] == [b"result"] * len(RUNS)
+            ops = [await hall.journal.accept(of(run, 10)) for run in RUNS]
+            hall.now += LOOK_S
+            one.pull()
+            held = await one.next()
+            async with hall.attach() as two:
+                two.pull()
+                await asyncio.sleep(0.05)
+            one.answer(held)
+            working = asyncio.create_task(one.work())
+            assert [(await outcome(hall, op)).payload for op in ops] == [b"result"] * len(RUNS)
+            assert hall.trainer.report()["moves"]
+            working.cancel()
+
+    go(scenario())
+
+
 def test_a_run_that_cannot_be_saved_stays_and_all_survive_both_their_trainers(folder: Path) -> None:  # noqa: F811
     async def scenario() -> None:
         hall = Hall(folder)
