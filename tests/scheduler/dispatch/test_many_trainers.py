@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -241,6 +241,23 @@ def test_one_that_leaves_is_no_place_for_new_runs_while_it_is_still_there(folder
             while two.runs != set(RUNS):
                 two.pull()
                 two.answer(await two.next())
+
+    go(scenario())
+
+
+def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with AsyncExitStack() as living:
+            await living.enter_async_context(hall.attach(works=True))
+            async with hall.attach(works=True) as two:
+                await hall.make()
+                await hall.trained(1)
+                lost = sorted(two.runs)
+                await living.enter_async_context(hall.attach(works=True))
+            assert len(lost) == 2
+            for run in lost:  # of which the other has nothing to do, and is on no trainer
+                await hall.trained(2, [run])
 
     go(scenario())
 
