@@ -262,6 +262,48 @@ def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not
     go(scenario())
 
 
+def test_a_run_that_is_over_is_forgotten_by_the_trainer_that_has_it(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with hall.attach() as one, hall.attach() as two:
+            one.pull()
+            two.pull()
+            await asyncio.sleep(0)
+            await hall.make()
+            while len(one.runs | two.runs) < len(RUNS):
+                for trainer in (one, two):
+                    trainer.answer(await trainer.next())
+                    trainer.pull()
+            await hall.journal.flush()
+            has, other = (one, two) if RUNS[0] in one.runs else (two, one)
+            hall.journal.training.close_run(RUNS[0])
+            hall.trainer.wake()
+            assert (await has.next()).release == [RUNS[0]]
+            assert other._sent.empty()
+
+    go(scenario())
+
+
+def test_a_large_operation_has_more_time_in_proportion(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        hall.journal.desks.remove(hall.trainer)
+        hall.trainer = TrainerDesk(hall.journal.training, 100, 2.0)
+        async with hall.attach() as one:
+            one.pull()
+            await asyncio.sleep(0)
+            await hall.journal.accept(create(RUNS[0]), run_row(RUNS[0]))
+            one.answer(await one.next())
+            for seq, tokens, limit_s in ((1, 60, 2.0), (2, 250, 5.0)):
+                one.pull()
+                await hall.journal.accept(replace(of(RUNS[0], seq), tokens=tokens))
+                pass_ = await one.next()
+                assert pass_.limit_s == limit_s
+                one.answer(pass_)
+
+    go(scenario())
+
+
 def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(folder: Path) -> None:  # noqa: F811
     """The one that has it forgets it with its next pass: nothing of the run may be in that."""
 
