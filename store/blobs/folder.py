@@ -85,12 +85,6 @@ class FolderBlobs:
         with suppress(FileNotFoundError):
             os.unlink(self._beginning + check_ref(ref))
 
-    def folder(self, ref: str) -> Path:
-        """The folder `ref`, made if it is not there: for a writer that wants to fill it in place."""
-        folder = self.path(ref)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     @contextmanager
     def new_folder(self, ref: str) -> Iterator[Path]:
         target = self.path(ref)
