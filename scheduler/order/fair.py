@@ -85,9 +85,9 @@ class FairTree(Generic[T]):
             node = node.children[entry[2]]
         return tuple(path) if node else None
 
-    def peek(self, prefix: Path = (), only: Only | None = None) -> tuple[T, int] | None:
+    def peek(self, prefix: Path = ()) -> tuple[T, int] | None:
         """The item that `pop` would return, and its cost."""
-        path = self.next(prefix, only)
+        path = self.next(prefix)
         node = self._find(path) if path is not None else None
         return node.items[0] if node else None
 

@@ -18,17 +18,18 @@ class Ahead:
         self._coming: dict[tuple[str, str], Future[bytes]] = {}
 
     def fetch(self, wanted: Iterable[tuple[str, str]]) -> None:
-        """These (ref, SHA-256) are asked for next; of what was fetched before and not asked for, the others are
-        dropped. Without a ref there is nothing to fetch."""
+        """These (ref, SHA-256) are asked for next, in this order; of what was fetched before and not asked for, the
+        others are dropped. Without a ref there is nothing to fetch."""
         threads = self._blobs.threads
-        names = {name for name in wanted if name[0]} if threads is not None else set()
+        names = dict.fromkeys(name for name in wanted if name[0]) if threads is not None else {}
         for name, coming in list(self._coming.items()):
             if name not in names or _failed(coming):
                 coming.cancel()
                 del self._coming[name]
-        for name in names - self._coming.keys():
-            assert threads is not None
-            self._coming[name] = threads.submit(self._blobs.get, *name)
+        for name in names:
+            if name not in self._coming:
+                assert threads is not None
+                self._coming[name] = threads.submit(self._blobs.get, *name)
 
     def has(self, ref: str, sha256: str) -> bool:
         """Whether what is fetched has come, or why it has not: `get` waits for nothing then."""

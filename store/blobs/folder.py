@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 
 from store.blobs.contract import (
@@ -83,12 +84,6 @@ class FolderBlobs:
     def delete(self, ref: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._beginning + check_ref(ref))
-
-    def folder(self, ref: str) -> Path:
-        """The folder `ref`, made if it is not there: for a writer that wants to fill it in place."""
-        folder = self.path(ref)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
     @contextmanager
     def new_folder(self, ref: str) -> Iterator[Path]:
@@ -169,13 +164,17 @@ class FolderBlobs:
             shutil.rmtree(old, ignore_errors=True)
 
     def _rename(self, temporary: Path | str, target: Path | str) -> None:
+        changed = [os.path.dirname(target)]  # folders with a new entry, which a power cut takes unless they are flushed
         try:
             os.replace(temporary, target)
         except FileNotFoundError:
+            missing = takewhile(lambda folder: not folder.is_dir(), Path(target).parents)
+            changed += [str(folder.parent) for folder in missing]
             os.makedirs(os.path.dirname(target), exist_ok=True)
             os.replace(temporary, target)
         if self.durable:
-            _fsync(os.path.dirname(target))
+            for folder in changed:
+                _fsync(folder)
 
 
 def _fsync(path: Path | str) -> None:

@@ -37,7 +37,9 @@ def folder_of(world: World, path: str) -> Path:
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     with world.database.read() as session:
         row = session.query(tables.Checkpoint).filter_by(run_id=run_id, kind=kind, name=name).one()
-    return folders(world).folder(row.ref)
+    folder = folders(world).path(row.ref)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def route(path: str) -> str:

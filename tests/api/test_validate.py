@@ -143,7 +143,9 @@ class TestSamples:
         "token beyond vocabulary": ({}, {"tokens": [1, 100]}, "token 100 at position 1.*0 to 99"),
         "too many samples": ({}, {"num_samples": 5}, "1 to 4, got 5"),
         "top_k 0": ({"top_k": 0}, {}, "top_k.*got 0"),
+        "top_k beyond what is computed": ({"top_k": 2**31}, {}, "top_k.*got 2147483648"),
         "too many stops": ({"stop": ["a", "b", "c"]}, {}, "3 entries, the limit is 2"),
+        "long stop": ({"stop": "a" * 257}, {}, r"stop\[0\]: has 257 characters; it must have 1 to 256"),
         "empty stop": ({"stop": ["a", ""]}, {}, r"stop\[1\]: has 0 characters"),
         "stop token beyond vocabulary": ({"stop": [1, 100]}, {}, r"stop\[1\]: is 100"),
         "top logprobs": ({}, {"topk_sample_logprobs": 101}, "topk_sample_logprobs: must be 0 to 100, got 101"),
@@ -182,10 +184,22 @@ class TestSamples:
             },
             {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "topk_prompt_logprobs": 100},
             {"prompt_alt_tokens_k": 100, "topk_sample_logprobs": 100, "record_stability_info": True},
+            {"tokens": [0, 99], "num_samples": 4, "return_routed_experts": True, "max_staleness": 0},
+            {"params": {"top_k": 1, "temperature": 1e-6, "stop": [0, 99]}},
+            {"params": {"top_k": 2**31 - 1, "temperature": 0.0, "stop": "a" * 256}},
         ],
     )
     def test_everything_that_can_be_asked(self, limits: LimitsResponse, fields: dict[str, Any]) -> None:
         check_sample(self.request(**fields), limits, MODEL)
+
+    def test_experts_of_a_model_without_and_the_age_of_what_never_gets_old(self, limits: LimitsResponse) -> None:
+        dense = limits.models[MODEL].model_copy(update={"num_experts": 0})
+        limits = limits.model_copy(update={"models": {MODEL: dense}})
+        check_sample(self.request(), limits, MODEL, of_run=False)
+        with pytest.raises(Invalid, match="has no experts; leave it out"):
+            check_sample(self.request(return_routed_experts=True), limits, MODEL)
+        with pytest.raises(Invalid, match="this sampler is of no training run"):
+            check_sample(self.request(max_staleness=0), limits, MODEL, of_run=False)
 
     @pytest.mark.parametrize("case", BAD)
     def test_bad(self, case: str, limits: LimitsResponse) -> None:

@@ -215,6 +215,13 @@ def test_samples(fields: dict[str, Any], where: list[str]) -> None:
     assert places(PlannedSample(**({"prompts": [[1]]} | fields))) == [f"steps[0].{name}" for name in where]
 
 
+def test_a_server_that_does_not_say_its_limits_has_none() -> None:
+    model = ModelLimits(vocab_size=100, context_length=1000)
+    limits = LimitsResponse(models={"org/tiny": model}, losses=LIMITS.losses)
+    sample = PlannedSample([[1] * 9], 500, {"stop": ["a" * 1000, *"abc"]}, topk_sample_logprobs=500)
+    assert validate(Plan("org/tiny", [PlannedTrain([datum([1] * 40)] * 40), sample]), limits) == []
+
+
 def test_saves() -> None:
     twice = [PlannedSave("a"), PlannedSave("a"), PlannedSave("b/c"), PlannedSave("d", ttl_seconds=5)]
     assert places(*twice) == ["steps[1].name", "steps[2].name", "steps[3].ttl_seconds"]

@@ -10,10 +10,11 @@ import tracemalloc
 import numpy as np
 import orjson
 import pytest
-from weft.wire.binary.sample_codec import SampleResult, SequenceResult, TopkLogprobs
+from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
-from api.routes.openai.answers import Form, base85, choice_of, logprobs_of, routed_of, whole
+from api.routes.openai.answers import Form, base85, choice_of, envelope, logprobs_of, routed_of, rows_of_part, whole
 from api.routes.openai.text import ModelText
+from scheduler.links.messages import DrawnTokens
 from workers.model.tiny import TINY_PATH
 
 TOKENS, TOP = 2000, 20
@@ -98,6 +99,69 @@ def test_logprobs_name_tokens_by_their_ids_where_asked_to(chat: bool) -> None:
     else:
         assert told["tokens"] == [f"token_id:{part}"]
         assert told["top_logprobs"] == [{f"token_id:{part}": -0.5, f"token_id:{other}": -9.0}]
+
+
+def test_a_whole_answer_in_the_form_of_completions_and_with_all_that_was_asked_for() -> None:
+    form = Form(ModelText(TINY_PATH, 2048), chat=False, ids=True)
+    nan = float("nan")
+    prompt, drawn = form.text.encode("12"), np.array(form.text.encode("345"), np.int32)
+    one, two = prompt
+    tops = TopkLogprobs(np.array([[0, 0], [one, two]], np.int32), np.array([[nan, nan], [-0.5, -2]], np.float32))
+    sequence = SequenceResult(drawn, None, "length", policy=(PolicySpan(7, 3),), stale=True)
+    logprobs = np.array([nan, -2], np.float32)
+    result = SampleResult([sequence, sequence], logprobs, 1, tops)
+    answer = whole(form, "r", "m", prompt, result)
+    assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-r", "text_completion", "m")
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [
+        (index, "345", "length") for index in range(2)
+    ]
+    (policy,) = {orjson.dumps(choice["weft"]) for choice in answer["choices"]}
+    assert orjson.loads(policy) == {"policy_versions": [[7, 3]], "stale": True}
+    assert [choice["token_ids"] for choice in answer["choices"]] == [drawn.tolist()] * 2
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 6,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["prompt_logprobs"] == [None, {str(two): {"logprob": -2.0}, str(one): {"logprob": -0.5}}]
+    own = whole(form, "r", "m", prompt, SampleResult([sequence], logprobs))
+    assert own["prompt_logprobs"] == [None, {str(two): {"logprob": -2.0}}]
+
+
+def test_a_whole_answer_in_the_form_of_chats_with_nothing_that_was_not_asked_for() -> None:
+    form = Form(ModelText(TINY_PATH, 2048), chat=True)
+    drawn = np.array(form.text.encode("345<|im_end|>"), np.int32)
+    answer = whole(form, "r", "m", [1], SampleResult([SequenceResult(drawn, None, "stop")]))
+    assert (answer["id"], answer["object"]) == ("chatcmpl-r", "chat.completion")
+    assert answer.keys() == {"id", "object", "created", "model", "choices", "usage"}
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "logprobs": None,
+            "message": {"role": "assistant", "content": "345", "refusal": None},
+        }
+    ]
+    assert envelope(form, "r", "m", chunk=True)["object"] == "chat.completion.chunk"
+
+
+@pytest.mark.parametrize(("top", "told"), [(0, 1), (2, 3)])
+def test_what_logprobs_cost_and_how_those_of_a_part_are_told(top: int, told: int) -> None:
+    form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, top=top)
+    assert (form.told, Form(form.text, chat=False, top=top).told) == (told, 0)
+    eight, nine = (form.text.encode(word)[0] for word in ("8", "9"))
+    tops = [([eight, nine], [-0.5, -1.0])] * 2 if top else []
+    part = DrawnTokens(0, 0, [nine, eight], [-1.0, -0.5], [3, 3], tops)
+    found = orjson.loads(orjson.dumps(logprobs_of(form, *rows_of_part(part))))
+    assert found == {
+        "tokens": ["9", "8"],
+        "token_logprobs": [-1.0, -0.5],
+        "top_logprobs": [{"8": -0.5, "9": -1.0}] * 2 if top else None,
+        "text_offset": [0, 1],
+    }
 
 
 @pytest.mark.parametrize(("one_call", "calls"), [(False, ["1", "2"]), (True, ["1"])])

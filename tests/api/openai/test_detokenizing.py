@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from api.routes.openai.answers import Form
 from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.text import ModelText
+from tests.search import examples
 
 SPECIAL = ["<unk>", "<s>", "<tool>"]
 WORDS = ["▁Paris", "▁a", "<tool>", "▁b", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁c", "<tool>", "<tool>", "▁d", "."]
@@ -71,6 +72,48 @@ def test_many_special_tokens_at_the_beginning_are_not_decoded_again_and_again(fo
     assert max(decoded) <= PATIENCE + 1
 
 
+def test_every_character_of_many_tokens_is_streamed_whole(form: Form) -> None:
+    stream, tokens = form.stream(), ids(form, ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"])
+    for _ in range(PATIENCE):
+        assert [stream.push([token]) for token in tokens] == ["", "", "", "😀"]
+    assert stream.end() == ""
+
+
+def test_bytes_that_become_no_character_are_given_out_and_not_decoded_again_and_again(form: Form) -> None:
+    decoded = list[int]()
+
+    def decode(tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return form.decode(tokens)
+
+    tokens = ids(form, ["<0xF0>"] * 1000)
+    stream = TextStream(decode)
+    said = "".join(stream.push([token]) for token in tokens)
+    assert max(decoded) <= 2 * (PATIENCE + 1)
+    assert len(said) >= len(tokens) - PATIENCE
+    assert said + stream.end() == form.decode(tokens)
+
+
+@pytest.mark.parametrize("stop", ["ab", "xyzzy"])
+def test_a_stop_string_ends_what_is_kept_back_too(stop: str) -> None:
+    """A tool call is kept back whole, and what ends it may come in pieces far behind its beginning."""
+    pieces = ["hm ", "<ca", "ll>", "a 1 xyz a", stop[:1], stop[1:], " and more"]
+    stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), ["xyzzy", "ab"], "<call>")
+    assert [stream.push([token]) for token in range(len(pieces))] == ["hm ", *[""] * 6]
+    assert stream.end() == "<call>" + "".join(pieces[3:6]).partition(stop)[0]
+
+
+def test_what_may_be_a_call_is_kept_back_only_at_the_beginning() -> None:
+    """As in the format of Llama, whose calls are all of an answer."""
+    call, text = [" ", "\n{", '"name"'], [" ", "see", " {", "x"]
+    stream = TextStream(lambda tokens: "".join(call[token] for token in tokens), (), "{", alone=True)
+    assert [stream.push([token]) for token in range(3)] == ["", "", ""]
+    assert stream.end() == "".join(call)
+    stream = TextStream(lambda tokens: "".join(text[token] for token in tokens), (), "{", alone=True)
+    assert [stream.push([token]) for token in range(4)] == ["", " see", " {", "x"]
+    assert stream.end() == ""
+
+
 def test_a_token_is_told_with_its_space(form: Form, tokens: list[int]) -> None:
     """Clients put the words of tokens together."""
     spelled = "".join(form.text.word(token) for token in tokens if form.decode([token]) != "")
@@ -109,7 +152,13 @@ def test_a_completion_goes_on_from_its_prompt_as_the_whole_text_does(
         assert behind.places().push(tokens)[-1] == len(text) - len(form.text.word(tokens[-1])) + (prompt == "<s>")
 
 
-@given(st.lists(st.text("ab🧵", min_size=1, max_size=4)), st.lists(st.text("ab🧵", min_size=1, max_size=6), max_size=4))
+#: Stop strings are longer than what comes at once, so that they come in parts.
+PIECES = st.lists(st.text("ab🧵", min_size=1, max_size=2), max_size=12)
+STOPS = st.lists(st.text("ab🧵", min_size=1, max_size=6), max_size=4)
+
+
+@settings(max_examples=examples(300))
+@given(PIECES, STOPS)
 def test_a_stream_gives_out_what_cannot_be_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     said, text = "", ""
     stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), stops)

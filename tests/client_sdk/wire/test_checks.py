@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from weft.wire.account.limits import ModelLimits
+from weft.wire.account.limits import LimitsResponse, ModelLimits
 from weft.wire.binary.codec import ArrayDatum, TrainBatch
-from weft.wire.checks.batches import BatchRules, batch_problems, refusal
+from weft.wire.checks.batches import BatchRules, Reads, batch_problems, refusal, size_problems
 from weft.wire.checks.losses import WITH_CUSTOM
 
 RULES = BatchRules(WITH_CUSTOM, ModelLimits(vocab_size=100, context_length=64, num_experts=0), "tiny")
@@ -41,6 +42,8 @@ def test_accepts() -> None:
     assert said("ppo", {"clip_low_threshold": 0.9}, [rl(clip_high_threshold=np.array([1.0, 1.5]))]) == []
     assert said("importance_sampling", {}, [rl(weights=np.ones(2), mask=np.ones(2))]) == []
     assert said("ppo", {"clip_low_threshold": 0.0}, [rl(clip_high_threshold=np.array([0.0, 1.5]))]) == []
+    assert said("ppo", {"clip_low_threshold": 1.1, "clip_high_threshold": 1.1}, [rl()]) == []
+    assert said("gspo", {}, [rl(advantages=np.zeros(2), sequence_ratio_mask=np.zeros(2))]) == []
     told = [rl(sampling_temperature=np.array(each)) for each in ([0.7], [0.7, 1.3])]
     assert said("dro", {"beta": 0.0}, told) == []
 
@@ -69,6 +72,7 @@ def test_accepts() -> None:
         ("ppo", {}, {k: v[:, None] for k, v in rl().items()}, r"must have shape \[N\]"),
         ("ppo", {"clip_low_threshold": 0.5}, rl(clip_low_threshold=np.ones(2)), "both in loss_fn_config and"),
         ("ppo", {}, rl(clip_low_threshold=np.array([0.5, 1.5])), "above 'clip_high_threshold'"),
+        ("ppo", {}, rl(clip_high_threshold=np.array([1.5, 0.5])), "'clip_low_threshold' is above"),
         ("ppo", {"clip_high_threshold": float("inf")}, rl(), "finite number"),
         ("ppo", {}, rl(clip_low_threshold=np.array([-0.5, 0.5])), "negative ratio bound -0.5"),
         ("cross_entropy", {}, {k: v[:, None, None] for k, v in CE.items()}, r"must have shape \[N\] or \[N, K\]"),
@@ -106,6 +110,37 @@ def test_lists_everything() -> None:
         "datum 0: 'weights' is nan at element 0; it must be finite",
         "datum 0: target_tokens holds token 100 at position 1; this model's tokens are 0 to 99",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape", "fits"),
+    [(0, (), True), (0, (1,), True), (0, (2,), False), (1, (1,), True), (2, (1,), False), (2, (1, 1), True)],
+)
+def test_a_custom_loss_reads_inputs_of_the_rank_that_it_declared(rank: int, shape: tuple[int, ...], fits: bool) -> None:
+    reads = Reads("mine", (("logprobs", 1), ("mine", rank)))
+    made = ArrayDatum(np.ones(2, np.int32), {"target_tokens": np.array([1, 2]), "mine": np.ones(shape)})
+    batch = TrainBatch("r", 1, "custom", {"loss_id": "L"}, data=[made])
+    found = [problem.what for _, problem in batch_problems(batch, replace(RULES, reads=reads))]
+    assert found == ([] if fits else [f"'mine' has shape {shape}, the loss 'mine' declared rank {rank}"])
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [([0, 7], ""), ([-1, -1], ""), ([-1, 3], "at token 1"), ([0, 8], "at token 1"), ([-2, -2], "at token 1")],
+)
+def test_replayed_experts_of_a_layer_are_all_left_to_the_router_or_none(second: list[int], says: str) -> None:
+    model = ModelLimits(vocab_size=100, context_length=64, num_experts=8, mixture_layers=1, experts_per_token=2)
+    made = ArrayDatum(np.ones(2, np.int32), CE | {"routed_experts": np.array([[[1, 2]], [second]])})
+    batch = TrainBatch("r", 1, "cross_entropy", {}, data=[made])
+    found = [problem.what for _, problem in batch_problems(batch, BatchRules(WITH_CUSTOM, model))]
+    assert len(found) == bool(says)
+    assert all(says in what for what in found)
+
+
+@pytest.mark.parametrize(("data", "tokens", "wrong"), [(4, 10, 0), (5, 8, 1), (4, 11, 1), (5, 11, 2)])
+def test_a_request_may_be_as_large_as_its_limits(data: int, tokens: int, wrong: int) -> None:
+    limits = LimitsResponse(models={}, losses={}, max_data=4, max_tokens_per_op=40)
+    assert len(list(size_problems([tokens] * 4 + [0] * (data - 4), limits))) == wrong
 
 
 @pytest.mark.parametrize("spoilt", [0, 700, 1999])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -180,9 +180,11 @@ def test_the_death_of_one_suspects_and_rebuilds_its_runs_only(folder: Path) -> N
                 await asyncio.sleep(0)
                 await hall.make()
                 two.answer(await two.next())
+                await hall.journal.flush()
+                ops = {run: await hall.journal.accept(replace(of(run, 1), tokens=10)) for run in RUNS}
                 two.pull()
-                ops = {run: await hall.journal.accept(of(run, 1)) for run in RUNS}
                 held = {op.op_id for op in (await two.next()).ops}
+                assert len(held) > 1
                 two.say(InLoss(next(iter(held)), 3, 1000.0))
                 before = list(one.did)
                 lost = set(two.runs)
@@ -191,7 +193,7 @@ def test_the_death_of_one_suspects_and_rebuilds_its_runs_only(folder: Path) -> N
                 assert (await outcome(hall, op)).payload == b"result"
             assert {run for run, _, _ in one.did[len(before) :] if run in lost} == lost
             assert not [did for did in one.did if did[2] and did[0] not in lost]
-            assert {row.id for row in hall.rows(tables.Operation) if row.attempts} <= held
+            assert {row.id for row in hall.rows(tables.Operation) if row.attempts} == held  # its loss had time left
         assert hall.trainer.stats["lost"] == 2
 
     go(scenario())
@@ -224,6 +226,115 @@ def test_one_that_leaves_is_not_suspected_and_gets_nothing_more(folder: Path, ho
         async with hall.attach(works=True):
             assert any(hall.attempts) == (how == "it dies over it")
             assert (await outcome(hall, op)).payload == b"result"
+
+    go(scenario())
+
+
+def test_one_that_leaves_is_no_place_for_new_runs_while_it_is_still_there(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with hall.attach() as one, hall.attach() as two:
+            one.pull()
+            two.pull()
+            one.say(Leaving())
+            await asyncio.sleep(0)
+            await hall.make()
+            two.answer(await two.next())
+            while two.runs != set(RUNS):
+                two.pull()
+                two.answer(await two.next())
+
+    go(scenario())
+
+
+def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with AsyncExitStack() as living:
+            await living.enter_async_context(hall.attach(works=True))
+            async with hall.attach(works=True) as two:
+                await hall.make()
+                await hall.trained(1)
+                lost = sorted(two.runs)
+                await living.enter_async_context(hall.attach(works=True))
+            assert len(lost) == 2
+            for run in lost:  # of which the other has nothing to do, and is on no trainer
+                await hall.trained(2, [run])
+
+    go(scenario())
+
+
+def test_a_run_that_is_over_is_forgotten_by_the_trainer_that_has_it(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with hall.attach() as one, hall.attach() as two:
+            one.pull()
+            two.pull()
+            await asyncio.sleep(0)
+            await hall.make()
+            while len(one.runs | two.runs) < len(RUNS):
+                for trainer in (one, two):
+                    trainer.answer(await trainer.next())
+                    trainer.pull()
+            await hall.journal.flush()
+            has, other = (one, two) if RUNS[0] in one.runs else (two, one)
+            hall.journal.training.close_run(RUNS[0])
+            hall.trainer.wake()
+            assert (await has.next()).release == [RUNS[0]]
+            assert other._sent.empty()
+
+    go(scenario())
+
+
+def test_a_large_operation_has_more_time_in_proportion(folder: Path) -> None:  # noqa: F811
+    async def scenario() -> None:
+        hall = Hall(folder)
+        hall.journal.desks.remove(hall.trainer)
+        hall.trainer = TrainerDesk(hall.journal.training, 100, 2.0)
+        async with hall.attach() as one:
+            one.pull()
+            await asyncio.sleep(0)
+            await hall.journal.accept(create(RUNS[0]), run_row(RUNS[0]))
+            one.answer(await one.next())
+            for seq, tokens, limit_s in ((1, 60, 2.0), (2, 250, 5.0)):
+                one.pull()
+                await hall.journal.accept(replace(of(RUNS[0], seq), tokens=tokens))
+                pass_ = await one.next()
+                assert pass_.limit_s == limit_s
+                one.answer(pass_)
+
+    go(scenario())
+
+
+def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(folder: Path) -> None:  # noqa: F811
+    """The one that has it forgets it with its next pass: nothing of the run may be in that."""
+
+    async def scenario() -> None:
+        hall = Hall(folder)
+        async with hall.attach() as one:
+            one.pull()
+            await asyncio.sleep(0)
+            await hall.make()
+            one.answer(await one.next())
+            for seq in range(1, 10):
+                ops = [await hall.journal.accept(of(run, seq)) for run in RUNS]
+                hall.now += LOOK_S
+                for _ in RUNS:  # one operation fits a pass
+                    one.pull()
+                    one.answer(await one.next())
+                assert [(await outcome(hall, op)).payload for op in ops] == [b"result"] * len(RUNS)
+            ops = [await hall.journal.accept(of(run, 10)) for run in RUNS]
+            hall.now += LOOK_S
+            one.pull()
+            held = await one.next()
+            async with hall.attach() as two:
+                two.pull()
+                await asyncio.sleep(0.05)
+            one.answer(held)
+            working = asyncio.create_task(one.work())
+            assert [(await outcome(hall, op)).payload for op in ops] == [b"result"] * len(RUNS)
+            assert hall.trainer.report()["moves"]
+            working.cancel()
 
     go(scenario())
 

@@ -69,7 +69,9 @@ class World:
         )  # fmt: skip
 
     def folder(self, ref: str) -> str:
-        (self.blobs.folder(ref) / "f").write_bytes(b"x")
+        folder = self.blobs.path(ref)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "f").write_bytes(b"x")
         return ref
 
     def file(self, ref: str, hours_old: float = 0) -> str:

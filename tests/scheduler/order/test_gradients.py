@@ -32,11 +32,29 @@ def test_any_part_of_a_batch_counts() -> None:
     assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking((2, "2 is bad"))
     assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking((2, "2 is bad"))
     assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking((1, "1 is bad"))
+    assert gradients({1: 5}, {2: 0}).lacking(3, 0, None) == Lacking((2, "2 is bad"))
+
+
+def test_the_last_failure_is_told() -> None:
+    made = gradients({1: 0, 2: 0}, {1: 3, 2: 2})
+    assert made.lacking(3, 0, None) == Lacking((2, "2 is bad"))
+    assert made.lacking(3, 0, 0) == Lacking((2, "2 is bad"), knows=0)
+    assert gradients({1: 0, 2: 0, 3: 4}, {1: 3, 2: 2}).lacking(4, 0, None) == Lacking(knows=2)
 
 
 def test_who_has_sent_another_after_it_failed_knows() -> None:
     made = gradients({1: 0, 2: 3}, {1: 2})
     assert made.lacking(3, 0, None) == Lacking(knows=1)
+
+
+def test_who_has_sent_another_batch_in_parts_knows_whichever_part_came_first() -> None:
+    assert gradients({1: 0, 2: 5, 3: 4}, {1: 2}).lacking(4, 0, None) == Lacking(knows=1)
+
+
+def test_what_is_sent_for_the_next_step_says_nothing_of_this_one() -> None:
+    """Steps are sent ahead: the batch of the second comes after the first one's has failed, and before it is told."""
+    assert gradients({1: 0, 3: 5}, {1: 2}).lacking(2, 0, None) == Lacking((1, "1 is bad"))
+    assert gradients({1: 5, 3: 0}, {3: 2}).lacking(4, 2, None) == Lacking((3, "3 is bad"))
 
 
 def test_what_came_before_it_failed_does_not_show_that() -> None:

@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from weft.wire.checks.runs import step_not_taken
 
-from scheduler.links.messages import OpKind, RunSpec
+from scheduler.links.messages import OpKind, RunSpec, TrainOp
 from scheduler.order.compose import compose
 from scheduler.order.fair import FairTree
-from scheduler.order.lanes import RunLane, Unit
-from scheduler.order.operations import INTERACTIVE, Operation
-from scheduler.order.plans import BODY_ONLY, ForwardBackward, Plan, Slice
+from scheduler.order.lanes import RunLane, Unit, units_of, uses_gradients
+from scheduler.order.operations import INTERACTIVE, Operation, Outcome
+from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Load, Plan, Save, Slice, Source, Step
 from tests.search import chance
 
 
@@ -97,8 +98,169 @@ def test_an_operation_that_is_refused_while_parked_leaves_the_lane() -> None:
     lane = created()
     parked = op(2)
     lane.arrive(parked)
+    assert not lane.idle
     lane.answered(parked, ok=False)
     assert lane.idle
+
+
+SOURCE = Source("weights/w", "tinker://r/weights/w", with_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "says"),
+    [
+        ("create", Create(spec(), "interactive"), {"spec": spec()}),
+        (
+            "create",
+            Create(spec(), "interactive", SOURCE),
+            {"spec": spec(), "source_ref": "weights/w", "with_optimizer": True},
+        ),
+        ("load_state", Load(SOURCE), {"source_ref": "weights/w", "with_optimizer": True}),
+        ("load_state", Load(Source("weights/w", "", with_optimizer=False)), {"source_ref": "weights/w"}),
+        ("save_state", Save("weights", "n"), {"target_ref": "weights/run-1"}),
+        ("optim_step", Step({}), {}),
+        ("forward", ForwardBackward((Slice(0, 3, 10),)), {"stop": 3}),
+    ],
+)
+def test_a_trainer_is_told_all_that_it_needs(kind: str, plan: Plan, says: dict[str, object]) -> None:
+    made = op(1, kind, plan=plan)
+    made.body, made.body_sha256, made.origin = b"body", "digest", "request"
+    same = {"body": b"body", "body_ref": "ops/1", "body_sha256": "digest", "origin": "request", "org_id": "o"}
+    told = TrainOp("run-1", "run", 1, OpKind(kind), **same | says)  # type: ignore[arg-type]
+    assert [unit.send for unit in units_of(made, spec())] == [told]
+
+
+def test_a_number_that_was_refused_holds_nothing_up_and_is_spent() -> None:
+    lane = created()
+    assert sent(lane.arrive(op(3))) == []
+    assert lane.refuse(2) == []
+    assert [lane.spent(seq) for seq in range(5)] == [True, False, True, True, False]
+    assert sent(lane.refuse(1)) == [(3, "forward_backward", False)]
+    assert lane.refuse(1) == []
+    assert [lane.spent(seq) for seq in range(5)] == [True, True, True, True, False]
+    assert sent(lane.arrive(op(4))) == [(4, "forward_backward", False)]
+
+
+def answer(lane: RunLane, made: Operation, error: str | None = None) -> None:
+    made.outcome = Outcome(error=error)
+    lane.answered(made, error is None)
+
+
+def test_what_a_snapshot_has_of_an_operation_is_not_computed_again() -> None:
+    lane = created()
+    large = op(1, plan=ForwardBackward((Slice(0, 3, 30), Slice(3, 5, 20), Slice(5, 6, 9))))
+    lane.arrive(large)
+    lane.saved(0, "runs/run/state-0", large.id, 3)
+    assert [(u.send.start, u.send.final, u.send.again) for u in lane.lost()[1:]] == [(3, False, True), (5, True, True)]
+    answer(lane, large)
+    lane.lost()
+    rebuilt = lane.arrive(other := op(2, plan=ForwardBackward((Slice(0, 1, 1), Slice(1, 9, 1)))))
+    assert [(u.send.seq, u.send.start) for u in rebuilt] == [(0, 0), (1, 3), (1, 5), (2, 0), (2, 1)]
+    lane.saved(1, "runs/run/state-1")
+    assert [(u.send.op_id, u.send.start) for u in lane.lost()] == [("restore-run", 0), (other.id, 0), (other.id, 1)]
+
+
+def test_what_a_trainer_died_over_is_suspected_until_it_is_answered() -> None:
+    lane = created()
+    lane.arrive(first := op(1))
+    first.attempts, first.alone, first.reached = 1, True, 3
+    lane.setbacks = 1
+    lane.saved(0, "runs/run/state-0")
+    assert [unit.suspect for unit in lane.lost()] == [True, True]
+    answer(lane, first)
+    lane.got_on()
+    assert (first.attempts, first.alone, first.reached) == (0, False, 0)
+    assert lane.lost() == []
+    assert [unit.suspect for unit in lane.arrive(op(2))] == [False, False, False]
+
+
+def test_a_run_that_is_paused_queues_nothing_until_it_is_resumed() -> None:
+    lane = created()
+    lane.arrive(first := op(1))
+    lane.pause("the disk is away", kept=True)
+    assert lane.arrive(op(2)) == []
+    assert lane.lost() == []
+    assert lane.setbacks == 1
+    again = lane.resume()
+    assert sent(again) == [(0, "create", True), (1, "forward_backward", False), (2, "forward_backward", False)]
+    answer(lane, first)
+    lane.pause("the disk is away", kept=True)  # its trainer holds it still
+    again = lane.resume()
+    assert sent(again) == [(2, "forward_backward", False)]
+    assert [unit.send.again for unit in again] == [True]
+    lane.pause("the run could not be read", kept=False)
+    replayed = [(0, "create", True), (1, "forward_backward", True)]
+    assert sent(lane.resume()) == [*replayed, (2, "forward_backward", False)]
+
+
+def test_a_run_is_rebuilt_where_something_behind_what_it_left_out_has_been_answered() -> None:
+    """Its trainer has forgotten nothing, but what was to be repeated on it is in no queue any more."""
+    lane = created()
+    lane.arrive(first := op(1))
+    lane.arrive(second := op(2, "optim_step"))
+    answer(lane, second)
+    assert lane.is_past(first)
+    assert not lane.is_past(second)
+    lane.pause("the disk is away", kept=True)
+    assert sent(lane.resume()) == [(0, "create", True), (1, "forward_backward", False), (2, "optim_step", True)]
+
+
+def test_a_run_that_is_given_up_says_what_it_leaves() -> None:
+    lane = created()
+    lane.arrive(first := op(1))
+    lane.arrive(third := op(3))
+    assert lane.at_work
+    assert lane.parked == [third]
+    assert lane.abandon() == [first, third]
+    assert lane.idle
+    assert not lane.at_work
+
+
+NOT_TAKEN = step_not_taken("forward_backward", "NaN")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "uses"),
+    [
+        ("optim_step", None, True),
+        ("optim_step", NOT_TAKEN, True),
+        ("optim_step", "the disk is full", False),
+        ("load_state", None, True),
+        ("load_state", "no such file", False),
+        ("forward_backward", None, False),
+        ("save_state", None, False),
+    ],
+)
+def test_a_failure_is_known_to_who_was_told_and_over_with_other_weights(
+    kind: str, error: str | None, uses: bool
+) -> None:
+    assert uses_gradients(kind, error) == uses
+    lane = created()
+    lane.arrive(bad := op(1))
+    lane.gradients.failed(1, "bad", datetime.now(UTC))
+    answer(lane, bad, "NaN")
+    lane.arrive(between := op(2, kind))
+    answer(lane, between, error)
+    (step,) = lane.arrive(op(3, "optim_step", plan=Step({})))
+    assert lane.sent(step).lacks == ((0, "") if uses or kind == "forward_backward" else (1, "bad"))
+
+
+def test_a_step_is_told_what_it_lacks_unless_it_is_repeated_or_another_before_it_is_told() -> None:
+    lane = created()
+    lane.arrive(op(1))
+    lane.gradients.failed(1, "bad", datetime.now(UTC))
+    (first,) = lane.arrive(op(2, "optim_step", plan=Step({}, heard_of=0)))
+    (second,) = lane.arrive(op(3, "optim_step", plan=Step({}, heard_of=1)))
+    (save,) = lane.arrive(op(4, "save_state"))
+    assert (lane.sent(first).lacks, lane.sent(first).knows) == ((1, "bad"), 0)
+    assert (lane.sent(second).lacks, lane.sent(second).knows) == ((0, ""), 1)
+    assert lane.sent(save) is save.send
+    assert first.op is not None
+    (replayed,) = units_of(first.op, spec(), replay=True)
+    assert lane.sent(replayed) is replayed.send
+    answer(lane, first.op, NOT_TAKEN)
+    (third,) = lane.arrive(op(5, "optim_step", plan=Step({})))
+    assert lane.sent(third) is third.send
 
 
 def push(tree: FairTree[Unit], unit: Unit) -> None:

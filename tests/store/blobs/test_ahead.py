@@ -62,3 +62,51 @@ def test_what_a_message_has_brought_is_not_read_and_is_what_was_accepted(tmp_pat
     assert ahead.get("", digest, b"body") == b"body"
     with pytest.raises(Damaged, match="not the one that was accepted"):
         ahead.get("", digest, b"bodi")
+
+
+class SlowBlobs(FolderBlobs):
+    """A read of a ref ends when it may."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.threads = ThreadPoolExecutor(1)
+        self.may = {ref: threading.Event() for ref, _ in NAMES}
+        self.read: list[str] = []
+
+    def get(self, ref: str, sha256: str = "") -> bytes:
+        self.read.append(ref)
+        assert self.may[ref].wait(30)
+        return super().get(ref, sha256)
+
+
+def test_who_waits_sees_what_has_come_and_what_nobody_asked_for_is_dropped(tmp_path: Path) -> None:
+    blobs = SlowBlobs(tmp_path)
+    for ref, _ in NAMES:
+        blobs.put(ref, ref.encode())
+    first, second, third = NAMES[:3]
+    ahead = Ahead(blobs)
+    ahead.fetch([first, second, third, ("", "")])
+    assert [ahead.has(*name) for name in (first, second, NAMES[3])] == [False, False, True]
+    blobs.may[first[0]].set()
+    ahead.wait(30)
+    assert [ahead.has(*name) for name in (first, second)] == [True, False]
+    ahead.fetch([first, second, NAMES[3]])  # the third has not begun
+    for ref, _ in NAMES:
+        blobs.may[ref].set()
+    assert ahead.get(*NAMES[3]) == NAMES[3][0].encode()
+    assert [ahead.get(*name) for name in (first, second)] == [first[0].encode(), second[0].encode()]
+    assert blobs.read == [first[0], second[0], NAMES[3][0]]
+    assert blobs.threads is not None
+    blobs.threads.shutdown()
+
+
+def test_what_could_not_be_read_is_read_again_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    blobs = FarBlobs(tmp_path, 1)
+    ahead = Ahead(blobs)
+    ahead.fetch(NAMES[:1])
+    ahead.wait(30)
+    blobs.put(NAMES[0][0], b"now")
+    ahead.fetch(NAMES[:1])
+    assert ahead.get(*NAMES[0]) == b"now"
+    assert blobs.threads is not None
+    blobs.threads.shutdown()

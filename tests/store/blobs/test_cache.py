@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,6 +50,39 @@ def test_the_one_read_longest_ago_makes_room_and_one_in_use_stays(tmp_path: Path
     assert read(cache, source, "e") == b"e" * 1000
     assert here(tmp_path) == {"c", "d", "e"} or here(tmp_path) == {"a", "c", "e"}
     assert source.fetched == ["a", "b", "c", "d", "e"]
+
+
+def test_what_was_read_again_stays_longer_whatever_its_name(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 2500)  # two, with their lists
+    for name in "abac":
+        read(cache, source, name)
+    assert here(tmp_path) == {"a", "c"}
+    assert source.fetched == ["a", "b", "c"]
+
+
+def test_what_was_written_here_is_not_fetched(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path / "new" / "cache", 2500)
+    for name in "abc":
+        source(name)(folder := cache.new())
+        cache.adopt(name, folder)
+    source.fetched.clear()
+    assert here(tmp_path / "new" / "cache") == {"b", "c"}
+    assert read(cache, source, "c") == b"c" * 1000
+    assert source.fetched == []
+
+
+def test_what_readers_left_that_died_is_cleared_when_it_is_old_enough(tmp_path: Path) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 1 << 20)
+    read(cache, source, "a")
+    old, young = cache.new(), cache.new()
+    (old / "x").write_bytes(b"half")
+    os.utime(old, (1000, 1000))
+    cache.clear_unfinished(2000)
+    assert not old.exists()
+    assert young.exists()
+    cache.clear_unfinished(None)
+    assert not young.exists()
+    assert here(tmp_path) == {"a"}
 
 
 def test_damage_is_fetched_again_and_what_comes_damaged_is_given_to_nobody(tmp_path: Path) -> None:

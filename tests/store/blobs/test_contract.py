@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -165,6 +166,63 @@ def test_readers_see_whole_blobs_while_writers_replace_them(any_blobs: Blobs) ->
     stop.set()
     thread.join()
     assert seen <= set(versions)
+
+
+def test_what_is_durable_is_on_the_disk_and_so_is_every_folder_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fsync(2) has it: a file is lost in a power cut with the entry in its folder, and a folder with that in its."""
+    flushed, fsync = list[str](), os.fsync
+
+    def recorded(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        if not path.is_relative_to(tmp_path / ".unfinished"):
+            flushed.append(path.relative_to(tmp_path).as_posix())
+        else:
+            flushed.append(f"new {path.read_bytes()[:1]!r}" if path.is_file() else "new folder")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    blobs = FolderBlobs(tmp_path, durable=True)
+    blobs.put("a/b/c", b"1")
+    assert flushed == ["new b'1'", "a/b", "a", "."]
+    flushed.clear()
+    blobs.put("a/b/d", b"2")
+    assert flushed == ["new b'2'", "a/b"]
+    flushed.clear()
+    with blobs.new_folder("w/1") as folder:
+        (folder / "x").write_bytes(b"3")
+    assert sorted(flushed[:2]) == ["new b'3'", "new b'{'"]
+    assert flushed[2:] == ["new folder", "w", "."]
+    FolderBlobs(tmp_path).put("a/e", b"4")
+    assert len(flushed) == 5
+
+
+@pytest.mark.parametrize("at", ["a", "a/b"])
+def test_a_blob_that_cannot_be_put_leaves_nothing(blobs: FolderBlobs, at: str) -> None:
+    with blobs.new_folder("a") as folder:
+        (folder / "b").write_bytes(b"1")
+    with pytest.raises(OSError, match="a directory"):
+        blobs.put("a" if at == "a" else "a/b/c", b"2")
+    assert list((blobs.root / ".unfinished").iterdir()) == []
+    assert files(blobs, "a") == {"b": b"1"}
+
+
+@pytest.mark.parametrize(("name", "written"), [("x", b"12346"), ("y", None), (".sha256.json", b"{")])
+def test_a_folder_that_is_not_as_it_was_written_is_damaged(
+    blobs: FolderBlobs, name: str, written: bytes | None
+) -> None:
+    with blobs.new_folder("w") as folder:
+        (folder / "x").write_bytes(b"12345")
+        (folder / "y").write_bytes(b"")
+    blobs.check_folder("w")
+    (blobs.path("w") / name).unlink()
+    if written is not None:
+        (blobs.path("w") / name).write_bytes(written)
+    with pytest.raises(Damaged):
+        blobs.check_folder("w")
+    with pytest.raises(Damaged), blobs.reading("w"):
+        pass
 
 
 def test_durable_writes_the_same(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_what_cannot_be_deleted_still_counts_and_holds_up_nothing(world: World) 
     world.result("had", 10, age=30 * MINUTE, fetched=20 * MINUTE)
     stuck = world.result("stuck", 10, age=30 * MINUTE, fetched=20 * MINUTE)
     world.blobs.delete(result_ref(stuck))
-    world.blobs.folder(result_ref(stuck))  # unlinking a folder is an OSError for everybody, root too
+    world.blobs.path(result_ref(stuck)).mkdir()  # unlinking a folder is an OSError for everybody, root too
     assert world.sweep() == 1
     assert world.kept() == {stuck}
     world.blobs.path(result_ref(stuck)).rmdir()
