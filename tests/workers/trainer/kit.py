@@ -128,9 +128,9 @@ class Bench:
         batch = TrainBatch(run_id, 1, loss_fn, config, kind is OpKind.FORWARD, for_loss(data, loss_fn))
         return self.op(run_id, kind, encode_train_request(batch), stop=len(data))
 
-    def optim(self, run_id: str, **params: float) -> TrainOp:
+    def optim(self, run_id: str, knows: int = 0, **params: float) -> TrainOp:
         request = OptimStepRequest(model_id=run_id, adam_params=AdamParams(**{"learning_rate": 1e-2, **params}))
-        return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json().encode())
+        return self.op(run_id, OpKind.OPTIM_STEP, request.model_dump_json().encode(), knows=knows)
 
     def dimuon(self, run_id: str, **params: float) -> TrainOp:
         given = {"type": "dimuon", "learning_rate": 1e-2, **params}

@@ -110,7 +110,7 @@ def test_what_does_not_fit_alone_fails_alone_and_says_what_to_do(
     assert done[fine.op_id].failure is None
     assert short.run("a").grad is None
     assert_equal_worlds(short, ample, "n")
-    short.ok(short.fb("a", ce_data([4], 1)), short.optim("a"))
+    short.ok(short.fb("a", ce_data([4], 1)), short.optim("a", knows=large.seq))
 
 
 def test_idle_runs_make_room_first(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_gradient_of_its_own_that_finds_no_memory(
             done = bench.go(second, other, neighbour)
         failed = {op_id for op_id, each in done.items() if each.failure is not None}
         assert failed == ({other.op_id} if fails and bench is short else set())
-        bench.ok(bench.optim("a"), bench.optim("b"))
+        bench.ok(bench.optim("a", knows=other.seq), bench.optim("b"))
     assert_equal_worlds(short, ample, "b" if fails else "ab")
 
 
