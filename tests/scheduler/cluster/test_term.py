@@ -136,6 +136,7 @@ def test_a_leader_of_before_deletes_nothing_of_a_run_that_it_believes_to_be_over
         assert blobs.listed("ops/*/*") == needed
         async with trainer(url, blobs) as given:
             assert (await two.result(last)).payload == b"result"
+        given = [each for each in given if each[0] >= 0]  # it may have begun with the leader of before
         assert given[:3] == [(0, True), (1, True), (2, False)]
         await until(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
         await until(lambda: not blobs.listed("ops/*/*"))
