@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from weft.wire.checks.runs import step_not_taken
 
 from scheduler.journal.journal import Journal
 from scheduler.journal.rows import from_row, plan_of
 from scheduler.journal.samples.versions import policy_of
 from scheduler.journal.training import Training
-from scheduler.links.messages import MUTATING, STEPS_COUNT_ON, OpKind, PolicyMoved, RunSpec, Snapshot
+from scheduler.links.messages import MUTATING, OpKind, PolicyMoved, RunSpec, Snapshot
 from scheduler.order.lanes import RunLane, uses_gradients
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
@@ -92,8 +91,8 @@ def _note(lane: RunLane, row: tables.Operation) -> None:
         return
     if row.kind == OpKind.FORWARD_BACKWARD:
         lane.gradients.came(row.seq, row.accepted_at)
-    if row.error is not None and row.kind in STEPS_COUNT_ON:
-        lane.gradients.failed(row.seq, step_not_taken(row.kind, row.error), row.finished_at or row.accepted_at)
+    if row.error is not None:
+        lane.failed(row.seq, row.kind, row.error, row.finished_at or row.accepted_at)
     if uses_gradients(row.kind, row.error):
         lane.gradients.used(row.seq)
 

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sqlalchemy import Update, update
-from weft.wire.checks.runs import step_not_taken
 
 from scheduler.journal.ending.recording import Recorder
 from scheduler.journal.gaps import Gaps
@@ -21,7 +20,6 @@ from scheduler.journal.storing import Storing
 from scheduler.links.messages import (
     MUTATING,
     SAVES,
-    STEPS_COUNT_ON,
     Done,
     Failure,
     OpKind,
@@ -114,7 +112,7 @@ class Training:
         lane = self.runs.get(op.lane)
         if lane is not None:
             if why is not None:
-                _note_failure(lane, op, why, op.accepted_at)
+                lane.failed(op.seq, op.kind, why, op.accepted_at)
             self.queue_units(lane, lane.refuse(op.seq))
             self.wake_soon()
 
@@ -177,7 +175,7 @@ class Training:
         op.settling, now = True, datetime.now(UTC)
         op.timings.done(now)
         if done.failure is not None and (lane := self.runs.get(op.lane)) is not None:
-            _note_failure(lane, op, done.failure.message, now)
+            lane.failed(op.seq, op.kind, done.failure.message, now)
         saves = op.kind in SAVES
         before = self._last_save.get(op.lane) if saves else None
         settling = self._settle(op, done) if before is None else self._settle_after(before, op, done)
@@ -324,12 +322,6 @@ def in_line(desks: list[Desk], worker: str, ahead: int, base_model: str) -> Wait
     if any(desk.worker == worker and not desk.serves(base_model) for desk in desks):
         return Waiting("paused_capacity", f"no {worker} here has its base model {base_model}: it waits until one has")
     return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
-
-
-def _note_failure(lane: RunLane, op: Operation, why: str, at: datetime) -> None:
-    """The next step counts on it."""
-    if op.kind in STEPS_COUNT_ON:
-        lane.gradients.failed(op.seq, step_not_taken(op.kind, why), at)
 
 
 def moves_samplers(op: Operation) -> bool:

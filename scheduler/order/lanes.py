@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from datetime import datetime
 from operator import itemgetter
 
 from msgspec.structs import replace
-from weft.wire.checks.runs import is_not_taken
+from weft.wire.checks.runs import is_not_taken, step_not_taken
 
-from scheduler.links.messages import MUTATING, OpKind, RunSpec, Snapshot, TrainOp
+from scheduler.links.messages import MUTATING, STEPS_COUNT_ON, OpKind, RunSpec, Snapshot, TrainOp
 from scheduler.order.gradients import Gradients, Lacking
 from scheduler.order.operations import INTERACTIVE, Operation
 from scheduler.order.plans import Create, ForwardBackward, Load, Slice, Step
@@ -184,6 +185,11 @@ class RunLane:
         op.attempts, op.reached, op.alone = 0, 0, False  # as a replay it has yet to show what it does
         if ok and op.kind in MUTATING:
             insort(self._log, op, key=lambda other: other.seq)
+
+    def failed(self, seq: int, kind: str, why: str, at: datetime) -> None:
+        """An operation of it has ended badly: a step may count on it."""
+        if kind in STEPS_COUNT_ON:
+            self.gradients.failed(seq, step_not_taken(kind, why), at)
 
     def sent(self, unit: Unit) -> TrainOp:
         """What a trainer is sent of it now: to a step belongs whose gradient it would lack."""
