@@ -38,18 +38,19 @@ class Choice(NamedTuple):
 
 
 def trained() -> list[Choice]:
-    from workers.model.gpu import gate, launch, softmax  # Triton: only a GPU needs it
+    from workers.model.gpu import combine, gate, launch, softmax  # Triton: only a GPU needs it
 
     def tiles(*of: tuple[int, int]) -> list[Any]:
         return [launch.Tile(*each) for each in of]
 
     few = (64, 2), (128, 2), (128, 4), (256, 4), (256, 8)
     return [
-        Choice(gate, "FORWARD", "swiglu", tiles(*few)),
+        Choice(gate, "FORWARD_HELD", "swiglu", tiles((32, 1), (64, 1), (64, 2), (128, 2), (128, 4))),
         Choice(gate, "BACKWARD", "swiglu_backward", tiles(*few)),
         Choice(softmax, "FORWARD", "log_sum", tiles(*few)),
         Choice(softmax, "BACKWARD", "log_sum_backward", tiles(*few)),
-        Choice(launch, "OUTER_EXPERTS", "outer", tiles(*few)),
+        Choice(combine, "ADDED", "gather_sum_expand", tiles((64, 4), (128, 4), (128, 8), (256, 4), (256, 8))),
+        Choice(launch, "OUTER_EXPERTS", "outer", tiles(*few, (256, 2))),
         Choice(launch, "OUTER", "outer", tiles((32, 4), (64, 4), (128, 4))),
         Choice(launch, "EXPAND", "expand", tiles(*few)),
         Choice(launch, "SHRINK", "shrink", tiles((64, 4), (128, 4), (256, 4), (128, 8))),

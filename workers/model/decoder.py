@@ -3,7 +3,8 @@
 A layer is put together by its config from the parts in `parts/`.
 
 The trainer and TorchEngine both run this, which is how sampler and trainer agree. Weights are frozen parameters of
-ordinary modules in the given dtype; activations, norms, router probabilities and everything of LoRA are float32.
+ordinary modules in the given dtype; activations, norms, router probabilities and everything of LoRA are float32; on a
+device, what products with the weights take is rounded to their dtype once.
 
 Shapes: T packed tokens, D hidden, H heads, K key-value heads, V vocabulary, R selected rows.
 """
@@ -134,7 +135,7 @@ class _Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm_eps, self.packed = config.norm_eps, False
+        self.norm_eps, self.dtype, self.packed = config.norm_eps, dtype, False
         self.attn = self.mlp = None
         if config.has_attention(layer):
             self.attn_norm = frozen(torch.float32, config.hidden_size)
@@ -172,7 +173,7 @@ class _Layer(nn.Module):
         if lora_products.on_device(x_TD):
             from workers.model.gpu.norms import add_norm  # Triton: only a GPU needs it
 
-            return add_norm(x_TD, delta_TD, weight_D, self.norm_eps)
+            return add_norm(x_TD, delta_TD, weight_D, self.norm_eps, self.dtype)
         x_TD = x_TD if delta_TD is None else x_TD + delta_TD
         return x_TD, rms_norm(x_TD, weight_D, self.norm_eps, packed=self.packed)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.base_mm import base_mm
-from workers.model.lora_products import LoraProducts, products_of
+from workers.model.lora_products import LoraProducts, on_device, products_of
 from workers.model.lora_rows import Group, LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
@@ -163,6 +163,8 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, y_TO, weight_OI, *shrunk = ctx.saved_tensors
         dy_TO = grads[0].contiguous() if ctx.then is None else ctx.then.backward(y_TO, *grads)
+        if on_device(weight_OI):
+            dy_TO = dy_TO.to(weight_OI.dtype)  # once: the products of base and adapters take it
         dx_TI = None
         if ctx.needs_input_grad[0]:
             # What is taken in 16 bits is given in these: float32 between two products would be written and read twice.

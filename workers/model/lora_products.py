@@ -6,7 +6,7 @@ their gradients are the same two and `outer`. On a CPU they are C (native/), on 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,15 @@ class LoraProducts(Protocol):
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor `name`. Groups that
         share a gradient add to it in the order of their rows."""
+
+
+class Added(NamedTuple):
+    """u W of each group's stacked factor W called `name`, to be added to rows."""
+
+    products: LoraProducts
+    u_T: Tensor
+    name: str
+    stack: int = 1
 
 
 def products_of(rows: LoraRows | None, name: str, weight: Tensor) -> LoraProducts | None:

@@ -23,7 +23,7 @@ from workers.model import lora_products
 from workers.model.base_mm import per_expert
 from workers.model.config import GateConfig
 from workers.model.lora import own_rows
-from workers.model.lora_products import LoraProducts, products_of
+from workers.model.lora_products import Added, LoraProducts, products_of
 from workers.model.lora_rows import LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
@@ -253,12 +253,11 @@ def _forward(
     if adapters is not None and adapters.each is not None and v_P is not None:
         y_PD = y_PD.to(torch.float32)
         adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
-    out_TD = _weighted(y_PD, weights_TK, routing)
-    combined_T = None
+    combined_T = added = None
     if adapters is not None and adapters.shared is not None and v_P is not None:
         combined_T = _over_choices(v_P, routing, weights_TK) * adapters.scale_T1
-        adapters.shared.expand(out_TD, combined_T, names.down_b, scaled=False)
-    return out_TD, v_P, combined_T, kept
+        added = Added(adapters.shared, combined_T, names.down_b)
+    return _weighted(y_PD, weights_TK, routing, added), v_P, combined_T, kept
 
 
 def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
@@ -287,27 +286,45 @@ def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
     return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
 
 
-def _weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
-    """sum_k weights[:, k] * y, [T, D] float32, of what the experts give."""
+def _weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing, added: Added | None) -> Tensor:
+    """sum_k weights[:, k] * y, [T, D] float32, of what the experts give, with what is added."""
     if lora_products.on_device(y_PD):
-        return _over_choices(y_PD, routing, weights_TK)
-    return torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1)
+        return _on_device(y_PD, routing, weights_TK, added)
+    out_TD = torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1)
+    return _with(out_TD, added)
 
 
-def _sum(dx_PD: Tensor, routing: Routing) -> Tensor:
-    """The gradient of each token, float32, from those of its pairs."""
+def _sum(dx_PD: Tensor, routing: Routing, added: Added | None, dtype: torch.dtype) -> Tensor:
+    """The gradient of each token from those of its pairs, with what is added: on a device in `dtype`, that of the
+    tokens, else in float32."""
     if lora_products.on_device(dx_PD):
-        return _over_choices(dx_PD, routing)
-    return _per_token(dx_PD.to(torch.float32), routing).sum(1)
+        return _on_device(dx_PD, routing, None, added, dtype)
+    return _with(_per_token(dx_PD.to(torch.float32), routing).sum(1), added)
+
+
+def _with(x_TD: Tensor, added: Added | None) -> Tensor:
+    if added is not None:
+        added.products.expand(x_TD, added.u_T, added.name, stack=added.stack, scaled=False)
+    return x_TD
+
+
+def _on_device(
+    x_PI: Tensor,
+    routing: Routing,
+    weights_TK: Tensor | None,
+    added: Added | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    from workers.model.gpu.combine import combined  # Triton: only a GPU needs it
+
+    return combined(x_PI, routing.inverse, routing.choices, weights_TK, added, dtype)
 
 
 def _over_choices(x_PI: Tensor, routing: Routing, weights_TK: Tensor | None = None) -> Tensor:
     """The sum over K, of weighted x, [T, I] float32, first to last. On a CPU torch's own sum has an order that depends
     on I, and so a group's numbers would depend on the largest rank in the batch."""
     if lora_products.on_device(x_PI):
-        from workers.model.gpu.combine import combined  # Triton: only a GPU needs it
-
-        return combined(x_PI, routing.inverse, routing.choices, weights_TK)
+        return _on_device(x_PI, routing, weights_TK)
     x_TKI = _per_token(x_PI, routing)
     if weights_TK is not None:
         x_TKI = x_TKI * weights_TK[:, :, None]
@@ -333,6 +350,8 @@ class _ExpertBlock(torch.autograd.Function):
         plan: _Plan = ctx.plan
         routing, experts, adapters = plan.routing, plan.experts, plan.adapters
         dout_TD = dout_TD.contiguous()
+        if lora_products.on_device(dout_TD):
+            dout_TD = dout_TD.to(experts.down_EDF.dtype)  # once: the products of base and adapters take it
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
         dv_P = None
         if adapters is not None:
@@ -346,9 +365,10 @@ class _ExpertBlock(torch.autograd.Function):
         if adapters is not None and adapters.each is not None and du_P is not None:
             dx_PD = dx_PD.to(torch.float32) if dx_PD is not None else None
             _each_backward(dx_PD, du_P, x_TD, plan, adapters.each)
-        dx_TD = _sum(dx_PD, routing) if dx_PD is not None else None
+        added = None
         if adapters is not None and adapters.shared is not None and du_P is not None:
-            _shared_backward(dx_TD, du_P, x_TD, plan, adapters.shared, adapters.scale_T1)
+            added = _shared_backward(du_P, x_TD, plan, adapters.shared, adapters.scale_T1)
+        dx_TD = _sum(dx_PD, routing, added, x_TD.dtype) if dx_PD is not None else None
         return dx_TD, dweights_TK, None, None
 
 
@@ -358,7 +378,7 @@ def _down_backward(
     """Add to the gradients of the outer factors of down. Returns the gradient of h A^T, before the router weight.
     `shrunk` are v and combined of the forward."""
     names, (v_P, combined_T) = plan.names, shrunk
-    dv_T = dout_TD.new_zeros(len(dout_TD), v_P.shape[1])
+    dv_T = dout_TD.new_zeros(len(dout_TD), v_P.shape[1], dtype=torch.float32)
     if adapters.shared is not None and combined_T is not None:
         adapters.shared.shrink(dout_TD, dv_T, names.down_b, scaled=True)
         adapters.shared.outer(combined_T, dout_TD, names.down_b, scaled=False)
@@ -378,11 +398,8 @@ def _each_backward(dx_PD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan
         each.expand(dx_PD, du_P, name, stack=stack, scaled=True)
 
 
-def _shared_backward(
-    dx_TD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor
-) -> None:
-    """Add to dx in place and to the gradients of the shared factors of gate and up."""
+def _shared_backward(du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor) -> Added:
+    """Add to the gradients of the shared factors of gate and up. Returns what is to be added to dx."""
     du_T, stack = _over_choices(du_P, plan.routing) * scale_T1, len(plan.names.inner_b)
     shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=stack, scaled=False)
-    if dx_TD is not None:
-        shared.expand(dx_TD, du_T, plan.names.gate_up_a, stack=stack, scaled=False)
+    return Added(shared, du_T, plan.names.gate_up_a, stack)

@@ -89,10 +89,16 @@ def fused(name, capability, rank_block, precision, dtype):
         fixed |= {"BLOCK_M": DENSE_ROWS, "SPLIT": softmax.SPLIT}
     if name.startswith("at_targets"):
         fixed |= {"BLOCK_R": softmax.TOGETHER, "BLOCK_P": softmax.TOGETHER}
-    fixed |= {"DIVIDED": True, "KEPT": True}
+    fixed |= {"DIVIDED": True, "KEPT": True, "HELD": 0 < rank_block <= launch.HELD}
+    if name == "swiglu":
+        fixed["SPLIT"] = gate.SPLIT
+        tile = gate.FORWARD_HELD if fixed["HELD"] else tile
+    if name == "gather_sum_expand":
+        fixed |= {"BLOCK_M": DENSE_ROWS, "STACK": 2}
+        tile = combine.ADDED.beside(rank_block)
     if name.startswith("add_norm"):
         fixed |= {"ADDED": True, "BLOCK_D": 4096}
-    fixed |= {"BLOCK_N": combine.WIDTH if name.startswith("gather") else tile.columns}
+    fixed |= {"BLOCK_N": combine.WIDTH if name in ("gather", "gather_sum") else tile.columns}
     if name == "gather":
         fixed |= {"BLOCK_P": combine.COPIED // combine.WIDTH}
     types = POINTERS | dict.fromkeys(("inverse", "gate_b", "up_b", "down_a", "factors"), "*i64")
@@ -101,9 +107,9 @@ def fused(name, capability, rank_block, precision, dtype):
     types |= dict.fromkeys(("found", "sums", "dsums", "logprobs", "dlogprobs", "delta", "total", "dtotal"), "*fp32")
     types |= dict.fromkeys(("gate_up", "h", "dh", "dgate_up", "y", "dout", "dlogits"), "*" + dtype)
     types |= {"eps": "fp32", "x": "*" + (dtype if name == "gather" else "fp32")}
-    types |= {"out": "*" + ("fp32" if name == "gather_sum" else dtype)}
+    types |= {"out": "*" + ("fp32" if name.startswith("gather_sum") else dtype)}
     if name.startswith("add_norm"):
-        types |= dict.fromkeys(("out", "dout", "dx"), "*fp32")
+        types |= {"dx": "*fp32"}
     fixed = {argument: value for argument, value in fixed.items() if argument in names}
     return built(kernel, fixed, types | dict.fromkeys(fixed, "constexpr"), capability)
 
@@ -123,7 +129,7 @@ print(json.dumps(found))
 GPUS = ((90, "bf16"), (80, "fp32"))
 _EITHER = ("turn", "turn_backward", "gather", "gather_sum", "add_norm", "add_norm_backward")
 FORMS: list[tuple[Any, ...]] = [
-    *((name, 90, block, "tf32", "fp32") for name in ("shrink", "expand", "outer") for block in (16, 128)),
+    *((name, 90, block, "tf32", "fp32") for name in ("shrink", "expand", "outer") for block in (16, 64, 128)),
     *((name, 90, 32, "ieee", "fp32") for name in ("shrink", "expand", "outer")),
     *((name, 80, 32, "tf32", "bf16") for name in ("shrink", "expand", "outer")),
     # Of experts, whose runs are short.
@@ -137,6 +143,8 @@ FORMS: list[tuple[Any, ...]] = [
     *((name, 90, block, "tf32", "bf16") for name in ("swiglu", "swiglu_backward") for block in (0, 16, 128)),
     *((name, 80, 32, "ieee", "fp32") for name in ("swiglu", "swiglu_backward")),
     *((name, gpu, 16, "", dtype) for name in _EITHER for gpu, dtype in GPUS),
+    *(("gather_sum_expand", 90, block, "tf32", "bf16") for block in (16, 128)),
+    ("gather_sum_expand", 80, 32, "ieee", "fp32"),
     *((name, 90, block, "tf32", "bf16") for name in ("log_sum", "log_sum_backward") for block in (0, 16, 128)),
     *((name, 80, 32, "ieee", "fp32") for name in ("log_sum", "log_sum_backward", "at_targets", "at_targets_backward")),
     *((name, 90, 0, "", "bf16") for name in ("at_targets", "at_targets_backward")),

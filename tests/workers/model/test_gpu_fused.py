@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,15 @@ def test_the_hidden_state_is_added_to_and_normed(added: bool, wide: int) -> None
         total = 1 * x if delta is None else x + delta
         return total, F.rms_norm(total, weight.shape, weight, eps)
 
-    for mine, other in zip(run(add_norm, DEVICE), run(plain, HOST), strict=True):
+    def ours(*args: Any) -> tuple[Tensor, Tensor]:
+        return add_norm(*args, torch.float32)
+
+    for mine, other in zip(run(ours, DEVICE), run(plain, HOST), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    whole = add_norm(given[0].to(DEVICE), None, weight.to(DEVICE), 1e-6, torch.float32)[1]
+    rounded = add_norm(given[0].to(DEVICE), None, weight.to(DEVICE), 1e-6, torch.bfloat16)[1]
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), whole, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

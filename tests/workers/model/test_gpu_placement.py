@@ -30,7 +30,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CUDA = torch.device("cuda", 0)
 KERNELS = {
     kernels: ("shrink", "expand", "outer", "experts", "expert_blocks", "sort_pairs"),
-    fused_kernels: ("swiglu", "swiglu_backward", "gather", "gather_sum", "turn", "turn_backward", "add_norm"),
+    fused_kernels: (
+        "swiglu",
+        "swiglu_backward",
+        "gather",
+        "gather_sum",
+        "gather_sum_expand",
+        "turn",
+        "turn_backward",
+        "add_norm",
+    ),
 }
 
 
@@ -156,8 +165,9 @@ def test_a_pass_stays_on_the_device_and_never_waits(
     # Two rank classes (4 and 8, 40), in a layer four linears with six outputs, and the unembedding. Of experts what is
     # between their products is one pass, and one more for the group without an adapter.
     moe = bool(config.num_experts)
-    counts = {"shrink": 2 * (5 + 8), "expand": 2 * ((6 + 4) if moe else (8 + 5)), "outer": 2 * (5 + 8)}
+    counts = {"shrink": 2 * (5 + 8), "expand": 2 * ((5 + 3) if moe else (8 + 5)), "outer": 2 * (5 + 8)}
     counts |= {"swiglu": 3 * moe, "swiglu_backward": 3 * moe, "gather": 4 * moe, "gather_sum": 4 * moe}
+    counts |= {"gather_sum_expand": 4 * moe}
     counts |= {"turn": 2, "turn_backward": 2, "add_norm": 2}
     assert {name: kernel.count for name, kernel in launches.items() if name in counts} == counts
 

@@ -1,4 +1,4 @@
-"""Tokens on a device, given to their experts, and what these give, put together: a launch each.
+"""Tokens on a device, given to their experts, and what these give, put together with what adapters add: a launch each.
 
 Shapes: T tokens, K choices, P = T * K pairs sorted by expert, I columns.
 """
@@ -10,9 +10,13 @@ import triton
 from torch import Tensor
 
 from workers.model.gpu import fused_kernels
+from workers.model.gpu.launch import Tile, TritonProducts, where
+from workers.model.lora_products import Added
 
 #: Columns that a block has at a time, and how many numbers it copies.
 WIDTH, COPIED = 1024, 8192
+#: Where adapters add to it (bench/gpu_tiles.py).
+ADDED = Tile(128, 8)
 
 
 def spread(x_TI: Tensor, token_P: Tensor) -> Tensor:
@@ -28,15 +32,35 @@ def spread(x_TI: Tensor, token_P: Tensor) -> Tensor:
     return out_PI
 
 
-def combined(y_PI: Tensor, inverse_P: Tensor, choices: int, weights_TK: Tensor | None = None) -> Tensor:
-    """sum_k weights[:, k] * y[inverse[:, k]], [T, I] float32; without weights the plain sum."""
+def combined(
+    y_PI: Tensor,
+    inverse_P: Tensor,
+    choices: int,
+    weights_TK: Tensor | None = None,
+    added: Added | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """sum_k weights[:, k] * y[inverse[:, k]], [T, I] in `dtype`; without weights the plain sum. With what is added."""
     tokens, wide = len(inverse_P) // choices, y_PI.shape[1]
-    out_TI = torch.empty(tokens, wide, device=y_PI.device)
-    if tokens:
+    out_TI = torch.empty(tokens, wide, device=y_PI.device, dtype=dtype)
+    if not tokens:
+        return out_TI
+    weights = weights_TK.contiguous() if weights_TK is not None else out_TI
+    given, fixed = (y_PI, y_PI.stride(0), inverse_P, weights, out_TI), {"CHOICES": choices}
+    fixed["WEIGHTED"] = weights_TK is not None
+    tiled = added.products if added is not None and isinstance(added.products, TritonProducts) else None
+    if added is None or tiled is None or not tiled.table.all_have(added.name):
         block = min(WIDTH, triton.next_power_of_2(wide))
-        weights = weights_TK.contiguous() if weights_TK is not None else out_TI
-        fused_kernels.gather_sum[tokens, triton.cdiv(wide, block)](
-            y_PI, y_PI.stride(0), inverse_P, weights, out_TI, wide,
-            CHOICES=choices, WEIGHTED=weights_TK is not None, BLOCK_N=block,
+        fused_kernels.gather_sum[tokens, triton.cdiv(wide, block)](*given, wide, **fixed, BLOCK_N=block)
+    if added is not None and tiled is None:
+        added.products.expand(out_TI, added.u_T, added.name, stack=added.stack, scaled=False)
+    if added is None or tiled is None:
+        return out_TI
+    for each, blocks in tiled.blocks:
+        tile = ADDED.beside(each.block)
+        fused_kernels.gather_sum_expand[len(blocks.segment), triton.cdiv(wide, tile.columns)](
+            *given, added.u_T, added.u_T.stride(0), tiled.table.weights(added.name),
+            *where(tiled.table, blocks, tiled.segments), wide, STACK=added.stack, PRECISION=tiled.precision.name,
+            BLOCK_M=blocks.block_rows, BLOCK_R=each.block, **fixed, **tile.fixed,
         )  # fmt: skip
     return out_TI

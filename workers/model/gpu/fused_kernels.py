@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.model.gpu.kernels import VARYING, _block, _factor, _low_rank
+from workers.model.gpu.kernels import VARYING, _beside_held, _block, _factor, _held, _low_rank
 
 
 @triton.jit
@@ -44,31 +44,41 @@ def swiglu(
     h,
     wide,
     ADAPTED: tl.constexpr,
+    HELD: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """h = silu(gate + u B_gate) * (up + u B_up); not ADAPTED: of all rows, without u."""
+    """h = silu(gate + u B_gate) * (up + u B_up) over columns s * SPLIT to (s + 1) * SPLIT; not ADAPTED: of all rows,
+    without u. HELD: a block holds all ranks."""
     index = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     segment = num_segments * 0
     if ADAPTED:
         segment = tl.load(block_segment + index)
     if segment < num_segments:
         row, own = rows_of(segment, first_block, segment_start, index, rows, ADAPTED, BLOCK_M)
-        mask = own[:, None] & (n < wide)[None]
-        at = gate_up + row[:, None] * (2 * wide) + n[None]
-        g = tl.load(at, mask, 0.0).to(tl.float32)
-        up = tl.load(at + wide, mask, 0.0).to(tl.float32)
         if ADAPTED:
             group, expert = segment % num_groups, segment // num_groups
             rank = tl.load(ranks + group)
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
             u_m = u + row * stride_u
-            g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
-            up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
-        tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
+        if HELD:
+            held_gate, held_up = _held(u_m, rank, 1.0, own, BLOCK_R), _held(u_m + rank, rank, 1.0, own, BLOCK_R)
+        for start in range(0, SPLIT, BLOCK_N):
+            n = tl.program_id(1) * SPLIT + start + tl.arange(0, BLOCK_N)
+            mask = own[:, None] & (n < wide)[None]
+            at = gate_up + row[:, None] * (2 * wide) + n[None]
+            g = tl.load(at, mask, 0.0).to(tl.float32)
+            up = tl.load(at + wide, mask, 0.0).to(tl.float32)
+            if HELD:
+                g = _beside_held(g, held_gate, of_gate, rank, wide, n, PRECISION, BLOCK_R)
+                up = _beside_held(up, held_up, of_up, rank, wide, n, PRECISION, BLOCK_R)
+            elif ADAPTED:
+                g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+                up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+            tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "rows"])
@@ -95,6 +105,7 @@ def swiglu_backward(
     dweights,
     wide,
     ADAPTED: tl.constexpr,
+    HELD: tl.constexpr,
     KEPT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,7 +113,7 @@ def swiglu_backward(
     BLOCK_N: tl.constexpr,
 ):
     """Of dh + dv A_down, the gradient of h before the router's weight: d(gate, up) behind that weight, the weight's own
-    gradient, the sum of dh * h over the row, and, KEPT, h again."""
+    gradient, the sum of dh * h over the row, and, KEPT, h again. HELD: a block holds all ranks."""
     index = tl.program_id(0)
     segment = num_segments * 0
     if ADAPTED:
@@ -115,6 +126,9 @@ def swiglu_backward(
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
             u_m = u + row * stride_u
             of_down = _factor(down_a, group, expert, rank, wide)
+        if HELD:
+            held_gate, held_up = _held(u_m, rank, 1.0, own, BLOCK_R), _held(u_m + rank, rank, 1.0, own, BLOCK_R)
+            held_down = _held(dv + row * stride_dv, rank, 1.0, own, BLOCK_R)
         weight = tl.load(weights + row, own, 0.0)[:, None]
         total = tl.full((BLOCK_M,), 0.0, tl.float32)
         for start in range(0, wide, BLOCK_N):
@@ -124,7 +138,11 @@ def swiglu_backward(
             g = tl.load(gate_up + at, mask, 0.0).to(tl.float32)
             up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
             d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
-            if ADAPTED:
+            if HELD:
+                g = _beside_held(g, held_gate, of_gate, rank, wide, n, PRECISION, BLOCK_R)
+                up = _beside_held(up, held_up, of_up, rank, wide, n, PRECISION, BLOCK_R)
+                d = _beside_held(d, held_down, of_down, rank, wide, n, PRECISION, BLOCK_R)
+            elif ADAPTED:
                 g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
                 up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
                 d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
@@ -181,7 +199,53 @@ def gather_sum(
         if WEIGHTED:
             found *= tl.load(weights + token * CHOICES + k)
         total += found
-    tl.store(out + token * wide + n, total, n < wide)
+    tl.store(out + token * wide + n, total.to(out.dtype.element_ty), n < wide)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gather_sum_expand(
+    y,
+    stride_y,
+    inverse,
+    weights,
+    out,
+    u,
+    stride_u,
+    addresses,
+    ranks,
+    scales,
+    block_segment,
+    first_block,
+    segment_start,
+    num_segments,
+    num_groups,
+    wide,
+    STACK: tl.constexpr,
+    CHOICES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The same, of the tokens of a group, + sum over i < STACK * rank of u[t, i] W[i] (`expand` in kernels.py)."""
+    index = tl.program_id(0)
+    segment = tl.load(block_segment + index)
+    if segment < num_segments:
+        row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = own[:, None] & (n < wide)[None]
+        total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for k in tl.static_range(CHOICES):
+            pair = tl.load(inverse + row * CHOICES + k, own, 0)
+            found = tl.load(y + pair[:, None] * stride_y + n[None], mask, 0.0).to(tl.float32)
+            if WEIGHTED:
+                found *= tl.load(weights + row * CHOICES + k, own, 0.0)[:, None]
+            total += found
+        rank = tl.load(ranks + segment)
+        w = _factor(addresses, segment, segment * 0, STACK * rank, wide)
+        total = _low_rank(total, u + row * stride_u, w, STACK * rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+        tl.store(out + row[:, None] * wide + n[None], total.to(out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -197,7 +261,7 @@ def add_norm(
         y += tl.load(delta + at, mask, 0.0)
         tl.store(total + at, y, mask)
     root = 1 / tl.sqrt(tl.sum(y * y, 0) / wide + eps)
-    tl.store(out + at, y * root * tl.load(norm + n, mask, 0.0), mask)
+    tl.store(out + at, (y * root * tl.load(norm + n, mask, 0.0)).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -205,7 +269,8 @@ def add_norm_backward(total, norm, dtotal, dout, dx, wide, eps, BLOCK_D: tl.cons
     """dx of `add_norm`, which is that of delta, too."""
     n = tl.arange(0, BLOCK_D)
     at, mask = tl.program_id(0).to(tl.int64) * wide + n, n < wide
-    y, dy = tl.load(total + at, mask, 0.0), tl.load(dout + at, mask, 0.0) * tl.load(norm + n, mask, 0.0)
+    y, dy = tl.load(total + at, mask, 0.0), tl.load(dout + at, mask, 0.0).to(tl.float32)
+    dy *= tl.load(norm + n, mask, 0.0)
     root = 1 / tl.sqrt(tl.sum(y * y, 0) / wide + eps)
     found = root * (dy - y * root * root * (tl.sum(dy * y, 0) / wide))
     tl.store(dx + at, tl.load(dtotal + at, mask, 0.0) + found, mask)

@@ -18,12 +18,14 @@ import triton
 from torch import Tensor
 
 from workers.model.gpu import fused_kernels
-from workers.model.gpu.launch import Tile, TritonProducts
+from workers.model.gpu.launch import HELD, Tile, TritonProducts
 from workers.model.gpu.segments import EXPERT_ROWS
 from workers.model.lora_products import LoraProducts
 
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
-FORWARD, BACKWARD = Tile(256, 4), Tile(64, 2)
+FORWARD, FORWARD_HELD, BACKWARD = Tile(256, 4), Tile(64, 2), Tile(64, 2)
+#: How many columns pass in a forward beside u that is held.
+SPLIT = 1024
 
 
 class Inside(NamedTuple):
@@ -61,9 +63,10 @@ class Inside(NamedTuple):
         pairs, wide = len(self.gate_up_PG), self.gate_up_PG.shape[1] // 2
         h_PF = self.gate_up_PG.new_empty(pairs, wide, dtype=self.dtype)
         for blocks, where, fixed in self._launches():
-            tile = FORWARD.beside(fixed["BLOCK_R"])
-            grid = blocks, triton.cdiv(wide, tile.columns)
-            fused_kernels.swiglu[grid](self.gate_up_PG, *where, h_PF, wide, **fixed, **tile.fixed)
+            tile = FORWARD_HELD if fixed["HELD"] else FORWARD.beside(fixed["BLOCK_R"])
+            split = min(SPLIT, triton.cdiv(wide, tile.columns) * tile.columns) if fixed["HELD"] else tile.columns
+            grid = blocks, triton.cdiv(wide, split)
+            fused_kernels.swiglu[grid](self.gate_up_PG, *where, h_PF, wide, SPLIT=split, **fixed, **tile.fixed)
         return h_PF
 
     def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -95,7 +98,7 @@ class Inside(NamedTuple):
             yield (
                 triton.cdiv(pairs, EXPERT_ROWS),
                 unused,
-                fixed | {"ADAPTED": False, "PRECISION": "ieee", "BLOCK_R": 16},
+                fixed | {"ADAPTED": False, "HELD": False, "PRECISION": "ieee", "BLOCK_R": 16},
             )
         if products is None or self.u_P is None:
             return
@@ -104,5 +107,5 @@ class Inside(NamedTuple):
         for each, blocks in products.blocks:
             where = (blocks.segment, blocks.first, segments.start, segments.num_experts * segments.num_groups)
             arguments = (self.u_P, self.u_P.stride(0), gate, up, table.ranks_G, *where, segments.num_groups, pairs)
-            of = {"ADAPTED": True, "PRECISION": products.precision.name, "BLOCK_R": each.block}
-            yield len(blocks.segment), arguments, fixed | of
+            of = {"ADAPTED": True, "HELD": each.block <= HELD, "PRECISION": products.precision.name}
+            yield len(blocks.segment), arguments, fixed | of | {"BLOCK_R": each.block}

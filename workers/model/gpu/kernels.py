@@ -48,6 +48,21 @@ def _low_rank(total, u_m, w, count, scale, wide, own, n, PRECISION: tl.constexpr
     return total
 
 
+@triton.jit
+def _held(u_m, count, scale, own, BLOCK_R: tl.constexpr):
+    """scale u_m[m][i] of all i < count, at most BLOCK_R, to stay in registers while columns pass."""
+    i = tl.arange(0, BLOCK_R)
+    return tl.load(u_m[:, None] + i[None], own[:, None] & (i < count)[None], 0.0) * scale
+
+
+@triton.jit
+def _beside_held(total, held, w, count, wide, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
+    """`_low_rank` with u that is `_held`."""
+    i = tl.arange(0, BLOCK_R)
+    w_in = tl.load(w + i[:, None] * wide + n[None], (i < count)[:, None] & (n < wide)[None], 0.0)
+    return tl.dot(held, w_in, total, input_precision=PRECISION)
+
+
 #: Arguments that change with the batch; specialised, Triton would compile again for 1 and for multiples of 16.
 VARYING = ["num_segments", "num_groups", "part"]
 

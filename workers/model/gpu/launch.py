@@ -41,7 +41,10 @@ class Tile(NamedTuple):
 
 #: Of each kernel; `outer` also over (expert, group) segments. As fast as any on an H100, for 64 adapters of rank 8 on a
 #: 30B model (bench/gpu_tiles.py).
-SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(128, 4), Tile(128, 4), Tile(256, 4)
+SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(128, 2), Tile(128, 4), Tile(256, 2)
+
+#: The largest block of ranks whose u stays in registers while columns pass.
+HELD = 32
 
 #: Columns of `outer` where few arenas would be few blocks.
 NARROW, FEW_BLOCKS = 32, 256
@@ -115,7 +118,7 @@ class TritonProducts:
                     SCALED=scaled,
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
-                    BLOCK_R=each.block,
+                    BLOCK_R=each.block_of(stack),
                     BLOCK_K=SHRINK.columns,
                     SPLIT=split,
                     num_warps=SHRINK.warps,
@@ -162,7 +165,7 @@ class TritonProducts:
             owners = each.owners
             if len(y) and owners.count:
                 # One block adds up all rows of a group.
-                form, columns = self._outer_form(each, wide)
+                form, columns = self._outer_form(each, stack, wide)
                 grid = (owners.count * self.segments.num_experts, columns, each.rank_blocks(stack))
                 kernels.outer[grid](
                     u,
@@ -183,16 +186,16 @@ class TritonProducts:
                     SCALED=scaled,
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
-                    BLOCK_R=each.block,
+                    BLOCK_R=each.block_of(stack),
                     **form,
                 )
 
-    def _outer_form(self, each: RankClass, wide: int) -> tuple[dict[str, int], int]:
+    def _outer_form(self, each: RankClass, stack: int, wide: int) -> tuple[dict[str, int], int]:
         """What is compiled into `outer`, and how many tiles are beside each other."""
         if self.segments.block_rows == EXPERT_ROWS:  # a few rows: there is nothing to fetch ahead
-            tile, stages = OUTER_EXPERTS.beside(each.block), 1
+            tile, stages = OUTER_EXPERTS.beside(each.block_of(stack)), 1
         else:
-            tile, stages = OUTER.beside(each.block), 3
+            tile, stages = OUTER.beside(each.block_of(stack)), 3
             if each.owners.count * -(-wide // tile.columns) < FEW_BLOCKS:
                 tile = Tile(NARROW, tile.warps)
         return {"STAGES": stages} | tile.fixed, -(-wide // tile.columns)

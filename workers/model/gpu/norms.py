@@ -16,16 +16,21 @@ from torch.autograd.function import once_differentiable
 from workers.model.gpu import fused_kernels
 
 
-def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """x + delta (x itself without one), float32, and that over the root of the mean of its squares, times the weight
-    (arXiv 1910.07467), which is frozen. Differentiable in x and delta."""
+    (arXiv 1910.07467), which is frozen, rounded once to `dtype`, which the next products take. Differentiable in x and
+    delta."""
     if torch.is_grad_enabled() and (x_TD.requires_grad or (delta_TD is not None and delta_TD.requires_grad)):
-        return cast(tuple[Tensor, Tensor], _AddNorm.apply(x_TD, delta_TD, weight_D, eps))  # type: ignore[no-untyped-call]
-    return _forward(x_TD, delta_TD, weight_D, eps)
+        return cast(tuple[Tensor, Tensor], _AddNorm.apply(x_TD, delta_TD, weight_D, eps, dtype))  # type: ignore[no-untyped-call]
+    return _forward(x_TD, delta_TD, weight_D, eps, dtype)
 
 
-def _forward(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x_TD, out_TD = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+def _forward(
+    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    x_TD, out_TD = x_TD.contiguous(), torch.empty_like(x_TD, dtype=dtype, memory_format=torch.contiguous_format)
     total_TD = x_TD if delta_TD is None else torch.empty_like(x_TD)
     given = x_TD if delta_TD is None else delta_TD.contiguous()
     if len(x_TD):
@@ -42,8 +47,10 @@ def _fixed(x_TD: Tensor) -> dict[str, int]:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total_TD, out_TD = _forward(x_TD, delta_TD, weight_D, eps)
+    def forward(
+        ctx: Any, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        total_TD, out_TD = _forward(x_TD, delta_TD, weight_D, eps, dtype)
         ctx.save_for_backward(total_TD, weight_D)
         ctx.eps, ctx.added = eps, delta_TD is not None
         return total_TD, out_TD
@@ -58,4 +65,4 @@ class _AddNorm(torch.autograd.Function):
                 total_TD, weight_D, dtotal_TD.contiguous(), dout_TD.contiguous(), dx_TD, dx_TD.shape[1], ctx.eps,
                 **_fixed(dx_TD),
             )  # fmt: skip
-        return dx_TD, dx_TD if ctx.added else None, None, None
+        return dx_TD, dx_TD if ctx.added else None, None, None, None

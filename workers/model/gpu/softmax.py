@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from workers.model.gpu import softmax_kernels
-from workers.model.gpu.launch import Tile, TritonProducts, where
+from workers.model.gpu.launch import HELD, Tile, TritonProducts, where
 from workers.model.gpu.segments import DENSE_ROWS
 from workers.model.lora import Site
 from workers.model.lora_products import LoraProducts
@@ -65,7 +65,8 @@ class Logits(NamedTuple):
         base, wide = self.base_RV, self.base_RV.shape[1]
         sums_SR, found_P = base.new_empty(triton.cdiv(wide, SPLIT), len(base)), base.new_empty(len(self.row_of_P))
         for blocks, arguments, fixed in self._launches(FORWARD):
-            softmax_kernels.log_sum[blocks, len(sums_SR)](*arguments, sums_SR, SPLIT=SPLIT, **fixed)
+            held = fixed["ADAPTED"] and fixed["BLOCK_R"] <= HELD
+            softmax_kernels.log_sum[blocks, len(sums_SR)](*arguments, sums_SR, HELD=held, SPLIT=SPLIT, **fixed)
         adapters: tuple[Any, ...] = (base, 0, *[base] * 4)
         if (added := self.added) is not None:
             table = added.products.table

@@ -140,14 +140,14 @@ def kept_bytes(config: DecoderConfig) -> int:
 
 def kept_on_device(config: DecoderConfig, itemsize: int) -> int:
     """The same on a GPU, beside weights of so many bytes each: where heads are turned and experts activated in one pass
-    (model/gpu), what lies between is not kept, and what their products gave is kept in the weights' dtype."""
+    (model/gpu), what lies between is not kept, and what products took and gave is kept in the weights' dtype."""
     plain = config.recurrence is None and config.latent is None and not config.output_gate
     if not plain or config.qk_norm == "whole" or not config.num_experts or config.expert_bias or config.gate.limit:
         return kept_bytes(config)
     heads = 4 * (config.q_size + 2 * config.kv_size) + itemsize * (2 * config.q_size + 2 * config.kv_size)
     experts = config.experts_per_token * (2 * itemsize * config.moe_intermediate_size + 200) + 12 * config.num_experts
     shared = 4 * (5 * config.shared_intermediate_size + 4 * config.expert_latent)
-    return 4 * 5 * config.hidden_size + heads + experts + shared
+    return (4 * 3 + 2 * itemsize) * config.hidden_size + heads + experts + shared
 
 
 def _size(count: int) -> str:
