@@ -65,7 +65,7 @@ class Step:
 
 
 def steps(out: Path, python: str = sys.executable) -> list[Step]:
-    test = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--tb=short"]
+    test = [python, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=10", "--tb=short"]
     bench = [python, str(ROOT / "bench" / "gpu.py"), "--rounds", "3", "--ranks", "8"]
     example = [python, str(ROOT / "bench" / "gpu_served.py"), "--out", str(out / "gpu_served.json")]
     served = [str(ROOT / f"tests/e2e/test_{name}.py") for name in SERVED]
