@@ -31,8 +31,8 @@ EXPERT_ROWS = 16
 #: Ranks are computed in blocks of 16 (the least that tensor cores take), 32, 64 or 128, by the group's own rank.
 MIN_RANK_BLOCK = 16
 MAX_RANK_BLOCK = 128
-#: The most ranks of stacked factors that are one block.
-MAX_STACKED = 64
+#: Ranks of stacked factors that are one block, where a block of one factor has fewer.
+STACKED = 32
 
 
 class Blocks(NamedTuple):
@@ -86,8 +86,8 @@ class RankClass:
     owners: Owners
 
     def block_of(self, stack: int) -> int:
-        """Ranks that a block has of `stack` factors: all of them, where they are few, so that rows are read once."""
-        return max(self.block, min(MAX_STACKED, 1 << (stack * self.most - 1).bit_length()))
+        """Ranks that a block has of `stack` factors: as a rule all of them, so that rows are read once."""
+        return self.block if stack == 1 else max(self.block, STACKED)
 
     def rank_blocks(self, stack: int) -> int:
         """Blocks that `stack` factors of the largest rank take."""
