@@ -56,7 +56,7 @@ async def ended(service: Service, who: Principal, request_id: str, restarting: s
     while True:
         waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
         try:
-            found = await service.polls.hold(waiting, None)
+            found = await service.polls.hold(who.org_id, waiting, None)
         except STORES as error:
             raise away(error) from error
         if found is None:

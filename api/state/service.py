@@ -23,7 +23,7 @@ from api.state.large_bodies import LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
 from api.state.one_at_a_time import OneAtATime
-from api.state.polls import LongPolls
+from api.state.polls import LongPolls, most_connections
 from api.state.rates import LocalRates, Rates
 from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
@@ -62,7 +62,6 @@ class Service:
     journal: OperationJournal
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
-    polls: LongPolls = field(default_factory=LongPolls)
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Failures[Principal] = field(default_factory=misses)
@@ -73,6 +72,10 @@ class Service:
     turns_coming: set[ComingTurn] = field(default_factory=set)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
+
+    @cached_property
+    def polls(self) -> LongPolls:
+        return LongPolls(most_connections(self.settings.front))
 
     @cached_property
     def limits(self) -> LimitsResponse:

@@ -96,8 +96,12 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     if body.timeout is not None:
         wait_s = max(0.0, min(wait_s, body.timeout))
+    full = wait_s > 0 and service.polls.full(who.org_id)  # then it is told what is there
+    asked = journal.completions.after(key, body.prev_cursor, 0.0 if full else wait_s)
     nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
-    found, cursor = await service.polls.hold(journal.completions.after(key, body.prev_cursor, wait_s), nothing)
+    found, cursor = await service.polls.hold(who.org_id, asked, nothing)
+    if full and not found:
+        raise service.polls.refusal(who.org_id)
     answer = _Answer([_shown(completion) for completion in found], cursor)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -46,19 +46,22 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
 
     A large result is announced by its size when the client allows that: it then asks again, once it has room for it."""
     body = await read_json(request, FutureRetrieveRequest)
-    wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     journal = service.journal
     if not plain_id(body.request_id):
         raise NotFound(f"no request {quote(body.request_id)}")
     if who.project_id is not None:  # the journal knows organisations only
         await service.read(lambda session: operation_by_id(session, who, body.request_id))
     stopped = operations.Waiting("active", "the server is restarting; the operation is kept")
-    outcome = await service.polls.hold(journal.outcome(who.org_id, body.request_id, wait_s), stopped)
+    full = service.polls.full(who.org_id)  # then it is told what is there
+    wait_s = 0.0 if full else min(service.settings.long_poll_s, LONGEST_POLL_S)
+    outcome = await service.polls.hold(who.org_id, journal.outcome(who.org_id, body.request_id, wait_s), stopped)
     if outcome is None:
         raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
     if isinstance(outcome, operations.Gone):
         raise Gone(outcome.why, request_id=body.request_id)
     if isinstance(outcome, operations.Waiting):
+        if full:
+            raise service.polls.refusal(who.org_id)
         state, reason = outcome.state, outcome.reason
         return _json(TryAgainResponse(request_id=body.request_id, queue_state=state, queue_state_reason=reason), 408)
     if outcome.error is not None:
@@ -91,6 +94,7 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
     row = await service.read(lambda session: operation_by_id(session, who, body.request_id))
     if row.kind != operations.SAMPLE:
         raise Invalid(f"request_id: {body.request_id} is no sample; only these are streamed")
+    service.polls.check(who.org_id)
     return EventStream(_events(service, who, body))
 
 

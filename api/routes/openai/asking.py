@@ -194,6 +194,7 @@ async def ask(
 ) -> Asked:
     """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. Raises
     Refused for what cannot be had."""
+    service.polls.check(who.org_id)
     model = service.limits.models[target.sampler.base_model]
     longest = model.context_length
     if len(prompt) > longest or (len(prompt) == longest and params.max_tokens != 0):
