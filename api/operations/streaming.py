@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 
 import numpy as np
 from starlette.requests import ClientDisconnect
@@ -61,6 +62,8 @@ async def ended(service: Service, who: Principal, request_id: str, restarting: s
             raise away(error) from error
         if found is None:
             raise (Unavailable(restarting) if service.polls.released else NotFound(f"no request {quote(request_id)}"))
+        if isinstance(found, Outcome) and found.ref:
+            found = await service.threads.run(who.org_id, partial(service.journal.answers.whole, found))
         if isinstance(found, Outcome):
             return found
         if not isinstance(found, Waiting):

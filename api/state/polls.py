@@ -1,4 +1,5 @@
-"""Requests that are held open: how many of one organisation, and how all of them are answered when the server stops.
+"""Requests that are held open, by what they wait for or by who takes a large answer slowly: how many of one
+organisation, and how all that wait are answered when the server stops.
 
 Each takes a connection, and those are everybody's. An organisation may hold as many as a `SHARE`th of the connections
 that nobody holds: alone a quarter of all, several each less, and however many there are, some are left for who comes
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from api.errors import RateLimited
@@ -38,7 +40,7 @@ class LongPolls:
 
     def full(self, org_id: str) -> bool:
         """Whether an organisation holds its share."""
-        return SHARE * self._of[org_id] >= self._most - len(self._held)
+        return SHARE * self._of[org_id] >= self._most - self._of.total()
 
     def check(self, org_id: str) -> None:
         """Raises RateLimited for an organisation that holds its share."""
@@ -47,9 +49,9 @@ class LongPolls:
 
     def refusal(self, org_id: str) -> RateLimited:
         return RateLimited(
-            f"{self._of[org_id]} requests of this organisation wait for results at this moment, which is its share of "
-            f"the server's {self._most} connections: retry in {COME_AGAIN_S} s, and wait for fewer at a time; one "
-            "retrieve_futures waits for all requests of a sampler",
+            f"{self._of[org_id]} requests of this organisation wait for results, or take large ones, at this moment, "
+            f"which is its share of the server's {self._most} connections: retry in {COME_AGAIN_S} s, and send fewer "
+            "at a time; one retrieve_futures waits for all requests of a sampler",
             reason="held_requests",
             retry_after_s=COME_AGAIN_S,
             scope="organisation",
@@ -63,9 +65,9 @@ class LongPolls:
         task = asyncio.current_task()
         assert task is not None
         self._held.add(task)
-        self._of[org_id] += 1
         try:
-            return await waiting
+            with self.counted(org_id):
+                return await waiting
         except asyncio.CancelledError:
             if not self._released:
                 raise
@@ -73,6 +75,14 @@ class LongPolls:
             return otherwise
         finally:
             self._held.discard(task)
+
+    @contextmanager
+    def counted(self, org_id: str) -> Iterator[None]:
+        """Within it a request of that organisation is held open."""
+        self._of[org_id] += 1
+        try:
+            yield
+        finally:
             self._of[org_id] -= 1
             if not self._of[org_id]:
                 del self._of[org_id]

@@ -122,6 +122,10 @@ class Service:
         return LargeBodies(self.settings.limits.max_body_bytes)
 
     @cached_property
+    def large_results(self) -> LargeBodies:
+        return LargeBodies(self.settings.limits.max_body_bytes, what="results")
+
+    @cached_property
     def fetched(self) -> Fetched:
         return Fetched(self.database)
 
