@@ -67,8 +67,8 @@ class Service:
     misses: Failures[Principal] = field(default_factory=misses)
     attempts: Failures[Request] = field(default_factory=attempts)
     threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
-    #: Of curves, whose points are many, one at a time: to read them keeps the interpreter busy.
-    curves: Threads = field(default_factory=lambda: Threads(1))
+    #: Of what may be very much (curves, all checkpoints of a run), one at a time: it keeps the interpreter busy.
+    long_reads: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)

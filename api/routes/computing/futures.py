@@ -7,8 +7,9 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import msgspec
+import orjson
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 from weft.wire import (
     CancelFutureRequest,
@@ -100,7 +101,7 @@ def _whole(service: Service, request_id: str, found: Outcome, as_json: bool) -> 
     with service.database.read() as session:
         kind = session.get_one(tables.Operation, request_id).kind
     form = sample_result(whole.payload) if kind == operations.SAMPLE else train_result(whole.payload)
-    return Outcome(JSONResponse(form).body, JSON)
+    return Outcome(orjson.dumps(form), JSON)
 
 
 @router.post("/stream_future", **declare(scope="sample", limit="poll"))
