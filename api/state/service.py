@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,6 +44,7 @@ from workers.model.card import ModelCard
 if TYPE_CHECKING:
     from api.oidc.flow import SigningIn
     from billing.prices import PriceList
+    from scheduler.journal.ending.completions import FeedKey
     from scheduler.journal.front import OperationJournal
     from scheduler.order.light_work import SizesOf
 
@@ -70,6 +72,8 @@ class Service:
     #: Of what may be very much (curves, all checkpoints of a run), one at a time: it keeps the interpreter busy.
     long_reads: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
+    #: What completed of feeds before they were followed, while it is read.
+    looks: dict[FeedKey, asyncio.Future[None]] = field(default_factory=dict)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
 

@@ -6,6 +6,7 @@ in the journal's rows, once.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -85,8 +86,12 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     followed = journal.completions.follows(key)
     if not followed or who.project_id is not None:  # the journal knows organisations only
         await service.read(lambda session: sampler_by_id(session, who, key.sampler_id))
-    if not followed:
-        await _follow(service, key, body.prev_cursor)
+    looks = service.looks
+    if key not in looks and not journal.completions.follows(key):
+        looks[key] = asyncio.ensure_future(_follow(service, key, body.prev_cursor))
+        looks[key].add_done_callback(lambda _: looks.pop(key))
+    if key in looks:  # told before, what ends meanwhile would put what it finds behind the client's cursor
+        await asyncio.shield(looks[key])
     if who.project_id is not None and told:
         told = await service.read(lambda session: _seen(session, who, told))
     service.fetched.note(who, filter(plain_id, told))
