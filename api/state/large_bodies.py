@@ -29,6 +29,8 @@ SMALL_BYTES = 65_536
 #: How many bodies of the largest size are worked on at the same time.
 AT_A_TIME = 2
 WAIT_S = 10.0
+#: Longer than any client waits.
+FOR_LONG_S = 86_400.0
 #: An organisation rests this many times as long as it took to refuse its body, and at most so long.
 REST_TIMES = 9
 MOST_REST_S = 5.0

@@ -20,7 +20,7 @@ from api.state.afterwards import Afterwards
 from api.state.coming_turns import ComingTurn
 from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
-from api.state.large_bodies import LargeBodies
+from api.state.large_bodies import FOR_LONG_S, LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
 from api.state.one_at_a_time import OneAtATime
@@ -128,6 +128,11 @@ class Service:
     @cached_property
     def large_results(self) -> LargeBodies:
         return LargeBodies(self.settings.limits.max_body_bytes, what="results")
+
+    @cached_property
+    def large_answers(self) -> LargeBodies:
+        """What is told of samples that were computed, and billed, already: none is refused."""
+        return LargeBodies(self.settings.limits.max_body_bytes, wait_s=FOR_LONG_S, what="results")
 
     @cached_property
     def fetched(self) -> Fetched:
