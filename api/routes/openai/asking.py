@@ -238,6 +238,7 @@ async def ask(
             "return_routed_experts",
             "too_many_experts",
         )
+    _check_stops(service, target, params)
     session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
     turn = None
     if session is not None:
@@ -255,6 +256,15 @@ async def ask(
     return Asked(*about, keep=bool(key), told=told, told_of_prompt=of_prompt)
 
 
+def _check_stops(service: Service, target: Target, params: SamplingParams) -> None:
+    """The limit is on those that were sent, beside which the ends of the model and of its template stand."""
+    own: set[str | int] = {*target.card.eos_token_ids, *target.text.ends}
+    own |= {target.text.word(token) for token in target.text.ends}
+    sent, most = [stop for stop in params.stop or () if stop not in own], service.limits.max_stop_sequences
+    if most is not None and len(sent) > most:
+        raise Refused(f"stop: {len(sent)} entries, the limit is {most}", "stop")
+
+
 async def _accepted(
     service: Service, who: Principal, target: Target, priority: str, key: str | None, body: SampleRequest
 ) -> str:
@@ -264,7 +274,8 @@ async def _accepted(
     if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
     try:
-        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+        limits = service.limits.model_copy(update={"max_stop_sequences": None})  # `_check_stops` has counted
+        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority, limits)
     except Invalid as error:
         raise _in_their_words(error) from None
     try:
