@@ -15,6 +15,7 @@ from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResu
 from api.errors import STORES, ApiError, Gone, Invalid, NotFound, Unavailable, away, quote
 from api.state.service import Service
 from api.who.principal import Principal
+from scheduler.journal.ending.outcomes import LARGE_BYTES
 from scheduler.journal.samples.streams import cut
 from scheduler.links.messages import DrawnTokens
 from scheduler.order.operations import Outcome, Waiting
@@ -79,7 +80,10 @@ def result_of(outcome: Outcome, request_id: str) -> SampleResult:
 
 
 async def sampled(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> SampleResult:
-    return result_of(await ended(service, who, request_id, restarting), request_id)
+    outcome = await ended(service, who, request_id, restarting)
+    if len(outcome.payload) <= LARGE_BYTES:
+        return result_of(outcome, request_id)
+    return await service.long_reads.run(who.org_id, partial(result_of, outcome, request_id))
 
 
 async def drawn(

@@ -69,7 +69,8 @@ class Service:
     misses: Failures[Principal] = field(default_factory=misses)
     attempts: Failures[Request] = field(default_factory=attempts)
     threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
-    #: Of what may be very much (curves, all checkpoints of a run), one at a time: it keeps the interpreter busy.
+    #: Of what may be very much (curves, all checkpoints of a run, large results), one at a time: it keeps the
+    #: interpreter busy.
     long_reads: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
     #: What completed of feeds before they were followed, while it is read.
