@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 
 import numpy as np
 from starlette.requests import ClientDisconnect
@@ -14,6 +15,7 @@ from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResu
 from api.errors import STORES, ApiError, Gone, Invalid, NotFound, Unavailable, away, quote
 from api.state.service import Service
 from api.who.principal import Principal
+from scheduler.journal.ending.outcomes import LARGE_BYTES
 from scheduler.journal.samples.streams import cut
 from scheduler.links.messages import DrawnTokens
 from scheduler.order.operations import Outcome, Waiting
@@ -56,11 +58,13 @@ async def ended(service: Service, who: Principal, request_id: str, restarting: s
     while True:
         waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
         try:
-            found = await service.polls.hold(waiting, None)
+            found = await service.polls.hold(who.org_id, waiting, None)
         except STORES as error:
             raise away(error) from error
         if found is None:
             raise (Unavailable(restarting) if service.polls.released else NotFound(f"no request {quote(request_id)}"))
+        if isinstance(found, Outcome) and found.ref:
+            found = await service.threads.run(who.org_id, partial(service.journal.answers.whole, found))
         if isinstance(found, Outcome):
             return found
         if not isinstance(found, Waiting):
@@ -76,7 +80,10 @@ def result_of(outcome: Outcome, request_id: str) -> SampleResult:
 
 
 async def sampled(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> SampleResult:
-    return result_of(await ended(service, who, request_id, restarting), request_id)
+    outcome = await ended(service, who, request_id, restarting)
+    if len(outcome.payload) <= LARGE_BYTES:
+        return result_of(outcome, request_id)
+    return await service.long_reads.run(who.org_id, partial(result_of, outcome, request_id))
 
 
 async def drawn(

@@ -18,7 +18,6 @@ import ipaddress
 import json
 import logging
 import re
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.state.addresses import holder
+from api.state.polls import most_connections
 from store.settings import FrontSettings
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,6 @@ BODY_BYTES_PER_S = 64 * 1024
 MAX_HELD_BYTES = 2048
 #: A larger body is not copied for the sake of one packet.
 MAX_JOINED_BYTES = 65_536
-#: Files of this process that are no connections: the database, blobs, workers.
-OTHER_FILES = 256
-MOST_FILES = 65_536
 
 #: The code of each status that a connection is refused with; docs/api.md has them.
 CODES = {400: "invalid_request", 429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}
@@ -59,7 +56,7 @@ class Gate:
     def __init__(self, settings: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in settings.trusted_proxies]
-        self._most = min(settings.max_connections, _files() - OTHER_FILES)
+        self._most = most_connections(settings)
         self.clock = clock
         self._open: Counter[str] = Counter()
         self._silent: dict[Connection, None] = {}  # that wait for a request, since longest first
@@ -341,12 +338,3 @@ class _Joining:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-def _files() -> int:
-    """How many files this process may have open, after asking for as many as it can get and use."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if 0 <= soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted

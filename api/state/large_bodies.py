@@ -7,7 +7,8 @@ times its size in memory, and counts against all; that takes as long as the serv
 Who finds no room waits in line, first come first served, and is told to come again after a while. To find out what is
 wrong with a large body costs everybody: the interpreter does nothing else. So an organisation whose body was refused
 rests: its next ones wait several times as long as that one took. Lives in the event loop. Guards of routes that take
-data hold the room for as long as the request lasts (`api.http.access`).
+data hold the room for as long as the request lasts (`api.http.access`). Large results that are read for an answer are
+held in the same way, apart from bodies, until their client has them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,27 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from api.errors import ApiError, RateLimited
+from api.state.threads import in_line
 
 #: Bodies that are not larger need no room.
 SMALL_BYTES = 65_536
 #: How many bodies of the largest size are worked on at the same time.
 AT_A_TIME = 2
 WAIT_S = 10.0
+#: Longer than any client waits.
+FOR_LONG_S = 86_400.0
 #: An organisation rests this many times as long as it took to refuse its body, and at most so long.
 REST_TIMES = 9
 MOST_REST_S = 5.0
+#: Bodies that come, and results that go.
+What = Literal["bodies", "results"]
+_REMEDIES = {
+    "bodies": "send fewer at the same moment, or smaller",
+    "results": "fetch fewer at the same moment, and read each to its end",
+}
 #: The refusals that only reading the body could find.
 _WRONG = frozenset({400, 404, 413, 422})
 
@@ -36,8 +47,8 @@ _WRONG = frozenset({400, 404, 413, 422})
 class Line:
     """So many bytes at a time, in order of arrival."""
 
-    def __init__(self, scope: str, most_bytes: int, wait_s: float) -> None:
-        self._scope = scope
+    def __init__(self, scope: str, most_bytes: int, wait_s: float, what: What = "bodies") -> None:
+        self._scope, self._what = scope, what
         self._most = most_bytes
         self._wait_s = wait_s
         self._held = 0
@@ -87,9 +98,9 @@ class Line:
 
     def _refusal(self, size_bytes: int) -> RateLimited:
         return RateLimited(
-            f"no room for a body of up to {size_bytes} bytes within {self._wait_s:g} s: the large bodies that this "
-            f"{self._scope} has in hand at a time may be {self._most} bytes; send fewer at the same moment, or smaller",
-            reason="large_bodies",
+            f"no room for {size_bytes} bytes within {self._wait_s:g} s: the large {self._what} that this {self._scope} "
+            f"has in hand at a time may be {self._most} bytes; {_REMEDIES[self._what]}",
+            reason=f"large_{self._what}",
             retry_after_s=1,
             scope=self._scope,
         )
@@ -114,8 +125,8 @@ class Room:
 
 
 class LargeBodies:
-    def __init__(self, max_body_bytes: int, wait_s: float = WAIT_S) -> None:
-        self._most = max_body_bytes
+    def __init__(self, max_body_bytes: int, wait_s: float = WAIT_S, what: What = "bodies") -> None:
+        self._most, self._what = max_body_bytes, what
         self._wait_s = wait_s
         self._server = Line("server", AT_A_TIME * max_body_bytes, wait_s)
         self._orgs: dict[str, Line] = {}
@@ -128,8 +139,9 @@ class LargeBodies:
         if size_bytes <= SMALL_BYTES:
             yield room
             return
-        line = self._orgs.setdefault(org_id, Line("organisation", self._most, self._wait_s))
-        await line.enter(size_bytes)
+        line = self._orgs.setdefault(org_id, Line("organisation", self._most, self._wait_s, self._what))
+        with in_line(org_id):
+            await line.enter(size_bytes)
         try:
             yield room
         except ApiError as error:

@@ -1,22 +1,63 @@
-"""Requests that are held open, and how all of them are answered when the server stops."""
+"""Requests that are held open, by what they wait for or by who takes a large answer slowly: how many of one
+organisation, and how all that wait are answered when the server stops.
+
+Each takes a connection, and those are everybody's. An organisation may hold as many as a `SHARE`th of the connections
+that nobody holds: alone a quarter of all, several each less, and however many there are, some are left for who comes
+next. Lives in the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import resource
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from api.errors import RateLimited
+from store.settings import FrontSettings
 
 T = TypeVar("T")
 
+SHARE = 3
+#: Who holds their share is told to come again when some may have been answered.
+COME_AGAIN_S = 5
+#: Files of this process that are no connections: the database, blobs, workers.
+OTHER_FILES = 256
+MOST_FILES = 65_536
+
 
 class LongPolls:
-    """`hold` waits on behalf of a request; `release` answers everyone who waits, now and from then on."""
+    """`hold` waits on behalf of a request; `release` answers everyone who waits, now and from then on. `most`: the
+    connections that the server may have."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._held: set[asyncio.Task[Any]] = set()
+        self._of: Counter[str] = Counter()  # by organisation
         self._released = False
 
-    async def hold(self, waiting: Coroutine[Any, Any, T], otherwise: T) -> T:
+    def full(self, org_id: str) -> bool:
+        """Whether an organisation holds its share."""
+        return SHARE * self._of[org_id] >= self._most - self._of.total()
+
+    def check(self, org_id: str) -> None:
+        """Raises RateLimited for an organisation that holds its share."""
+        if self.full(org_id):
+            raise self.refusal(org_id)
+
+    def refusal(self, org_id: str) -> RateLimited:
+        return RateLimited(
+            f"{self._of[org_id]} requests of this organisation wait for results, or take large ones, at this moment, "
+            f"which is its share of the server's {self._most} connections: retry in {COME_AGAIN_S} s, and send fewer "
+            "at a time; one retrieve_futures waits for all requests of a sampler",
+            reason="held_requests",
+            retry_after_s=COME_AGAIN_S,
+            scope="organisation",
+        )
+
+    async def hold(self, org_id: str, waiting: Coroutine[Any, Any, T], otherwise: T) -> T:
         """The result of `waiting`, or `otherwise` when the server stops first."""
         if self._released:
             waiting.close()
@@ -25,7 +66,8 @@ class LongPolls:
         assert task is not None
         self._held.add(task)
         try:
-            return await waiting
+            with self.counted(org_id):
+                return await waiting
         except asyncio.CancelledError:
             if not self._released:
                 raise
@@ -33,6 +75,17 @@ class LongPolls:
             return otherwise
         finally:
             self._held.discard(task)
+
+    @contextmanager
+    def counted(self, org_id: str) -> Iterator[None]:
+        """Within it a request of that organisation is held open."""
+        self._of[org_id] += 1
+        try:
+            yield
+        finally:
+            self._of[org_id] -= 1
+            if not self._of[org_id]:
+                del self._of[org_id]
 
     @property
     def released(self) -> bool:
@@ -42,3 +95,12 @@ class LongPolls:
         self._released = True
         for task in self._held:
             task.cancel()
+
+
+def most_connections(settings: FrontSettings) -> int:
+    """How many this process may have, after asking for as many files as it can get and use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return min(settings.max_connections, wanted - OTHER_FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +20,11 @@ from api.state.afterwards import Afterwards
 from api.state.coming_turns import ComingTurn
 from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
-from api.state.large_bodies import LargeBodies
+from api.state.large_bodies import FOR_LONG_S, LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
 from api.state.one_at_a_time import OneAtATime
-from api.state.polls import LongPolls
+from api.state.polls import LongPolls, most_connections
 from api.state.rates import LocalRates, Rates
 from api.state.remembered import Remembered
 from api.state.telemetry import Telemetry
@@ -43,6 +44,7 @@ from workers.model.card import ModelCard
 if TYPE_CHECKING:
     from api.oidc.flow import SigningIn
     from billing.prices import PriceList
+    from scheduler.journal.ending.completions import FeedKey
     from scheduler.journal.front import OperationJournal
     from scheduler.order.light_work import SizesOf
 
@@ -62,17 +64,23 @@ class Service:
     journal: OperationJournal
     #: How the machines are doing, in numbers.
     stats: Callable[[], dict[str, Any]]
-    polls: LongPolls = field(default_factory=LongPolls)
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
     misses: Failures[Principal] = field(default_factory=misses)
     attempts: Failures[Request] = field(default_factory=attempts)
     threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
-    #: Of curves, whose points are many, one at a time: to read them keeps the interpreter busy.
-    curves: Threads = field(default_factory=lambda: Threads(1))
+    #: Of what may be very much (curves, all checkpoints of a run, large results), one at a time: it keeps the
+    #: interpreter busy.
+    long_reads: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
+    #: What completed of feeds before they were followed, while it is read.
+    looks: dict[FeedKey, asyncio.Future[None]] = field(default_factory=dict)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
+
+    @cached_property
+    def polls(self) -> LongPolls:
+        return LongPolls(most_connections(self.settings.front))
 
     @cached_property
     def limits(self) -> LimitsResponse:
@@ -117,6 +125,15 @@ class Service:
     @cached_property
     def large_bodies(self) -> LargeBodies:
         return LargeBodies(self.settings.limits.max_body_bytes)
+
+    @cached_property
+    def large_results(self) -> LargeBodies:
+        return LargeBodies(self.settings.limits.max_body_bytes, what="results")
+
+    @cached_property
+    def large_answers(self) -> LargeBodies:
+        """What is told of samples that were computed, and billed, already: none is refused."""
+        return LargeBodies(self.settings.limits.max_body_bytes, wait_s=FOR_LONG_S, what="results")
 
     @cached_property
     def fetched(self) -> Fetched:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -52,17 +53,20 @@ class Threads:
         if org_id is None:
             return await run_in_threadpool(work)
         turn = self._turns.setdefault(org_id, asyncio.Semaphore(self.at_once))
-        await _in_line(org_id, turn)
+        with in_line(org_id):
+            await turn.acquire()
         try:
             return await run_in_threadpool(work)
         finally:
             turn.release()
 
 
-async def _in_line(org_id: str, turn: asyncio.Semaphore) -> None:
+@contextmanager
+def in_line(org_id: str) -> Iterator[None]:
+    """Within it a request of that organisation waits."""
     _waiting[org_id] += 1
     try:
-        await turn.acquire()
+        yield
     finally:
         _waiting[org_id] -= 1
         if not _waiting[org_id]:

@@ -232,7 +232,7 @@ class SharedJournal:
             row = session.get(tables.Operation, request_id)
         if row is None or row.org_id != org_id:
             return None
-        return from_row(row) if row.state == "queued" else self.answers.stored(org_id, request_id)
+        return from_row(row) if row.state == "queued" else self.answers.found(org_id, request_id)
 
     async def _why(self, op: Operation) -> Waiting:
         if not self.reachable():

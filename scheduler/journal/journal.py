@@ -205,8 +205,7 @@ class Journal:
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         op = self._open.get(request_id) or self.answers.recent(request_id)
         if op is None:
-            # In a thread, for it may be large.
-            return await anyio.to_thread.run_sync(self.answers.stored, org_id, request_id)
+            return await anyio.to_thread.run_sync(self.answers.found, org_id, request_id)
         if op.org_id != org_id:
             return None
         return op.outcome if await op.ends_within(timeout_s) else self._waiting(op)

@@ -82,12 +82,15 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an operation ended: a payload for its client, or an error (`category` is "user" or "server")."""
+    """How an operation ended: a payload for its client, or an error (`category` is "user" or "server"). Of a large one
+    that is not in memory, `ref` names the blob that the payload of `size_bytes` is still to be read from."""
 
     payload: bytes = b""
     content_type: str = "application/json"
     error: str | None = None
     category: str = "server"
+    ref: str = ""
+    size_bytes: int = 0
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, unpack_zstd
 from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
+from api.state import threads
 from api.state.large_bodies import AT_A_TIME, REST_TIMES, SMALL_BYTES, LargeBodies
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, routes_of
@@ -262,6 +263,29 @@ class TestRoom:
                 with pytest.raises(RateLimited, match="this organisation"):
                     async with bodies.room("a", 4 * part):
                         pass
+
+        asyncio.run(scene())
+
+    def test_who_waits_for_room_stands_in_line_as_who_waits_for_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of whom so many are let in: each has a connection."""
+        monkeypatch.setattr(threads, "MOST_WAITING", 1)
+
+        async def scene() -> None:
+            bodies = LargeBodies(self.MOST, wait_s=60)
+
+            async def one() -> None:
+                async with bodies.room("a", self.MOST):
+                    pass
+
+            async with bodies.room("a", self.MOST):
+                threads.check_line("a")
+                waits = asyncio.create_task(one())
+                await asyncio.sleep(0)
+                with pytest.raises(RateLimited, match="1 requests of this organisation wait in line"):
+                    threads.check_line("a")
+                threads.check_line("b")
+            await waits
+            threads.check_line("a")
 
         asyncio.run(scene())
 

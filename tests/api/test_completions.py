@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 from weft.wire import FuturesRetrieveResponse
 
-from scheduler.journal.ending.completions import CLIENT_STRIDE, LocalFeeds
+from scheduler.cluster.completions import SharedFeeds
+from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
 from scheduler.links.messages import Done, Failure
 from store.blobs.contract import StoreAway
 from tests.api.conftest import World
@@ -162,6 +166,43 @@ def test_what_ended_before_is_told_though_the_first_poll_failed(world: World, mo
     body = {"target": {"type": "sampling_session", "sampling_session_id": sampler_id}, "timeout": 0}
     assert world.call("POST", "retrieve_futures", json=body).status_code == 503
     assert poll(world, sampler_id)["completions"] == [finished(request_id, 1)]
+
+
+def test_polls_that_come_while_a_feed_is_looked_up_are_told_all_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that asks again, as its first poll broke off, may hear of what ends meanwhile: what ended before was
+    then behind its cursor, and it waited for that for ever."""
+    sampler_id = sampler(world, world.session())
+    before, meanwhile = submit(world, sampler_id, 0), submit(world, sampler_id, 1)
+    world.finish(before, b"x", sample=1)
+    stamps = SharedFeeds(lambda count: 1_000_000)  # as of a replica that has followed nothing yet
+    monkeypatch.setattr(world.journal, "completions", stamps)
+    read, looking, go = world.service.database.read, threading.Event(), threading.Event()
+
+    @contextmanager
+    def slow() -> Iterator[Any]:
+        if stamps.follows(key):
+            looking.set()
+            assert go.wait(30)
+        with read() as session:
+            yield session
+
+    key = FeedKey(world.operation(before).org_id, sampler_id, 0)
+    monkeypatch.setattr(world.service.database, "read", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(poll, world, sampler_id, timeout=None)
+        assert looking.wait(30)
+        second = pool.submit(poll, world, sampler_id, timeout=None)
+        time.sleep(0.05)
+        portal: Any = world.http.portal
+        portal.call(stamps.heard, key, Completion(meanwhile, 1), 2_000_000)
+        time.sleep(0.05)
+        go.set()
+        first.result()
+        answer = second.result()
+    told = answer["completions"] + poll(world, sampler_id, answer["cursor"])["completions"]
+    assert told == [finished(before, 1), finished(meanwhile, 1)]
 
 
 def test_foreign_and_unknown_targets(world: World) -> None:

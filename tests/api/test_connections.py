@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, ClassVar
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from api.http.headers import Large
 from api.server import serve
 from api.server.connections import (
     CODES,
@@ -28,6 +29,9 @@ from api.server.connections import (
 )
 from api.server.listener import Server
 from store.settings import FrontSettings
+
+#: More than lies in the buffers of a connection.
+LARGE_BYTES = 32 << 20
 
 
 def app() -> FastAPI:
@@ -53,6 +57,10 @@ def app() -> FastAPI:
     async def slow() -> str:
         await asyncio.sleep(2.5)
         return "late"
+
+    @found.get("/large")
+    async def large() -> Large:
+        return Large(bytes(LARGE_BYTES), "application/octet-stream", AsyncExitStack())
 
     return found
 
@@ -317,6 +325,19 @@ def test_who_is_answered_early_may_send_the_rest(listening: Callable[..., Listen
             time.sleep(0.001)  # in several turns of the server's
         connection.sendall((b"0\r\n\r\n" if chunked else b"") + GET)
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Callable[..., Listening]) -> None:
+    """However long that takes: late is who takes nothing for long."""
+    server = listening(body_timeout_s=1.0)
+    with server.connect() as connection:
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        taken, began = 0, time.monotonic()
+        while part := connection.recv(1 << 18, socket.MSG_WAITALL):
+            taken += len(part)
+            time.sleep(0.03)
+        assert taken > LARGE_BYTES
+        assert time.monotonic() - began > 3
 
 
 def test_an_answer_that_nobody_reads_is_given_up() -> None:

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from typing import Any
 
 import numpy as np
 import pytest
+from starlette.types import Message
 from weft.wire import TensorData
 from weft.wire.binary.sample_codec import SequenceResult, encode_sample_response
 
+from api.state.large_bodies import LargeBodies
+from scheduler.journal.ending.outcomes import LARGE_BYTES
 from tests.api.conftest import World
 from tests.api.data import batch
 from tests.api.test_sampling import sample, sampler
@@ -108,6 +114,51 @@ def test_one_that_waits_is_408_with_its_state(world: World) -> None:
         "queue_state": "active",
         "queue_state_reason": "waiting for operation 1 of this run, which has not arrived",
     }
+
+
+def test_large_results_are_read_one_by_one_as_their_clients_take_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is in memory for its answer alone. What is small waits for none, nor does another organisation."""
+    object.__setattr__(world.service, "large_results", LargeBodies(2 * LARGE_BYTES, wait_s=0.3, what="results"))
+    large, small = finished(world, bytes(2 * LARGE_BYTES)), finished(world, bytes(LARGE_BYTES))
+    world.service.journal.answers.clear()
+    get, read = world.service.blobs.get, list[str]()
+    monkeypatch.setattr(world.service.blobs, "get", lambda ref: (read.append(ref), get(ref))[1])
+    portal: Any = world.http.portal
+    taken = portal.call(asyncio.Event)
+    slow = portal.start_task_soon(take, world, large, taken)
+    while not read:
+        time.sleep(0.01)
+    refused = retrieve(world, large)
+    assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
+    assert f"{2 * LARGE_BYTES} bytes; fetch fewer" in refused.json()["detail"]
+    assert retrieve(world, small).content == bytes(LARGE_BYTES)
+    assert world.outcome(large, key=world.other_key).status_code == 404
+    assert len(read) == 2
+    portal.call(taken.set)
+    assert slow.result() == 2 * LARGE_BYTES
+    assert retrieve(world, large).content == bytes(2 * LARGE_BYTES)
+
+
+async def take(world: World, request_id: str, taken: asyncio.Event) -> int:
+    """Fetch a result as a client that takes the most of it when `taken` is set; how much that was."""
+    body, size = json.dumps({"request_id": request_id}).encode(), 0
+    headers = [(b"x-api-key", world.key.encode()), (b"accept", PROTOBUF.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "headers": headers}
+    scope |= {"query_string": b"", "client": ("127.0.0.1", 1), "app": world.http.app}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Message) -> None:
+        nonlocal size
+        if size:
+            await taken.wait()
+        size += len(message.get("body", b""))
+
+    await world.http.app(scope, receive, send)
+    return size
 
 
 def test_a_result_that_is_no_longer_kept_is_410(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,12 @@ from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResu
 
 from api.operations import streaming
 from api.operations.streaming import TOLD_AT_ONCE, DrawnAnew, drawn, rest_of
+from api.state.threads import Threads
+from api.who.principal import Principal
+from scheduler.journal.ending.outcomes import LARGE_BYTES
 from scheduler.journal.samples.streams import TokenStream, cut
 from scheduler.links.messages import DrawnTokens
+from scheduler.order.operations import Outcome
 
 MANY = 3 * TOLD_AT_ONCE + 7
 
@@ -162,3 +167,22 @@ def test_a_reader_that_leaves_leaves_no_task_behind(monkeypatch: pytest.MonkeyPa
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(story())
+
+
+def test_a_large_result_is_read_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a megabyte takes tens of milliseconds, and many may end, or be asked for again, at the same moment."""
+    readers = list[int]()
+
+    def read(outcome: Outcome, _request_id: str) -> bytes:
+        readers.append(threading.get_ident())
+        return outcome.payload
+
+    async def ended(*_: object) -> Outcome:
+        return outcome
+
+    monkeypatch.setattr(streaming, "ended", ended)
+    monkeypatch.setattr(streaming, "result_of", read)
+    service: Any = SimpleNamespace(long_reads=Threads(1))
+    for outcome in (Outcome(bytes(LARGE_BYTES)), Outcome(bytes(LARGE_BYTES + 1))):
+        assert asyncio.run(streaming.sampled(service, Principal("o", 1), "id")) is outcome.payload  # type: ignore[comparison-overlap]
+    assert [reader == threading.get_ident() for reader in readers] == [True, False]

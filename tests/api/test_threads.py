@@ -16,7 +16,9 @@ import msgspec
 import orjson
 import pytest
 import zstandard
+from sqlalchemy import event
 from sqlalchemy.orm import Session
+from weft.wire import CheckpointsListResponse
 from weft.wire.turns import Turn, TurnsResponse
 
 from api.console import sessions
@@ -144,6 +146,47 @@ def test_curves_are_read_one_at_a_time_and_leave_threads_to_colleagues(
 
     monkeypatch.setattr(metrics, "read_curve", slow)
     assert _one_at_a_time(world, held, f"weft/runs/{run}/metrics")
+
+
+def test_checkpoints_of_a_run_are_read_one_at_a_time_and_written_outside_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may have tens of thousands: ten requests for them held everybody up."""
+    run, held, writers = world.run(), Held(), set[int]()
+    path = world.checkpoint(run, 1)
+
+    class Slow(CheckpointsListResponse):
+        def model_dump_json(self, **options: Any) -> str:
+            writers.add(threading.get_ident())
+            held.work()
+            return super().model_dump_json(**options)
+
+    monkeypatch.setattr(checkpoints, "CheckpointsListResponse", Slow)
+    assert _one_at_a_time(world, held, f"training_runs/{run}/checkpoints")
+    assert world.http.portal.call(_thread) not in writers  # type: ignore[union-attr]
+    found = world.get(f"training_runs/{run}/checkpoints")
+    assert [one["tinker_path"] for one in found["checkpoints"]] == [path]
+    assert "cursor" not in found
+
+
+def test_who_describes_runs_reads_their_last_checkpoints_alone(world: World) -> None:
+    """Of all that they have, which were read for every run of a page."""
+    run, other = world.run(), world.run(number=1)
+    paths = [world.checkpoint(run, seq, name) for seq, name in enumerate(("a", "b", "c"), 1)]
+    first = world.checkpoint(other, 1, "z", sampler=True)
+    read = list[str]()
+
+    def loaded(row: tables.Checkpoint, _context: Any) -> None:
+        read.append(row.name)
+
+    event.listen(tables.Checkpoint, "load", loaded)
+    try:
+        shown = {found["training_run_id"]: found for found in world.get("training_runs")["training_runs"]}
+    finally:
+        event.remove(tables.Checkpoint, "load", loaded)
+    assert shown[run]["last_checkpoint"]["tinker_path"] == paths[-1]
+    assert shown[other]["last_sampler_checkpoint"]["tinker_path"] == first
+    assert sorted(read) == ["c", "z"]
 
 
 def _one_at_a_time(world: World, held: Held, path: str) -> bool:

@@ -6,6 +6,7 @@ in the journal's rows, once.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -85,8 +86,12 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     followed = journal.completions.follows(key)
     if not followed or who.project_id is not None:  # the journal knows organisations only
         await service.read(lambda session: sampler_by_id(session, who, key.sampler_id))
-    if not followed:
-        await _follow(service, key, body.prev_cursor)
+    looks = service.looks
+    if key not in looks and not journal.completions.follows(key):
+        looks[key] = asyncio.ensure_future(_follow(service, key, body.prev_cursor))
+        looks[key].add_done_callback(lambda _: looks.pop(key))
+    if key in looks:  # told before, what ends meanwhile would put what it finds behind the client's cursor
+        await asyncio.shield(looks[key])
     if who.project_id is not None and told:
         told = await service.read(lambda session: _seen(session, who, told))
     service.fetched.note(who, filter(plain_id, told))
@@ -96,8 +101,12 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     if body.timeout is not None:
         wait_s = max(0.0, min(wait_s, body.timeout))
+    full = wait_s > 0 and service.polls.full(who.org_id)  # then it is told what is there
+    asked = journal.completions.after(key, body.prev_cursor, 0.0 if full else wait_s)
     nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
-    found, cursor = await service.polls.hold(journal.completions.after(key, body.prev_cursor, wait_s), nothing)
+    found, cursor = await service.polls.hold(who.org_id, asked, nothing)
+    if full and not found:
+        raise service.polls.refusal(who.org_id)
     answer = _Answer([_shown(completion) for completion in found], cursor)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from functools import partial
 
 import msgspec
+import orjson
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 from weft.wire import (
     CancelFutureRequest,
@@ -23,15 +25,17 @@ from api.http.access import WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.http.events import EventStream, event
-from api.http.headers import Ready
+from api.http.headers import Large, Ready
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
 from api.operations.streaming import drawn
 from api.state.service import Service, ServiceDep
 from api.who.lookup import operation_by_id, plain_id
 from api.who.may_change import own_operation
 from api.who.principal import Principal
+from scheduler.journal.ending.outcomes import JSON, LARGE_BYTES
 from scheduler.links.messages import DrawnTokens
 from scheduler.order import operations
+from scheduler.order.operations import Outcome
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -46,41 +50,58 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
 
     A large result is announced by its size when the client allows that: it then asks again, once it has room for it."""
     body = await read_json(request, FutureRetrieveRequest)
-    wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     journal = service.journal
     if not plain_id(body.request_id):
         raise NotFound(f"no request {quote(body.request_id)}")
     if who.project_id is not None:  # the journal knows organisations only
         await service.read(lambda session: operation_by_id(session, who, body.request_id))
     stopped = operations.Waiting("active", "the server is restarting; the operation is kept")
-    outcome = await service.polls.hold(journal.outcome(who.org_id, body.request_id, wait_s), stopped)
+    full = service.polls.full(who.org_id)  # then it is told what is there
+    wait_s = 0.0 if full else min(service.settings.long_poll_s, LONGEST_POLL_S)
+    outcome = await service.polls.hold(who.org_id, journal.outcome(who.org_id, body.request_id, wait_s), stopped)
     if outcome is None:
         raise NotFound(f"no request {quote(body.request_id)}", request_id=body.request_id)
     if isinstance(outcome, operations.Gone):
         raise Gone(outcome.why, request_id=body.request_id)
     if isinstance(outcome, operations.Waiting):
+        if full:
+            raise service.polls.refusal(who.org_id)
         state, reason = outcome.state, outcome.reason
         return _json(TryAgainResponse(request_id=body.request_id, queue_state=state, queue_state_reason=reason), 408)
     if outcome.error is not None:
         category = RequestErrorCategory(outcome.category)
         return _json(RequestFailedResponse(error=outcome.error, category=category, request_id=body.request_id))
-    size = len(outcome.payload)
+    size = outcome.size_bytes or len(outcome.payload)
     if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:
         return _json(FutureMetadataResponse(response_payload_size=size))
-    service.fetched.note(who, [body.request_id])
-    if outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", "")):
-        return await service.threads.run(who.org_id, partial(_as_json, service, body.request_id, outcome.payload))
-    return Ready(outcome.payload, outcome.content_type)
+    as_json = outcome.content_type == PROTOBUF and only_json(request.headers.get("accept", ""))
+    if size <= LARGE_BYTES and not as_json:
+        service.fetched.note(who, [body.request_id])
+        return Ready(outcome.payload, outcome.content_type)
+    async with AsyncExitStack() as held:
+        held.enter_context(service.polls.counted(who.org_id))
+        await held.enter_async_context(service.large_results.room(who.org_id, size))
+        if outcome.ref or as_json:
+            outcome = await service.threads.run(who.org_id, partial(_whole, service, body.request_id, outcome, as_json))
+        if isinstance(outcome, operations.Gone):
+            raise Gone(outcome.why, request_id=body.request_id)
+        service.fetched.note(who, [body.request_id])
+        return Large(outcome.payload, outcome.content_type, held.pop_all())
 
 
 def _json(answer: BaseModel, status: int = 200) -> Response:
     return Ready(answer.model_dump_json().encode(), "application/json", status)
 
 
-def _as_json(service: Service, request_id: str, payload: bytes) -> Response:
+def _whole(service: Service, request_id: str, found: Outcome, as_json: bool) -> Outcome | operations.Gone:
+    """In a thread: a result with its payload, and in JSON if it is to be."""
+    whole = service.journal.answers.whole(found)
+    if isinstance(whole, operations.Gone) or not as_json:
+        return whole
     with service.database.read() as session:
         kind = session.get_one(tables.Operation, request_id).kind
-    return JSONResponse(sample_result(payload) if kind == operations.SAMPLE else train_result(payload))
+    form = sample_result(whole.payload) if kind == operations.SAMPLE else train_result(whole.payload)
+    return Outcome(orjson.dumps(form), JSON)
 
 
 @router.post("/stream_future", **declare(scope="sample", limit="poll"))
@@ -91,6 +112,7 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
     row = await service.read(lambda session: operation_by_id(session, who, body.request_id))
     if row.kind != operations.SAMPLE:
         raise Invalid(f"request_id: {body.request_id} is no sample; only these are streamed")
+    service.polls.check(who.org_id)
     return EventStream(_events(service, who, body))
 
 

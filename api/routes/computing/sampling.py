@@ -13,6 +13,7 @@ from weft.wire import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
+    LimitsResponse,
     SampleRequest,
     UntypedAPIFuture,
 )
@@ -94,10 +95,16 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
 
 
 def checked_sample(
-    service: Service, body: SampleRequest, sampler: tables.Sampler, seq: int, priority: str
+    service: Service,
+    body: SampleRequest,
+    sampler: tables.Sampler,
+    seq: int,
+    priority: str,
+    limits: LimitsResponse | None = None,
 ) -> NewOperation:
-    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed."""
-    most = check_sample(body, service.limits, sampler.base_model, of_run=sampler.run_id is not None)
+    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed. `limits`, if they
+    are not the service's."""
+    most = check_sample(body, limits or service.limits, sampler.base_model, of_run=sampler.run_id is not None)
     params = body.sampling_params.model_copy(update={"max_tokens": most} | _seed(service, body, sampler.id, seq))
     whole = body.model_copy(update={"sampling_params": params})
     prompt = int(prompt_tokens(body).size)

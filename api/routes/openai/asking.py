@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from weft.wire.binary.sample_codec import SampleResult
 from weft.wire.turns import Turn
 
 from api.errors import Invalid
+from api.http.headers import Large
 from api.operations.streaming import drawn, sampled
 from api.operations.submit import accept
 from api.routes.computing.sampling import checked_sample
@@ -48,6 +49,8 @@ FIRST_SEQ = 2**62
 MOST_TOLD = 1 << 20
 #: Numbers of experts in one answer, at most; each takes some forty.
 MOST_ROUTED = 1 << 24
+#: About what an answer takes of each token, log-probability and number of an expert that it tells, once it is written.
+TOKEN_BYTES, TOLD_BYTES, ROUTED_BYTES = 8, 64, 4
 #: What samples call otherwise.
 WORDS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "prompt_logprobs"}
 #: A stop is told again so often until the sample has ended.
@@ -56,7 +59,8 @@ STOP_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Asked:
-    """An accepted request. `keep`: it is finished although its client leaves."""
+    """An accepted request. `keep`: it is finished although its client leaves. Its answer has `told` log-probabilities
+    of each token that is drawn, and `told_of_prompt` of each of the prompt."""
 
     service: Service
     who: Principal
@@ -68,6 +72,8 @@ class Asked:
     session: str | None
     turn: ComingTurn | None
     keep: bool
+    told: int = 0
+    told_of_prompt: int = 0
 
     async def result(self) -> SampleResult:
         """The result; raises ClientDisconnect when the client is gone."""
@@ -88,10 +94,21 @@ class Asked:
         return result
 
     async def answer(self, write: Callable[[SampleResult], dict[str, Any]]) -> Response:
-        """The result in JSON; writing a long one takes seconds, and a few of one organisation are written at a time."""
-        result = await self.result()
-        written = await in_turn(self.who.org_id, lambda: orjson.dumps(write(result)))
-        return Response(written, media_type="application/json")
+        """The result in JSON; writing a long one takes seconds, and a few of one organisation are written at a time,
+        each when there is room for it beside those that clients are still taking."""
+        result, service, org_id = await self.result(), self.service, self.who.org_id
+        async with AsyncExitStack() as held:
+            held.enter_context(service.polls.counted(org_id))
+            await held.enter_async_context(service.large_answers.room(org_id, self._size_of(result)))
+            written = await in_turn(org_id, lambda: orjson.dumps(write(result)))
+            return Large(written, "application/json", held.pop_all())
+
+    def _size_of(self, result: SampleResult) -> int:
+        """About how many bytes its answer will have."""
+        drawn = sum(sequence.tokens.size for sequence in result.sequences)
+        routed = sum(one.routed_experts.size for one in result.sequences if one.routed_experts is not None)
+        told = drawn * self.told + len(self.prompt) * self.told_of_prompt
+        return int(drawn * TOKEN_BYTES + told * TOLD_BYTES + routed * ROUTED_BYTES)
 
     @asynccontextmanager
     async def parts(self) -> AsyncIterator[AsyncIterator[DrawnTokens | SampleResult]]:
@@ -194,6 +211,7 @@ async def ask(
 ) -> Asked:
     """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. Raises
     Refused for what cannot be had."""
+    service.polls.check(who.org_id)
     model = service.limits.models[target.sampler.base_model]
     longest = model.context_length
     if len(prompt) > longest or (len(prompt) == longest and params.max_tokens != 0):
@@ -220,6 +238,7 @@ async def ask(
             "return_routed_experts",
             "too_many_experts",
         )
+    _check_stops(service, target, params)
     session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
     turn = None
     if session is not None:
@@ -233,7 +252,17 @@ async def ask(
         if turn is not None:
             service.turns_coming.discard(turn)
         raise
-    return Asked(service, who, request, target, list(prompt), params, request_id, session, turn, keep=bool(key))
+    about = (service, who, request, target, list(prompt), params, request_id, session, turn)
+    return Asked(*about, keep=bool(key), told=told, told_of_prompt=of_prompt)
+
+
+def _check_stops(service: Service, target: Target, params: SamplingParams) -> None:
+    """The limit is on those that were sent, beside which the ends of the model and of its template stand."""
+    own: set[str | int] = {*target.card.eos_token_ids, *target.text.ends}
+    own |= {target.text.word(token) for token in target.text.ends}
+    sent, most = [stop for stop in params.stop or () if stop not in own], service.limits.max_stop_sequences
+    if most is not None and len(sent) > most:
+        raise Refused(f"stop: {len(sent)} entries, the limit is {most}", "stop")
 
 
 async def _accepted(
@@ -245,7 +274,8 @@ async def _accepted(
     if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
     try:
-        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority)
+        limits = service.limits.model_copy(update={"max_stop_sequences": None})  # `_check_stops` has counted
+        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority, limits)
     except Invalid as error:
         raise _in_their_words(error) from None
     try:

@@ -15,7 +15,7 @@ from api.checks.runs import check_text
 from api.errors import NotFound, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
-from api.routes.stored.checkpoints import OLDEST_FIRST, count, describe
+from api.routes.stored.checkpoints import NEWEST_FIRST, count, describe
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id, visible
 from api.who.session_search import DEFAULT_PROJECT, text_values
@@ -76,10 +76,11 @@ def _describe_runs(session: Session, runs: Sequence[tables.Run]) -> list[Trainin
     names = select(tables.Organisation.id, tables.Organisation.name)
     names = names.where(tables.Organisation.id.in_({run.org_id for run in runs}))
     owners: dict[str, str] = {row.id: row.name for row in session.execute(names)}
-    latest: dict[tuple[str, str], tables.Checkpoint] = {}
-    saved = select(tables.Checkpoint).where(live_checkpoints(), tables.Checkpoint.run_id.in_(ids))
-    for row in session.scalars(saved.order_by(*OLDEST_FIRST)):
-        latest[row.run_id, row.kind] = row
+    saved = tables.Checkpoint
+    newest = func.row_number().over(partition_by=(saved.run_id, saved.kind), order_by=NEWEST_FIRST)
+    ranked = select(saved.id, newest.label("place")).where(live_checkpoints(), saved.run_id.in_(ids)).subquery()
+    last = select(saved).join(ranked, ranked.c.id == saved.id).where(ranked.c.place == 1)
+    latest = {(row.run_id, row.kind): row for row in session.scalars(last)}
     asked = select(tables.Operation.lane, func.max(tables.Operation.accepted_at).label("at"))
     asked = asked.where(tables.Operation.lane.in_(ids)).group_by(tables.Operation.lane)
     last_asked: dict[str, datetime] = {row.lane: row.at for row in session.execute(asked)}

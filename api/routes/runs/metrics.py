@@ -73,7 +73,7 @@ async def run_metrics(
             continue
         if await request.is_disconnected():
             raise ClientDisconnect
-        curves.append(await service.read(partial(read, curve=each), service.curves))
+        curves.append(await service.read(partial(read, curve=each), service.long_reads))
     times = [curve.at for curve in curves]
     spent = await service.read(lambda session: spent_by(session, who.org_id, run_id, times))
     return RunMetricsResponse(

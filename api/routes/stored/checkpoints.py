@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import RedirectResponse
+from fastapi.responses import RedirectResponse, Response
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 from weft.wire.rest import (
@@ -53,7 +53,7 @@ router = APIRouter(prefix="/api/v1")
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
 OLDEST_FIRST = (tables.Checkpoint.created_at, tables.Checkpoint.id)
-_NEWEST_FIRST = (tables.Checkpoint.created_at.desc(), tables.Checkpoint.id)
+NEWEST_FIRST = (tables.Checkpoint.created_at.desc(), tables.Checkpoint.id)
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -67,7 +67,7 @@ async def checkpoints(
     def read(session: Session) -> CheckpointsListResponse:
         query = select(tables.Checkpoint).where(visible(who, tables.Checkpoint), live_checkpoints(), shown)
         total = count(session, query)
-        rows = session.scalars(query.order_by(*_NEWEST_FIRST).limit(limit).offset(offset))
+        rows = session.scalars(query.order_by(*NEWEST_FIRST).limit(limit).offset(offset))
         cursor = Cursor(offset=offset, limit=limit, total_count=total)
         return CheckpointsListResponse(checkpoints=[describe(row) for row in rows], cursor=cursor)
 
@@ -75,21 +75,22 @@ async def checkpoints(
 
 
 @router.get(
-    "/training_runs/{run_id}/checkpoints", response_model_exclude_unset=True, **declare(scope=LOOKING, limit="call")
+    "/training_runs/{run_id}/checkpoints",
+    response_model=CheckpointsListResponse,
+    response_model_exclude_unset=True,
+    **declare(scope=LOOKING, limit="call"),
 )
-async def run_checkpoints(
-    run_id: str, request: Request, service: ServiceDep, who: PrincipalDep
-) -> CheckpointsListResponse:
-    """All checkpoints of a run, oldest first."""
+async def run_checkpoints(run_id: str, request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
+    """All checkpoints of a run, oldest first. They may be tens of thousands."""
     shown = tables.Checkpoint.kind.in_(readable_kinds(request))
 
-    def read(session: Session) -> CheckpointsListResponse:
+    def read(session: Session) -> str:
         run_by_id(session, who, run_id)
         query = select(tables.Checkpoint).filter_by(org_id=who.org_id, run_id=run_id).where(live_checkpoints(), shown)
         rows = session.scalars(query.order_by(*OLDEST_FIRST))
-        return CheckpointsListResponse(checkpoints=[describe(row) for row in rows])
+        return CheckpointsListResponse(checkpoints=list(map(describe, rows))).model_dump_json(exclude_unset=True)
 
-    return await service.read(read)
+    return Response(await service.read(read, service.long_reads), media_type="application/json")
 
 
 @router.post(_ONE + "/publish", **declare(scope="checkpoints:write", limit="call"))

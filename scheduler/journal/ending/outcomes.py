@@ -25,7 +25,8 @@ RECENT = 4096
 RECENT_BYTES = 256 << 20
 #: Of these, an organisation has at most so many.
 RECENT_BYTES_PER_ORG = 32 << 20
-
+#: A larger result that is not in memory is read when there is room for it.
+LARGE_BYTES = 65_536
 
 JSON = "application/json"
 
@@ -125,9 +126,9 @@ class Answers:
     def recent(self, request_id: str) -> Operation | None:
         return self._recent.get(request_id)
 
-    def stored(self, org_id: str, request_id: str) -> Outcome | Gone | None:
-        """An outcome that is no longer in memory; None when this organisation has no such ended operation. One that is
-        damaged on the disk is given to nobody."""
+    def found(self, org_id: str, request_id: str) -> Outcome | Gone | None:
+        """An outcome that is no longer in memory, a large one without its payload (`whole`); None when this
+        organisation has no such ended operation."""
         with self._database.read() as session:
             row = session.get(tables.Operation, request_id)
         if row is None or row.org_id != org_id or row.state == "queued":
@@ -138,12 +139,24 @@ class Answers:
             return Outcome(payload_of(row.result, row.result_type), row.result_type or JSON)
         if row.result_ref is None:
             return Gone()
+        found = Outcome(content_type=row.result_type or JSON, ref=row.result_ref, size_bytes=row.result_bytes or 0)
+        return found if found.size_bytes > LARGE_BYTES else self.whole(found)
+
+    def stored(self, org_id: str, request_id: str) -> Outcome | Gone | None:
+        """`found`, whole."""
+        found = self.found(org_id, request_id)
+        return self.whole(found) if isinstance(found, Outcome) else found
+
+    def whole(self, found: Outcome) -> Outcome | Gone:
+        """`found`, with its payload. One that is damaged on the disk is given to nobody."""
+        if not found.ref:
+            return found
         try:
-            return Outcome(self._blobs.get(row.result_ref), row.result_type or JSON)
+            return Outcome(self._blobs.get(found.ref), found.content_type)
         except FileNotFoundError:
             return Gone()
         except Damaged as error:
-            log.error("the result of operation %s: %s", request_id, error)
+            log.error("the result %s: %s", found.ref, error)
             return Gone(
                 "the result of this operation is damaged on the server's disk; what it did stands, and is billed"
             )

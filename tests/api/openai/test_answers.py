@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import json
 import tracemalloc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import orjson
 import pytest
+from starlette.types import Message
+from weft.wire import SamplingParams
 from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
 from api.routes.openai.answers import Form, base85, choice_of, envelope, logprobs_of, routed_of, rows_of_part, whole
+from api.routes.openai.asking import Asked
 from api.routes.openai.text import ModelText
+from api.state.large_bodies import LargeBodies
+from api.state.polls import LongPolls
 from scheduler.links.messages import DrawnTokens
 from workers.model.tiny import TINY_PATH
 
@@ -188,3 +197,43 @@ def test_experts_of_any_number_are_told(largest: int, dtype: str) -> None:
     found = np.frombuffer(base64.b64decode(told["data"]), dtype).reshape(told["shape"])
     np.testing.assert_array_equal(found, experts)
     np.testing.assert_array_equal(np.frombuffer(base64.b85decode(routed_of(sequence)["data"]), "<i4"), [0, largest])
+
+
+def test_large_answers_are_written_as_their_clients_take_them() -> None:
+    """Who asked again and again for one sample, and read nothing, had the server hold a copy for each."""
+    found = SampleResult([SequenceResult(np.zeros(2000, np.int32), np.zeros(2000, np.float32), "length")])
+    written, taken = list[int](), list[Message]()
+
+    class Ended(Asked):
+        async def result(self) -> SampleResult:
+            return found
+
+    def write(number: int) -> Callable[[SampleResult], dict[str, Any]]:
+        def answer(result: SampleResult) -> dict[str, Any]:
+            written.append(number)
+            return {"tokens": result.sequences[0].tokens.tolist()}
+
+        return answer
+
+    async def send(message: Message) -> None:
+        taken.append(message)
+
+    async def go() -> None:
+        bodies = LargeBodies(100_000, wait_s=30, what="results")
+        service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies)
+
+        def asked(org_id: str) -> Asked:
+            who: Any = SimpleNamespace(org_id=org_id)
+            about = (service, who, cast(Any, None), cast(Any, None), [1], SamplingParams(), "id", None, None)
+            return Ended(*about, keep=True, told=1)
+
+        first = await asked("a").answer(write(1))
+        second = asyncio.ensure_future(asked("a").answer(write(2)))
+        await asked("b").answer(write(3))
+        assert written == [1, 3]
+        await first({"type": "http"}, cast(Any, None), send)
+        await second
+        assert written == [1, 3, 2]
+        assert len(orjson.loads(b"".join(message.get("body", b"") for message in taken))["tokens"]) == 2000
+
+    asyncio.run(go())

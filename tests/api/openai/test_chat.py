@@ -120,3 +120,30 @@ def test_a_tokenizer_is_read_beside_the_event_loop(
     world.http.post(door, headers={"x-api-key": world.key}, json={"model": MODEL, **body})
     assert where
     assert world.http.portal.call(threading.get_ident) not in where  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("door", "body"), [("chat/completions/tokens", {"tokens": [1]}), ("completions", {"prompt": [1]})]
+)
+def test_as_many_stops_are_taken_as_the_limit_says_beside_the_models_own_ends(
+    world: World, door: str, body: dict[str, Any]
+) -> None:
+    """Of 63 tokens it said that they were 65: it had added the model's ends."""
+    card = read_card(MODEL, TINY_PATH)  # whose ends are among its tokens
+    object.__setattr__(world.service, "cards", {MODEL: card})
+    most = world.service.limits.max_stop_sequences
+    assert most is not None
+    world.service.polls.release()  # who is accepted is told that the server stops
+    asked = {"model": MODEL, "max_tokens": 1} | body
+
+    def answer(**stops: list[Any]) -> tuple[int, str]:
+        reply = world.http.post(f"/v1/{door}", headers={"x-api-key": world.key}, json=asked | stops)
+        return reply.status_code, reply.json()["error"]["message"]
+
+    for stops in ({"stop_token_ids": [*range(10, 10 + most)]}, {"stop": [f"s{place}" for place in range(most)]}):
+        assert answer(**stops)[0] == 503
+        ((name, listed),) = stops.items()
+        assert answer(**{name: [*listed, type(listed[0])(99)]}) == (
+            400,
+            f"stop: {most + 1} entries, the limit is {most}",
+        )

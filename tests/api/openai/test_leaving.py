@@ -56,7 +56,7 @@ def test_before_the_first_token(door: str, taken: int) -> None:
                 full.set()
                 await asyncio.Event().wait()
 
-        async def held(waiting: Any, otherwise: Any) -> Any:
+        async def held(_org_id: str, waiting: Any, otherwise: Any) -> Any:
             waiting.close()
             return otherwise
 

@@ -125,7 +125,8 @@ class Replica:
         await until(lambda: self.leadership.term is not None)
 
     async def result(self, request_id: str, within_s: float = 30) -> Any:
-        return await self.journal.outcome("org", request_id, within_s)
+        found = await self.journal.outcome("org", request_id, within_s)
+        return self.journal.answers.whole(found) if isinstance(found, Outcome) else found
 
 
 async def until(holds: Callable[[], Any]) -> None:

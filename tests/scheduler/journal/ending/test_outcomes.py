@@ -199,11 +199,16 @@ def test_what_does_not_fit_is_read_again(folder: Path) -> None:  # noqa: F811
         for n, id in enumerate(ids):
             found = await journal.outcome("org", id, 1)
             assert isinstance(found, Outcome)
+            assert bool(found.ref) == (ids[n] not in {op.id for op in held})  # read when there is room for it
+            found = journal.answers.whole(found)
+            assert isinstance(found, Outcome)
             assert (len(found.payload), found.payload[:1], found.error) == (size, bytes([n]), None)
         journal.answers.retrieved("org", ids[-1:])
         assert journal.answers.recent(ids[-1]) is None
         service.blobs.delete(f"results/{ids[0][:2]}/{ids[0]}")
-        assert isinstance(await journal.outcome("org", ids[0], 1), Gone)
+        gone = await journal.outcome("org", ids[0], 1)
+        assert isinstance(gone, Outcome)
+        assert isinstance(journal.answers.whole(gone), Gone)
         assert await journal.outcome("other", ids[1], 1) is None
         service.database.close()
 

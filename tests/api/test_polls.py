@@ -1,0 +1,92 @@
+"""How many requests of one organisation are held open, of the connections that are everybody's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from api.errors import RateLimited
+from api.state.polls import LongPolls
+from tests.api.conftest import MODEL, World
+from tests.api.test_completions import finished, poll, submit
+from tests.api.test_sampling import sampler
+
+ORGANISATIONS = "first", "second", "third"
+
+
+def test_there_is_room_for_who_comes_next_however_many_there_are() -> None:
+    async def go() -> list[int]:
+        polls, over = LongPolls(most=1000), asyncio.Event()
+        waiting, held = [], []
+        for org_id in ORGANISATIONS:
+            held.append(0)
+            while not polls.full(org_id):
+                waiting.append(asyncio.ensure_future(polls.hold(org_id, over.wait(), False)))
+                await asyncio.sleep(0)
+                held[-1] += 1
+            with pytest.raises(RateLimited, match=rf"{held[-1]} requests .* 1000 connections"):
+                polls.check(org_id)
+        assert not polls.full("fourth")
+        over.set()
+        await asyncio.gather(*waiting)
+        assert [org_id for org_id in ORGANISATIONS if polls.full(org_id)] == []
+        return held
+
+    first, second, third = asyncio.run(go())
+    assert (first, second, third) == (250, 188, 141)  # a quarter of what was free
+
+
+@contextmanager
+def held(world: World, count: int) -> Iterator[None]:
+    """So many requests of acme's wait."""
+    with world.database.read() as session:
+        org_id = session.connection().exec_driver_sql("SELECT id FROM organisations WHERE name = 'acme'").scalar_one()
+    over: Future[asyncio.Event] = Future()
+
+    async def wait() -> None:
+        event = asyncio.Event()
+        waiting = [asyncio.ensure_future(world.service.polls.hold(org_id, event.wait(), False)) for _ in range(count)]
+        await asyncio.sleep(0)
+        over.set_result(event)
+        await asyncio.gather(*waiting)
+
+    portal: Any = world.http.portal
+    waiting = portal.start_task_soon(wait)
+    try:
+        yield
+    finally:
+        portal.call(over.result().set)
+        waiting.result()
+
+
+def test_who_holds_their_share_is_told_what_is_there_and_no_more(world: World) -> None:
+    object.__setattr__(world.service, "polls", LongPolls(most=8))
+    sampler_id = sampler(world, world.session())
+    poll(world, sampler_id)
+    ended, waits = submit(world, sampler_id, 0), submit(world, sampler_id, 1)
+    world.finish(ended, b"x", sample=1)
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id}
+    with held(world, 2):
+        assert world.outcome(ended).content == b"x"
+        answer = poll(world, sampler_id, timeout=None)
+        assert answer["completions"] == [finished(ended, 1)]
+        assert poll(world, sampler_id, answer["cursor"])["completions"] == []  # it does not wait
+        submit(world, sampler_id, 2)
+        doors = ("retrieve_future", {"request_id": waits}), ("stream_future", {"request_id": waits}), (
+            "retrieve_futures", {"target": target, "prev_cursor": answer["cursor"]}
+        )  # fmt: skip
+        for path, body in doors:
+            refused = world.call("POST", path, json=body)
+            assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
+            assert (refused.headers["x-weft-limit-scope"], refused.headers["retry-after"]) == ("organisation", "5")
+        asked = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 1}
+        refused = world.http.post("/v1/completions", json=asked, headers={"x-api-key": world.key})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+        foreign = world.call("POST", "retrieve_future", json={"request_id": waits}, key=world.other_key)
+        assert foreign.status_code == 404
+    assert world.outcome(waits).status_code == 408
