@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -62,7 +63,7 @@ class TrainerLink:
         self._redis, self._reader, self._held = pooled(url), blocking(url), held(url)
         self._over = threading.Event()
         self._telling, self._untold, self._parcels = threading.Lock(), list[Any](), list[Numbered]()
-        self._told_at, self._late = 0.0, threading.Event()
+        self._told_at, self._late = -math.inf, threading.Event()
         self._link, self._numbers = worker_name("trainer"), Numbers()
         self._mail, self._unread = Reader(self._reader, _key("down", self._link)), deque[bytes]()
         self._leader = self._join(stopped)
