@@ -79,8 +79,7 @@ def _go(
     steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
     state = _resume(run, recipe, steps, size)
-    spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
-    purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
+    purse = wait(money.purse(run, recipe.budget_usd, state["runs"], state.get("elsewhere_nusd", 0)))
     order.drawn = state["step"] * size
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))

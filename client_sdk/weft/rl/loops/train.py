@@ -142,8 +142,7 @@ class Loop:
             await self.run.load_state_with_optimizer(path)
             tell_resumed(recipe.checkpoint, path, state["step"], recipe.steps)
         earlier = state.get("runs", [])
-        spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in earlier])
-        self.purse = await money.purse(self.run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0))
+        self.purse = await money.purse(self.run, recipe.budget_usd, earlier, state.get("elsewhere_nusd", 0))
         self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
         making = self.loss.made(self.run)
         handle = await making if making is not None else None
