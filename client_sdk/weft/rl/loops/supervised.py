@@ -78,7 +78,7 @@ def _go(
     size = min(recipe.batch, len(items))
     steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
-    state = _resume(run, recipe, steps, size)
+    began, state = _resume(run, recipe, steps, size)
     purse = wait(money.purse(run, recipe.budget_usd, state["runs"], state.get("elsewhere_nusd", 0)))
     order.drawn = state["step"] * size
     report.resumed_at = saved = state["step"]
@@ -89,7 +89,7 @@ def _go(
     def save() -> None:
         assert recipe.checkpoint is not None
         state = {"step": done, "batch": size, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}
-        wait(recipe.checkpoint.save(run, done, state))
+        wait(recipe.checkpoint.save(run, done, state, began))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
         save()  # so that a life that dies before its next is counted, too
@@ -122,12 +122,12 @@ def _go(
     return report
 
 
-def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> dict[str, Any]:
-    """What an earlier life has saved. Raises ValueError where its steps had another size: so many of this one would
-    leave data out, or train them twice."""
+def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> tuple[str | None, dict[str, Any]]:
+    """Where an earlier life has saved, and what. Raises ValueError where its steps had another size: so many of this
+    one would leave data out, or train them twice."""
     found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
     if found is None:
-        return {"step": 0, "runs": []}
+        return None, {"step": 0, "runs": []}
     if (saved := found[1].get("batch", size)) != size:
         assert recipe.checkpoint is not None
         raise ValueError(
@@ -136,7 +136,7 @@ def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> dict[
         )
     run.load_state_with_optimizer(found[0]).result()
     tell_resumed(recipe.checkpoint, found[0], found[1]["step"], steps)
-    return found[1]
+    return found
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:

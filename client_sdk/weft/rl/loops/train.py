@@ -137,10 +137,10 @@ class Loop:
     async def _go(self) -> Report:
         recipe, rest = self.recipe, self.run.create_rest_client()
         found = await recipe.checkpoint.newest(rest) if recipe.checkpoint else None
-        path, state = found or (None, {})
-        if path is not None:
-            await self.run.load_state_with_optimizer(path)
-            tell_resumed(recipe.checkpoint, path, state["step"], recipe.steps)
+        self._began, state = found or (None, {})
+        if self._began is not None:
+            await self.run.load_state_with_optimizer(self._began)
+            tell_resumed(recipe.checkpoint, self._began, state["step"], recipe.steps)
         earlier = state.get("runs", [])
         self.purse = await money.purse(self.run, recipe.budget_usd, earlier, state.get("elsewhere_nusd", 0))
         self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
@@ -281,7 +281,7 @@ class Loop:
         if (remembered := advantage_state(self.recipe.advantage)) is not None:
             state["advantage"] = remembered
         state["advantages"] = {name: advantage_state(each) for name, each in self._advantages().items()}
-        await self.recipe.checkpoint.save(self.run, step, state)
+        await self.recipe.checkpoint.save(self.run, step, state, self._began)
         self._saved = step
 
     async def _last(self, step: int, rollouts: Rollouts) -> None:
