@@ -195,6 +195,21 @@ def test_a_rollout_that_takes_too_long_or_fails_is_that_rollouts_own() -> None:
     assert isinstance(bad, KeyError)
 
 
+@pytest.mark.parametrize("errors", [BaseException, asyncio.CancelledError])
+def test_a_rollout_that_takes_too_long_has_no_reward_though_its_code_goes_on(errors: type[BaseException]) -> None:
+    """As a bare `except:` does, around the call of a model."""
+
+    async def solve(task: str, chat: Chat) -> float:
+        try:
+            await asyncio.sleep(30)
+        except errors:
+            return 0.0
+        return 1.0
+
+    [found] = asyncio.run(function(solve, ["slow"], timeout_s=0.05).group("slow", [Chat(policy()[0])]))
+    assert "longer than 0.05 s" in str(found)
+
+
 def test_time_in_which_nothing_could_run_does_not_end_a_rollout() -> None:
     """A reward that computes for long, or Ctrl-Z, holds up all rollouts; none of them has taken that time."""
 

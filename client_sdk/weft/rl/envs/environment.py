@@ -77,9 +77,13 @@ class Function:
         try:
             async with _within(self.timeout_s) as limit:
                 if self.sandboxes is None:
-                    return reward_of(await self.solve(task, chat))
-                async with opened(self.sandboxes) as sandbox:
-                    return reward_of(await self.solve(task, chat, sandbox))
+                    found = await self.solve(task, chat)
+                else:
+                    async with opened(self.sandboxes) as sandbox:
+                        found = await self.solve(task, chat, sandbox)
+            if limit.expired():  # code that goes on from whatever ends it has gone on from this
+                raise TimeoutError
+            return reward_of(found)
         except TimeoutError as error:
             if not limit.expired():  # of something that solve waited for
                 return error
