@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,26 @@ def test_a_rewritten_history_begins_a_new_datum() -> None:
         return chat
 
     assert [sum(joined.drawn) for joined in join(asyncio.run(talk()).recorded)] == [4, 2]
+
+
+def test_a_thought_is_kept_for_templates_that_show_it_in_the_history() -> None:
+    """As Qwen3's and GLM-4.6's do between a call and the answer to its result: a conversation that is written anew has
+    what the policy thought, as its ids would have had."""
+    known = copy.deepcopy(tokenizer())
+    shown = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    known.chat_template = known.chat_template.replace("{%- for call in", f"{{{{- '' }}}}{shown}{{%- for call in", 1)
+    who, sampler = policy('<think>plan A</think><tool_call>{"name": "f", "arguments": {}}</tool_call>', "8")
+
+    async def talk() -> Chat:
+        chat = Chat(replace(who, renderer=TemplateRenderer(known))).user("?")
+        [call] = (await chat.sample()).tool_calls
+        chat.tool(call, 8)
+        await chat.rewrite(chat.messages).sample()
+        return chat
+
+    thoughts = [message.get("reasoning_content") for message in asyncio.run(talk()).messages]
+    assert thoughts == [None, "plan A", None, None]
+    assert "<think>plan A</think>" in tokenizer().decode(sampler.asked[1])
 
 
 def test_agents_of_a_rollout_are_conversations_of_their_own() -> None:
