@@ -24,7 +24,7 @@ from weft.rl import checks
 from weft.rl.chat.chat import Chat, Policy, StaleError, is_fatal, stops_of
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
-from weft.rl.envs.environment import Environment, Reward, checked
+from weft.rl.envs.environment import Environment, Reward, checked, own
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.failures import Failures, InARow
 from weft.rl.loops.mixture import Tries, Try, mixture
@@ -224,7 +224,8 @@ class Rollouts:
         """One group, from its first sample to its reward."""
         try:
             found = await self._roll(number, tried)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as cause:
+            error = own(cause)
             self._tasks.pop(number, None)
             if not is_fatal(error):  # which ends this life, and the next tries the task again
                 self._tried.pop(number, None)
