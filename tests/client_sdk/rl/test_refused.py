@@ -50,7 +50,7 @@ def test_a_notebook_is_told_what_to_await() -> None:
     assert failed.value.__context__ is None
 
 
-@pytest.mark.parametrize("row", [{"messages": TALK}, "a text", ["a text"]])
+@pytest.mark.parametrize("row", [{"messages": TALK}, "a text", ["a text"], None])
 def test_conversations_of_another_form(row: Any) -> None:
     with pytest.raises(ValueError, match=r"rows\[1\] must be a list of messages, .*row\['messages'\] for row in rows"):
         rl.conversations([TALK, row], tokenizer())
@@ -80,6 +80,8 @@ def test_no_data_and_pairs_of_other_columns() -> None:
         rl.sft(NOBODY, [])
     with pytest.raises(ValueError, match=r"rows\[0\] has no 'prompt': name your columns, which are \['question'\]"):
         rl.pairs([{"question": "?"}], tokenizer())
+    with pytest.raises(ValueError, match=r"rows\[1\] must have 'prompt', 'chosen' and 'rejected' by name, got None"):
+        rl.pairs([{"prompt": "?", "chosen": "8", "rejected": "9"}, cast(Any, None)], tokenizer())
     with pytest.raises(ValueError, match=r"rows\[0\]\['chosen'\] must be the answer's text, got \["):
         rl.pairs([{"prompt": "?", "chosen": TALK, "rejected": "no"}], tokenizer())
 

@@ -184,6 +184,23 @@ def test_what_is_cancelled_within_a_rollout_is_that_rollouts_failure(kind: str, 
     assert rollouts.waste[f"failed_{failed}"] == 1
 
 
+@pytest.mark.parametrize(("name", "says"), [("", "tasks[1]"), ("sums", "tasks[1] of 'sums'")])
+def test_a_task_that_no_group_comes_to_anything_with_is_named(
+    name: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a broken line of a file is, one of ten thousand."""
+    env = rl.prompts([{"prompt": "?"}, {"question": "?"}], max_tokens=4)
+
+    async def life() -> rl.Batch:
+        rollouts = rl.Rollouts(NOBODY, {name: env} if name else env, groups=rl.Groups(batch=2, size=1))
+        rollouts.policy = policy(*"abcd")[0]
+        async with asyncio.timeout(10):
+            return await rollouts.batch()
+
+    assert {group.index for group in asyncio.run(life()).groups} == {0}
+    assert f"a group of {says} failed: KeyError: 'prompt'" in caplog.messages
+
+
 def test_a_filter_may_be_any_callable() -> None:
     async def life(keep: Any) -> rl.Rollouts:
         groups = rl.Groups(batch=1, size=2, keep=[keep])

@@ -127,6 +127,7 @@ class Loop:
         self._evaluations: set[asyncio.Task[None]] = set()
         self._room: Places | None = None
         self._saved = 0
+        self._began: str | None = None
         self._idle = False
 
     async def go(self) -> Report:
@@ -137,7 +138,7 @@ class Loop:
     async def _go(self) -> Report:
         recipe, rest = self.recipe, self.run.create_rest_client()
         found = await recipe.checkpoint.newest(rest) if recipe.checkpoint else None
-        self._began, state = found or (None, {})
+        self._began, state = found or (None, dict[str, Any]())
         if self._began is not None:
             await self.run.load_state_with_optimizer(self._began)
             tell_resumed(recipe.checkpoint, self._began, state["step"], recipe.steps)
