@@ -14,6 +14,7 @@ from weft.rl.loops import money
 from weft.rl.loops.alone import alone
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
 from weft.rl.loops.rate import Rate, params_of
+from weft.rl.loops.rollouts import model_limits
 from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
@@ -65,7 +66,23 @@ def go(
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     with alone(run):
+        _fitting(items, wait(model_limits(run)).context_length)
         return _go(run, items, backward, recipe, between)
+
+
+def _fitting(items: Sequence[Any], most: int) -> None:
+    """Raises for what is no datum, and for one that is longer than the base model takes: the step that it is in would
+    end the run, after all steps before. Not asked of data that are made when they are asked for."""
+    for index, item in enumerate(items if isinstance(items, list | tuple) else ()):
+        data = getattr(item, "data", (item,))
+        if not all(hasattr(datum, "model_input") for datum in data):
+            raise TypeError(f"data[{index}] must be as rl.conversations or rl.pairs makes it, got {item!r:.80}")
+        length = max(datum.model_input.length for datum in data)
+        if length > most:
+            raise ValueError(
+                f"data[{index}] has {length} tokens, the base model takes {most}: leave it out, or cut it"
+                f" (rl.conversations(..., max_length={most}))"
+            )
 
 
 def _go(
