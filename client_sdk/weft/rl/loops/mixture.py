@@ -83,7 +83,7 @@ class Tries:
         self._draws = int(state.get("draws", state["pacer"]["numbers"]))
         for name, index, *number in state["again"]:
             self._draws += not number
-            if name in self._envs:
+            if name in self._envs and index < len(self._envs[name].env.tasks):
                 self._again.append(Try(int(number[0]) if number else self._draws, name, int(index)))
 
 
