@@ -58,3 +58,14 @@ def test_a_life_with_fewer_tasks_tries_those_alone_that_are_left() -> None:
     assert {later.draw() for _ in range(3)} == {each for each in tried if each.index < 3}
     assert all(later.draw().index < 3 for _ in range(9))
     assert fewer.metrics() == {"pool/hard": 0.0, "pool/normal": 1.0, "pool/easy": 0.0, "pool/unseen": 0.0}
+
+
+def test_a_source_of_another_kind_than_the_earlier_lifes_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    first = Tries(mixture(ENV, None, 0), None)
+    pools = rl.DifficultyPools(2)
+    later = Tries(mixture(ENV, pools, 0), None)
+    later.load_state_dict({"pacer": {"numbers": 0}, **first.state_dict([first.draw()])})
+    assert caplog.messages == [
+        "the source '' begins anew: an earlier life's was no DifficultyPools ('packed' is missing)"
+    ]
+    assert pools.means == {}
