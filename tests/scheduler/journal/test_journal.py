@@ -20,6 +20,7 @@ from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
+from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.contract import LIVES
@@ -36,7 +37,16 @@ from scheduler.links.messages import (
     TrainOp,
 )
 from scheduler.links.sockets import ServerLink, WorkerLink
-from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
+from scheduler.order.operations import (
+    Draining,
+    NewOperation,
+    Operation,
+    Outcome,
+    QueueFull,
+    RunClosed,
+    SequenceReused,
+    Waiting,
+)
 from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
 from store.blobs.folder import FolderBlobs
@@ -481,6 +491,32 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
             await service.journal.flush()
             assert service.rows(tables.Run)[0].state == "closed"
             assert RUN not in service.journal.training.runs
+
+    go(scenario())
+
+
+def test_a_run_that_is_closed_while_an_operation_is_accepted_fails_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was told 500, and asked again: what is queued nowhere held its money, and was waited for for ever."""
+    take = Acceptance.take
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            await outcome(service, service.rows(tables.Operation)[0].id)
+
+            async def closing(self: Acceptance, *new: Any) -> Operation:
+                op = await take(self, *new)
+                service.journal.close_run(RUN)
+                return op
+
+            monkeypatch.setattr(Acceptance, "take", closing)
+            accepted = await service.journal.accept(train(1))
+            assert f"run {RUN} was closed before this operation" in str((await outcome(service, accepted)).error)
+            assert [row.state for row in service.rows(tables.Operation) if row.id == accepted] == ["failed"]
+            assert await service.journal.accept(train(1)) == accepted  # a repeat
 
     go(scenario())
 
