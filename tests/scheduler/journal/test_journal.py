@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import select
+from sqlalchemy import select, update
 from weft.wire.binary.sample_codec import decode_sample_response
 
 from billing.prices import load_prices
@@ -519,6 +519,27 @@ def test_a_run_that_is_closed_while_an_operation_is_accepted_fails_it(
             assert await service.journal.accept(train(1)) == accepted  # a repeat
 
     go(scenario())
+
+
+def test_an_operation_of_a_run_that_is_closed_fails_at_the_next_start(folder: Path) -> None:
+    """As the process leaves it that ends between the two."""
+
+    async def before() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            await service.journal.accept(train(1))
+        service.database.write_now(lambda session: session.execute(update(tables.Run).values(state="closed")))
+
+    async def after() -> None:
+        service = Service(folder)
+        recover(service.journal, service.database)
+        [accepted] = [row.id for row in service.rows(tables.Operation) if row.seq == 1]
+        assert f"run {RUN} was closed before this operation" in str((await outcome(service, accepted)).error)
+        assert RUN not in service.journal.training.runs
+
+    go(before())
+    go(after())
 
 
 def test_a_repeat_to_a_run_that_is_closed_gets_its_first_id(folder: Path) -> None:
