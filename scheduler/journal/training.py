@@ -93,10 +93,10 @@ class Training:
     def enqueue(self, op: Operation) -> None:
         self._open[op.id] = op
         lane = self.runs.get(op.lane)
-        if lane is None and not isinstance(op.plan, Create):  # while it was made durable
-            self._fail(op, f"run {op.lane} was closed before this operation reached it", "user")
-            return
         if lane is None:
+            if not isinstance(op.plan, Create):  # while it was made durable
+                self._fail(op, f"run {op.lane} was closed before this operation reached it", "user")
+                return
             lane = self.runs[op.lane] = RunLane(op.org_id, op.plan.spec, priority=op.plan.priority)
         if lane.broken:
             self._fail(op, lane.broken, lane.broken_category)
