@@ -42,6 +42,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("batch", self.batch)
+        checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         checks.finite("epochs", self.epochs, above=True)
         checks.rate("learning_rate", self.learning_rate)
         checks.count("seed", self.seed, least=MIN_SEED)

@@ -80,6 +80,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("steps", self.steps, least=0)
+        checks.made("groups", self.groups, Groups, "rl.Groups(batch=16, size=8)")
+        checks.made("loss", self.loss, Loss | None, "rl.losses.ppo()")
+        checks.made("schedule", self.schedule, Schedule, "rl.Async(max_lag=1)")
+        checks.made("evaluation", self.evaluation, Evaluation | None, "rl.Evaluation(env)")
+        checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         if self.sampling is not None:
             on_policy(self.sampling)
         checks.one_of("reduce", self.reduce, get_args(Reduce))
