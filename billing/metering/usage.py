@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import func, literal, select
 from sqlalchemy.orm import Session
 
-from store.tables import UsageHour
+from store.tables import Operation, Sampler, UsageHour
+from store.tables.base import any_index_but
 
 _HALF = 1 << 32
 
@@ -43,6 +44,18 @@ def summary(session: Session, org_id: str, run_id: str | None = None, since: dat
         ),
         key=lambda row: (row.run_id or "", row.kind, row.base_model),
     )
+
+
+def held_nusd(session: Session, org_id: str, run_id: str | None = None) -> int:
+    """The most that operations under way can cost, of an organisation or of one run. Read before `summary`, so that
+    what ends in between is counted twice rather than not at all."""
+    op = Operation
+    query = select(func.coalesce(func.sum(op.hold_nusd), 0))
+    query = query.where(op.state == "queued", any_index_but(op.org_id) == org_id)
+    if run_id is not None:
+        samplers = select(Sampler.id).where(Sampler.run_id == run_id)
+        query = query.where(op.lane.in_(samplers.union_all(select(literal(run_id)))))
+    return int(session.execute(query).scalar_one())
 
 
 def _whole(upper: int, lower: int) -> int:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from weft.errors import APIResponseValidationError
+from weft.transport.download import whole
 from weft.transport.http import Call, Transport
 from weft.wire.account.usage import TokenizerFilesResponse
 
@@ -33,7 +33,6 @@ async def fetch_tokenizer(transport: Transport, model: str) -> Path:
     if not listing.files or any(Path(name).name != name or name.startswith(".") for name in listing.files):
         raise APIResponseValidationError(f"{route}: not a list of plain file names: {sorted(listing.files)}")
     folder = cache_dir() / "tokenizers" / _digest(json.dumps(listing.files, sort_keys=True).encode())[:32]
-    folder.mkdir(parents=True, exist_ok=True)
     for name, sha256 in listing.files.items():
         target = folder / name
         if target.exists() and _digest(target.read_bytes()) == sha256:
@@ -55,11 +54,14 @@ def _digest(content: bytes) -> str:
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Whole or not at all: several processes may share the cache."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(name, target)
+    """Several processes may share the cache, and users."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole(target) as file:
+            file.write(content)
+    except OSError as error:
+        what = f"{error.strerror} (for tokenizers WEFT_CACHE_DIR names another folder)"
+        raise OSError(error.errno, what, str(target)) from error
 
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"

@@ -30,9 +30,12 @@ def recover(journal: Journal, database: Database) -> None:
     with database.read() as session:
         for run in session.scalars(select(tables.Run).filter_by(state="live")):
             take_up(journal.training, log_of(session, run), journal.enqueue)
-        unfinished = select(tables.Operation).filter_by(kind=SAMPLE, state="queued")
+        unfinished = select(tables.Operation).filter_by(state="queued")
         for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
-            journal.recover(from_row(row))
+            if row.kind == SAMPLE:
+                journal.recover(from_row(row))
+            elif journal.training.opened(row.id) is None:  # it came while its run was closed
+                journal.enqueue(from_row(row))
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,9 @@ class Training:
         self._open[op.id] = op
         lane = self.runs.get(op.lane)
         if lane is None:
-            assert isinstance(op.plan, Create), f"operation {op.seq} of {op.lane}, which is not here"
+            if not isinstance(op.plan, Create):  # while it was made durable
+                self._fail(op, f"run {op.lane} was closed before this operation reached it", "user")
+                return
             lane = self.runs[op.lane] = RunLane(op.org_id, op.plan.spec, priority=op.plan.priority)
         if lane.broken:
             self._fail(op, lane.broken, lane.broken_category)

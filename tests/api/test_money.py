@@ -34,6 +34,8 @@ def test_a_balance_from_hold_to_charge(world: World) -> None:
     first = world.train(batch(run, 1))
     held = world.get("weft/balance")["held_nusd"]
     assert held > 0
+    assert [world.get(f"weft/usage{of}")["held_nusd"] for of in ("", f"?run_id={run}")] == [held, held]
+    assert world.get("weft/usage", key=world.other_key)["held_nusd"] == 0
     assert world.get("weft/balance")["available_nusd"] == 10**9 - held
     world.finish(first["request_id"], b"x", tokens=held // 400)
     balance = world.get("weft/balance")
@@ -43,7 +45,8 @@ def test_a_balance_from_hold_to_charge(world: World) -> None:
     page = world.get("weft/ledger?limit=1")
     assert world.get(f"weft/ledger?limit=1&before={page['next_before']}")["entries"] == entries[1:]
     assert world.get("weft/ledger", key=world.other_key)["entries"] == []
-    assert world.get(f"weft/usage?run_id={run}")["total_nusd"] == held
+    usage = world.get(f"weft/usage?run_id={run}")
+    assert (usage["total_nusd"], usage["held_nusd"]) == (held, 0)
     assert check(world.database) == []
 
 

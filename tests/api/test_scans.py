@@ -137,6 +137,7 @@ def live(world: World) -> None:
         assert world.call(method, f"{route}{of}", json={"ttl_seconds": 3600}).status_code < 300
     for read in ("training_runs", "checkpoints", "weft/balance", "weft/usage", "weft/ledger", "weft/budgets"):
         world.get(read)
+    world.get(f"weft/usage?run_id={run}")
     world.post("session_heartbeat", {"session_id": other})
     world.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
 

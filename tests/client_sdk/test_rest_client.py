@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import resource
+import stat
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,8 @@ def test_tokenizer_comes_from_the_server_and_is_cached(
     assert training.get_tokenizer().convert_tokens_to_ids(["b"]) == [1]
     assert service.create_sampling_client(base_model="org/tiny").get_tokenizer() is training.get_tokenizer()
     assert stub.paths().count("/weft/models/org/tiny/tokenizer/tokenizer.json") == 1
+    [kept] = tmp_path.rglob("tokenizer.json")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o644  # a cache that colleagues share
 
 
 def test_a_tokenizer_file_that_was_not_listed_is_refused(
@@ -161,6 +166,24 @@ def test_a_tokenizer_file_that_was_not_listed_is_refused(
     stub.replies["GET /weft/models/m/tokenizer"] = {"files": {"../x": "0" * 64}}
     with pytest.raises(weft.APIResponseValidationError, match="plain file names"):
         sampler.get_tokenizer()
+
+
+def test_a_tokenizer_that_the_disk_cannot_keep_is_told_and_leaves_nothing(
+    service: ServiceClient, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    content = b"{}" * 1000
+    stub.replies["GET /weft/models/m/tokenizer"] = {"files": {"tokenizer.json": hashlib.sha256(content).hexdigest()}}
+    stub.replies["GET /weft/models/m/tokenizer/tokenizer.json"] = Response(content)
+    sampler, soft_hard = service.create_sampling_client(base_model="m"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, soft_hard[1]))
+    try:
+        with pytest.raises(OSError, match=r"WEFT_CACHE_DIR names another folder\): .*tokenizer\.json'") as told:
+            sampler.get_tokenizer()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+    assert told.value.errno == errno.EFBIG
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 
 
 def cli(stub: Stub, *arguments: str) -> tuple[int, str]:

@@ -222,6 +222,19 @@ def test_a_server_that_does_not_say_its_limits_has_none() -> None:
     assert validate(Plan("org/tiny", [PlannedTrain([datum([1] * 40)] * 40), sample]), limits) == []
 
 
+@pytest.mark.parametrize(("least", "most"), [(None, None), (60, None), (None, 5)])
+def test_a_limit_that_an_older_server_does_not_say_is_not_named(least: int | None, most: int | None) -> None:
+    limits = LIMITS.model_copy(update=dict.fromkeys([name for name in dict(LIMITS) if name.startswith("max_")]))
+    limits = limits.model_copy(update={"min_ttl_seconds": least, "max_ttl_seconds": most})
+    sample = PlannedSample([[1]], num_samples=0, sampling_params={"stop": [""]}, topk_sample_logprobs=-1)
+    steps = [GOOD, sample, PlannedSave("a", ttl_seconds=6 if least is None else 59)]
+    found = [str(problem) for problem in validate(Plan("org/tiny", rank=0, steps=steps), limits)]
+    short = "steps[1].sampling_params.stop[0]: has 0 characters; it must have at least 1"
+    assert found[:2] == ["rank: must be at least 1, got 0", short]
+    assert len(found) == 4 + (least is not most)
+    assert not any("None" in each for each in found)
+
+
 def test_saves() -> None:
     twice = [PlannedSave("a"), PlannedSave("a"), PlannedSave("b/c"), PlannedSave("d", ttl_seconds=5)]
     assert places(*twice) == ["steps[1].name", "steps[2].name", "steps[3].ttl_seconds"]

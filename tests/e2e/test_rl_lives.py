@@ -206,7 +206,7 @@ def test_a_full_disk_under_a_sink_ends_no_run(
 
 
 class Started:
-    """A sink during whose first step somebody starts other loops; `told` has how those ended."""
+    """A sink during whose first step somebody starts other loops; `told` has how those ended that were refused."""
 
     def __init__(self, *loops: Callable[[], object]) -> None:
         self.loops, self.told = list(loops), list[str]()
@@ -214,9 +214,11 @@ class Started:
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
         while self.loops:
             loop = self.loops.pop()
-            with ThreadPoolExecutor() as pool, pytest.raises(weft.WeftError) as error:
-                pool.submit(loop).result(60)
-            self.told.append(str(error.value))
+            try:
+                with ThreadPoolExecutor() as pool:
+                    pool.submit(loop).result(60)
+            except weft.WeftError as error:
+                self.told.append(str(error))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -239,6 +241,25 @@ def test_two_loops_do_not_train_one_run_at_the_same_time(service: weft.ServiceCl
     assert len(loop(kind, sink).steps) == 1
     assert ["another loop trains this run" in told for told in sink.told] == [True, True]
     assert len(loop("sft", Quiet()).steps) == 1  # after its end
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_two_loops_do_not_save_under_one_name_at_the_same_time(service: weft.ServiceClient, kind: str) -> None:
+    """As where a job is submitted twice, or a laptop wakes up whose loop goes on elsewhere: the one that is behind is
+    refused, and the next life goes on from the other."""
+    kept = rl.Checkpoints(f"one-name-{kind}", every=2)
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
+    data = rl.conversations([talk] * 4, fresh(service).get_tokenizer())
+
+    def loop(sink: Any) -> rl.Report:
+        more: dict[str, Any] = {"checkpoint": kept, "sinks": [sink], "budget_usd": 1.0}
+        if kind == "sft":
+            return rl.sft(fresh(service), data, batch=1, **more)
+        return rl.train(fresh(service), ONE_TURN, steps=4, groups=SMALL, **more)
+
+    with pytest.raises(weft.WeftError, match=rf"'{kept.name}': tinker://\S+ is of step 4, this loop came to step 2"):
+        loop(Started(lambda: loop(Quiet())))
+    assert loop(Quiet()).resumed_at == 4
 
 
 class Quiet:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from weft import rl
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.test_rl import ONE_TURN, fresh, rows, sums
+from tests.forked import Forked
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
@@ -51,3 +56,45 @@ def test_a_traced_loss_that_the_server_does_not_run_is_two_passes_of_the_budget(
         report = rl.train(run, env, loss=rl.losses.icepop(), steps=2, groups=groups, sinks=[], budget_usd=1.0)
         assert sum(report.curve("data")) > 0
         assert run.cost().result(60).total_nusd <= report.spent_nusd
+
+
+LONG = rl.prompts(sums(), lambda text, task: float(len(text)), max_tokens=1000, stop=[])
+FEW = rl.Groups(batch=2, size=4)
+LIFE = """
+import weft
+from weft import rl
+from tests.e2e.test_rl_money import FEW, LONG
+run = weft.ServiceClient().create_lora_training_client("weft/tiny-moe", rank=8)
+rl.train(run, LONG, steps=9, groups=FEW, sinks=[], budget_usd=1.0, checkpoint=rl.Checkpoints("long"))
+"""
+
+
+def test_what_a_killed_life_has_left_under_way_is_paid_from_the_budget(own_weftd: Callable[..., Weftd]) -> None:
+    """Its samples go on at the server, and are billed while the next life spends."""
+    server = own_weftd()
+    first = Forked("-c", LIFE, env=os.environ | {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": server.key()})
+    with closing(sqlite3.connect(server.data_dir / "weft.db")) as database:
+
+        def under_way() -> int:
+            query = "SELECT count(*) FROM operations WHERE kind = 'sample' AND state = 'queued'"
+            return int(database.execute(query).fetchone()[0])
+
+        def wait_for(count: int) -> None:
+            deadline = time.monotonic() + 200
+            while under_way() != count:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+        wait_for(FEW.batch)
+        first.kill()
+        first.wait()
+        with weft.ServiceClient(base_url=server.url, api_key=server.key()) as service:
+            run, rest = fresh(service), service.create_rest_client()
+            batch_nusd = rest.get_usage().result(60).held_nusd
+            more: dict[str, Any] = {"groups": FEW, "sinks": [], "budget_usd": 2.5 * batch_nusd / 1e9}
+            report = rl.train(run, LONG, steps=9, checkpoint=rl.Checkpoints("long"), **more)
+            wait_for(0)
+            bill = rest.get_usage().result(60)
+    assert report.ended == "budget"
+    assert (bill.total_nusd > 2 * batch_nusd * 0.9, bill.held_nusd) == (True, 0)
+    assert bill.total_nusd <= report.spent_nusd <= 2.5 * batch_nusd

@@ -49,7 +49,8 @@ _COMPARED, _QUOTED = re.compile(r"role\W{0,4}(?:==|!=|in\b)([^%}]*)"), re.compil
 
 class ModelText:
     """`template` is the source of the chat template; "" for a model without one. `context`: how many tokens the model
-    can read. `ends`: what ends an answer as the template writes it; nothing where that is no special token."""
+    can read. `ends`: what ends an answer as the template writes it or, where it leaves answers open (GLM's), the marks
+    of who speaks next, a user or a tool; nothing where that is no special token."""
 
     def __init__(self, folder: Path, context: int) -> None:
         self._context = context
@@ -68,14 +69,21 @@ class ModelText:
         self.ends = self._ends()
 
     def _ends(self) -> list[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token for token, each in added.items() if each.special}
+        own = [token for token in self._behind_an_answer() if token in special]
+        marks = [*self._behind_an_answer("user")[:1], *self._behind_an_answer("tool")[:1]]
+        return own[:1] or [token for token in marks if token in special]
+
+    def _behind_an_answer(self, *following: str) -> list[int]:
+        """What the template puts behind an answer that nobody, or who has that role, speaks after."""
         asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
+        messages = [asked, answered, *({"role": role, "content": "?"} for role in following)]
         try:
-            whole = self.render([asked, answered], options={"add_generation_prompt": False})
+            whole = self.render(messages, options={"add_generation_prompt": False})
         except Refused:
             return []
-        behind = self._tokens(self.decode(whole, special=True).partition(_ANSWER)[2])
-        added = self._tokenizer.get_added_tokens_decoder()
-        return [token for token in behind if token in added and added[token].special][:1]
+        return self._tokens(self.decode(whole, special=True).partition(_ANSWER)[2])
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token). Raises Refused for a text

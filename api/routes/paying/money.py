@@ -74,18 +74,19 @@ async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None =
     if run_id is None and "billing:read" not in who.scopes:
         raise Forbidden("the usage of the whole organisation is for keys with billing:read: ask for one run (run_id)")
 
-    def read(session: Session) -> list[usage.UsageRow]:
+    def read(session: Session) -> tuple[int, list[usage.UsageRow]]:
         if run_id is not None:
             run_by_id(session, who, run_id)
-        return usage.summary(session, who.org_id, run_id)
+        return usage.held_nusd(session, who.org_id, run_id), usage.summary(session, who.org_id, run_id)
 
-    rows = await service.read(read)
+    held, rows = await service.read(read)
     total = sum(row.amount_nusd for row in rows)
     return UsageResponse(
         rows=[_used(row) for row in rows],
         total_nusd=total,
         total_usd=usd(total),
         price_version=service.prices.rate(ANY_MODEL, "train", datetime.now(UTC)).version,
+        held_nusd=held,
     )
 
 

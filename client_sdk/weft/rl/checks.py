@@ -49,6 +49,12 @@ def rate(name: str, value: float | Callable[[int], float]) -> None:
         finite(name, value)
 
 
+def made(name: str, value: Any, kind: Any, example: str) -> None:
+    """Raises TypeError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be as {example} makes it, got {value!r:.80}")
+
+
 def functions(name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a list of functions."""
     if not isinstance(value, list | tuple) or not all(map(callable, value)):

@@ -7,8 +7,10 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import httpx
 
@@ -100,15 +102,22 @@ async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
 
 
 async def _stream(http: httpx.AsyncClient, url: str, target: Path) -> None:
+    with whole(target) as file:
+        async with http.stream("GET", url) as response:
+            if not response.is_success:
+                await response.aread()
+                raise error_of(response)
+            async for piece in response.aiter_bytes():
+                file.write(piece)
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[BinaryIO]:
+    """A file that is there whole or not at all, whoever else writes it; everybody may read it."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            async with http.stream("GET", url) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise error_of(response)
-                async for piece in response.aiter_bytes():
-                    file.write(piece)
+            yield file
         os.chmod(name, 0o644)
         os.replace(name, target)
     except BaseException:

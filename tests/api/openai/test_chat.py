@@ -84,11 +84,13 @@ def test_a_chat_ends_as_its_template_ends_it_also_where_the_base_model_ends_text
         ("{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}", ["<|endoftext|>"]),  # as gpt-oss's: of the last answer
         ("\n", []),
         ("{{ raise_exception('no') }}", []),
+        ("", ["<|im_start|>", "<|endoftext|>"]),  # GLM's: the marks of a user and of a tool
     ],
 )
 def test_what_ends_an_answer_is_the_first_special_token_behind_it(tmp_path: Path, behind: str, ends: list[str]) -> None:
     (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
-    said = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + behind + "{% endfor %}"
+    begins = "{{ '<|endoftext|>' if m.role == 'tool' else '<|im_start|>' }}"
+    said = "{% for m in messages %}" + begins + "{{ m.role }}\n{{ m.content }}" + behind + "{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(said)
     found = ModelText(tmp_path, 2048)
     assert [found.word(token) for token in found.ends] == ends

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,26 @@ def test_a_rewritten_history_begins_a_new_datum() -> None:
         return chat
 
     assert [sum(joined.drawn) for joined in join(asyncio.run(talk()).recorded)] == [4, 2]
+
+
+def test_a_thought_is_kept_for_templates_that_show_it_in_the_history() -> None:
+    """As Qwen3's and GLM-4.6's do between a call and the answer to its result: a conversation that is written anew has
+    what the policy thought, as its ids would have had."""
+    known = copy.deepcopy(tokenizer())
+    shown = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    known.chat_template = known.chat_template.replace("{%- for call in", f"{{{{- '' }}}}{shown}{{%- for call in", 1)
+    who, sampler = policy('<think>plan A</think><tool_call>{"name": "f", "arguments": {}}</tool_call>', "8")
+
+    async def talk() -> Chat:
+        chat = Chat(replace(who, renderer=TemplateRenderer(known))).user("?")
+        [call] = (await chat.sample()).tool_calls
+        chat.tool(call, 8)
+        await chat.rewrite(chat.messages).sample()
+        return chat
+
+    thoughts = [message.get("reasoning_content") for message in asyncio.run(talk()).messages]
+    assert thoughts == [None, "plan A", None, None]
+    assert "<think>plan A</think>" in tokenizer().decode(sampler.asked[1])
 
 
 def test_agents_of_a_rollout_are_conversations_of_their_own() -> None:
@@ -193,6 +215,21 @@ def test_a_rollout_that_takes_too_long_or_fails_is_that_rollouts_own() -> None:
     [bad] = asyncio.run(env.group("bad", [Chat(policy()[0])]))
     assert "longer than 0.05 s, after 0 turns" in str(slow)
     assert isinstance(bad, KeyError)
+
+
+@pytest.mark.parametrize("errors", [BaseException, asyncio.CancelledError])
+def test_a_rollout_that_takes_too_long_has_no_reward_though_its_code_goes_on(errors: type[BaseException]) -> None:
+    """As a bare `except:` does, around the call of a model."""
+
+    async def solve(task: str, chat: Chat) -> float:
+        try:
+            await asyncio.sleep(30)
+        except errors:
+            return 0.0
+        return 1.0
+
+    [found] = asyncio.run(function(solve, ["slow"], timeout_s=0.05).group("slow", [Chat(policy()[0])]))
+    assert "longer than 0.05 s" in str(found)
 
 
 def test_time_in_which_nothing_could_run_does_not_end_a_rollout() -> None:

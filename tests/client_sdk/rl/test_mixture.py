@@ -40,6 +40,32 @@ def test_each_draws_from_its_own_source() -> None:
     later.load_state_dict(state)
     assert [first.number, later.draw(), later.draw()] == [1, second, tries.draw()]
     old = Tries(mixture(BOTH, None, 0), {"sums": 0, "code": 1})
-    old.load_state_dict({**state, "draws": 7, "again": [["code", 1], ["gone", 0]]})
-    assert [old.draw(), old.draw().number] == [Try(8, "code", 1), 10]
+    old.load_state_dict({**state, "draws": 7, "again": [["code", 0], ["gone", 0]]})
+    assert [old.draw(), old.draw().number] == [Try(8, "code", 0), 10]
     assert ratios_of(made, {"sums": 3, "code": 1}).shares == {"sums": 0.75, "code": 0.25}
+
+
+def test_a_life_with_fewer_tasks_tries_those_alone_that_are_left() -> None:
+    """As of a file whose broken lines were taken out: the loop ended with groups that all failed."""
+    many, few = rl.prompts(["?"] * 40), rl.prompts(["?"] * 3)
+    first, pools = Tries(mixture(many, None, 0), None), rl.DifficultyPools(40)
+    tried = [first.draw() for _ in range(40)]
+    pools.means = dict.fromkeys(range(40), 0.5)
+    state = {"pacer": {"numbers": 40}, **first.state_dict(tried)}
+    later, fewer = Tries(mixture(few, None, 0), None), rl.DifficultyPools(3)
+    later.load_state_dict(state)
+    fewer.load_state_dict(pools.state_dict())
+    assert {later.draw() for _ in range(3)} == {each for each in tried if each.index < 3}
+    assert all(later.draw().index < 3 for _ in range(9))
+    assert fewer.metrics() == {"pool/hard": 0.0, "pool/normal": 1.0, "pool/easy": 0.0, "pool/unseen": 0.0}
+
+
+def test_a_source_of_another_kind_than_the_earlier_lifes_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    first = Tries(mixture(ENV, None, 0), None)
+    pools = rl.DifficultyPools(2)
+    later = Tries(mixture(ENV, pools, 0), None)
+    later.load_state_dict({"pacer": {"numbers": 0}, **first.state_dict([first.draw()])})
+    assert caplog.messages == [
+        "the source '' begins anew: an earlier life's was no DifficultyPools ('packed' is missing)"
+    ]
+    assert pools.means == {}

@@ -10,8 +10,10 @@ import pytest
 from weft import rl
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.envs.environment import reward_of
+from weft.wire.account.limits import PricesResponse
 
-from tests.client_sdk.rl.kit import policy, tokenizer
+from tests.client_sdk.rl.kit import Scripted, policy, tokenizer
+from tests.client_sdk.rl.test_rollouts import Run
 
 NOBODY = cast(Any, None)
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -50,7 +52,7 @@ def test_a_notebook_is_told_what_to_await() -> None:
     assert failed.value.__context__ is None
 
 
-@pytest.mark.parametrize("row", [{"messages": TALK}, "a text", ["a text"]])
+@pytest.mark.parametrize("row", [{"messages": TALK}, "a text", ["a text"], None])
 def test_conversations_of_another_form(row: Any) -> None:
     with pytest.raises(ValueError, match=r"rows\[1\] must be a list of messages, .*row\['messages'\] for row in rows"):
         rl.conversations([TALK, row], tokenizer())
@@ -80,8 +82,34 @@ def test_no_data_and_pairs_of_other_columns() -> None:
         rl.sft(NOBODY, [])
     with pytest.raises(ValueError, match=r"rows\[0\] has no 'prompt': name your columns, which are \['question'\]"):
         rl.pairs([{"question": "?"}], tokenizer())
+    with pytest.raises(ValueError, match=r"rows\[1\] must have 'prompt', 'chosen' and 'rejected' by name, got None"):
+        rl.pairs([{"prompt": "?", "chosen": "8", "rejected": "9"}, cast(Any, None)], tokenizer())
     with pytest.raises(ValueError, match=r"rows\[0\]\['chosen'\] must be the answer's text, got \["):
         rl.pairs([{"prompt": "?", "chosen": TALK, "rejected": "no"}], tokenizer())
+
+
+class Priced(Run):
+    """In place of a run, and of a reference."""
+
+    async def get_base_model_async(self) -> str:
+        return "base"
+
+    async def get_prices(self, base_model: str) -> PricesResponse:
+        return PricesResponse(base_model=base_model, price_version="1", rates_uusd_per_mtok={})
+
+
+def test_a_datum_that_the_base_model_cannot_take_is_named_before_any_step() -> None:
+    """One of a hundred thousand ended the run at whichever step it was in."""
+    run, long = cast(Any, Priced(Scripted(), None)), "8 " * 3000
+    data = rl.conversations([TALK, TALK, [TALK[0], {**TALK[1], "content": long}]], tokenizer())
+    rows = [{"prompt": "?", "chosen": "8", "rejected": each} for each in ("9", "9", long)]
+    says = r"^data\[2\] has \d+ tokens, the base model takes 2048: leave it out, or cut it"
+    with pytest.raises(ValueError, match=says):
+        rl.sft(run, data)
+    with pytest.raises(ValueError, match=says):
+        rl.dpo(run, rl.pairs(rows, tokenizer()), reference=run)
+    with pytest.raises(TypeError, match=r"^data\[1\] must be as rl.conversations or rl.pairs makes it, got {'mess"):
+        rl.sft(run, [data[0], cast(Any, {"messages": TALK})])
 
 
 def test_what_solve_waits_for_in_vain_is_told_as_it_is() -> None:

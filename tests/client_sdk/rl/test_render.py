@@ -85,7 +85,8 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: 
     assert ids == known.encode(text, add_special_tokens=False)
     drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
     assert drawn.count(known.convert_tokens_to_ids(end)) == 2  # each answer learns to end
-    assert renderer.get_stop_token_ids() == [known.convert_tokens_to_ids(end)]
+    ends = ["<|user|>", "<|observation|>"] if template == GLM else [end]  # with the second a call ends
+    assert renderer.get_stop_token_ids() == known.convert_tokens_to_ids(ends)
     for place in (1, 3):  # each answer is behind the prompt that it would be sampled from
         prompt = renderer.render_ids(TALK[:place], add_generation_prompt=True)
         assert ids[: len(prompt)] == prompt
@@ -200,7 +201,8 @@ def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: st
 
 #: Of templates whose prompt begins a thought. What they make of an answer's thought `r` and its rest `c` is put in.
 BEGUN = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% else %}<|assistant|>"
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}"
+    "<|observation|>\n{{ m.content }}{% else %}<|assistant|>"
     "{% set c, r = m.content, m.reasoning_content or '' %}{% if '</think>' in c %}"
     "{% set c, r = c.split('</think>')[-1].lstrip(), c.split('</think>')[0].split('<think>')[-1].strip() %}{% endif %}"
     "WRITTEN{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>PROMPT{% endif %}"
@@ -255,7 +257,8 @@ def test_an_answer_is_trained_behind_the_thought_that_its_prompt_begins(
         assert next(squeezed) == next(squeezed)
         parsed = renderer.parse_response(drawn[len(asked) :])
         assert (parsed.content, parsed.reasoning_content) == ("8", thought)
-    assert renderer.get_stop_token_ids() == [known.convert_tokens_to_ids("<|user|>" if prompt == "<think>" else "</s>")]
+    ends = ["<|user|>", "<|observation|>"] if prompt == "<think>" else ["</s>"]
+    assert renderer.get_stop_token_ids() == known.convert_tokens_to_ids(ends)
 
 
 @pytest.mark.parametrize(("begun", "said"), [("<think>\n", "It is 8, or"), ("", "<think>It is 8, or")])

@@ -149,6 +149,58 @@ def test_a_mistake_in_what_judges_groups_ends_the_loop(groups: rl.Groups, source
         asyncio.run(life())
 
 
+class Cancelled(Judge):
+    """An environment within which something is cancelled the first time."""
+
+    async def group(self, task: Any, chats: Sequence[rl.Chat]) -> list[Outcome]:
+        if not self.outcomes:
+            self.outcomes = [rl.Reward(1.0), rl.Reward(0.0)]
+            raise asyncio.CancelledError
+        return await super().group(task, chats)
+
+
+@pytest.mark.parametrize(("kind", "failed"), [("function", "rollouts"), ("prompts", "rollouts"), ("own", "groups")])
+def test_what_is_cancelled_within_a_rollout_is_that_rollouts_failure(kind: str, failed: str) -> None:
+    """As a judge is whose future somebody else has cancelled: the loop waited for ever."""
+    asked = iter(range(9))
+
+    async def judged(*_: Any) -> float:
+        if next(asked) == 1:
+            judge = asyncio.get_running_loop().create_future()
+            judge.cancel()
+            await judge
+        return 1.0
+
+    env: Any = {"function": rl.function(judged, [1]), "prompts": rl.prompts(["?"], judged), "own": Cancelled()}[kind]
+
+    async def life() -> tuple[rl.Batch, rl.Rollouts]:
+        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=1, size=2))
+        rollouts.policy = policy("a", "b")[0]
+        async with asyncio.timeout(10):
+            return await rollouts.batch(), rollouts
+
+    batch, rollouts = asyncio.run(life())
+    assert len(batch.rollouts) == (2 if kind == "own" else 1)
+    assert rollouts.waste[f"failed_{failed}"] == 1
+
+
+@pytest.mark.parametrize(("name", "says"), [("", "tasks[1]"), ("sums", "tasks[1] of 'sums'")])
+def test_a_task_that_no_group_comes_to_anything_with_is_named(
+    name: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a broken line of a file is, one of ten thousand."""
+    env = rl.prompts([{"prompt": "?"}, {"question": "?"}], max_tokens=4)
+
+    async def life() -> rl.Batch:
+        rollouts = rl.Rollouts(NOBODY, {name: env} if name else env, groups=rl.Groups(batch=2, size=1))
+        rollouts.policy = policy(*"abcd")[0]
+        async with asyncio.timeout(10):
+            return await rollouts.batch()
+
+    assert {group.index for group in asyncio.run(life()).groups} == {0}
+    assert f"a group of {says} failed: KeyError: 'prompt'" in caplog.messages
+
+
 def test_a_filter_may_be_any_callable() -> None:
     async def life(keep: Any) -> rl.Rollouts:
         groups = rl.Groups(batch=1, size=2, keep=[keep])

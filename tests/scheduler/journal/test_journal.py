@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import select
+from sqlalchemy import select, update
 from weft.wire.binary.sample_codec import decode_sample_response
 
 from billing.prices import load_prices
 from migrations.upgrade import migrate
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
+from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.contract import LIVES
@@ -36,7 +37,16 @@ from scheduler.links.messages import (
     TrainOp,
 )
 from scheduler.links.sockets import ServerLink, WorkerLink
-from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
+from scheduler.order.operations import (
+    Draining,
+    NewOperation,
+    Operation,
+    Outcome,
+    QueueFull,
+    RunClosed,
+    SequenceReused,
+    Waiting,
+)
 from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
 from store.blobs.folder import FolderBlobs
@@ -483,6 +493,53 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
             assert RUN not in service.journal.training.runs
 
     go(scenario())
+
+
+def test_a_run_that_is_closed_while_an_operation_is_accepted_fails_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was told 500, and asked again: what is queued nowhere held its money, and was waited for for ever."""
+    take = Acceptance.take
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            await outcome(service, service.rows(tables.Operation)[0].id)
+
+            async def closing(self: Acceptance, *new: Any) -> Operation:
+                op = await take(self, *new)
+                service.journal.close_run(RUN)
+                return op
+
+            monkeypatch.setattr(Acceptance, "take", closing)
+            accepted = await service.journal.accept(train(1))
+            assert f"run {RUN} was closed before this operation" in str((await outcome(service, accepted)).error)
+            assert [row.state for row in service.rows(tables.Operation) if row.id == accepted] == ["failed"]
+            assert await service.journal.accept(train(1)) == accepted  # a repeat
+
+    go(scenario())
+
+
+def test_an_operation_of_a_run_that_is_closed_fails_at_the_next_start(folder: Path) -> None:
+    """As the process leaves it that ends between the two."""
+
+    async def before() -> None:
+        service = Service(folder)
+        async with service.worker(service.trainer) as link:
+            await first_pass(service, link)
+            await service.journal.accept(train(1))
+        service.database.write_now(lambda session: session.execute(update(tables.Run).values(state="closed")))
+
+    async def after() -> None:
+        service = Service(folder)
+        recover(service.journal, service.database)
+        [accepted] = [row.id for row in service.rows(tables.Operation) if row.seq == 1]
+        assert f"run {RUN} was closed before this operation" in str((await outcome(service, accepted)).error)
+        assert RUN not in service.journal.training.runs
+
+    go(before())
+    go(after())
 
 
 def test_a_repeat_to_a_run_that_is_closed_gets_its_first_id(folder: Path) -> None:

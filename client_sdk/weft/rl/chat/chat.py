@@ -266,6 +266,8 @@ class Chat:
         parsed = self._policy.renderer.parse_response(self._drawn, tools=self.tools or None)
         calls = tuple(_call(call) for call in parsed.tool_calls or ())
         said: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
+        if parsed.reasoning_content:  # which some templates show to the end of a turn's calls
+            said["reasoning_content"] = parsed.reasoning_content
         if calls:
             said["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls

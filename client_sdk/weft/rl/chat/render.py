@@ -146,13 +146,15 @@ class TemplateRenderer:
         return [token for token in mark if token in self.tokenizer.all_special_ids]
 
     def get_stop_token_ids(self) -> list[int]:
-        """What ends an answer as the template writes it; nothing where that is no special token."""
-        try:
-            [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-        except ValueError:  # a template that puts no answer behind its prompt
-            return []
-        last = ids[max(place for place, own in enumerate(sampled) if own)]
-        return [last] if last in self.tokenizer.all_special_ids else []
+        """What ends an answer, and a call of a tool, as the template writes it; nothing where that is no special
+        token."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        ends = set[int]()
+        for said in ({"content": "!"}, {"content": "!", "tool_calls": [call]}):
+            with suppress(Exception):  # a template that puts no answer behind its prompt, or refuses calls
+                [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", **said}])
+                ends.add(ids[max(place for place, own in enumerate(sampled) if own)])
+        return sorted(ends.intersection(self.tokenizer.all_special_ids))
 
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Parsed:
         ended = bool(token_ids) and token_ids[-1] in self.tokenizer.all_special_ids

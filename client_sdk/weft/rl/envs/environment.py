@@ -77,9 +77,13 @@ class Function:
         try:
             async with _within(self.timeout_s) as limit:
                 if self.sandboxes is None:
-                    return reward_of(await self.solve(task, chat))
-                async with opened(self.sandboxes) as sandbox:
-                    return reward_of(await self.solve(task, chat, sandbox))
+                    found = await self.solve(task, chat)
+                else:
+                    async with opened(self.sandboxes) as sandbox:
+                        found = await self.solve(task, chat, sandbox)
+            if limit.expired():  # code that goes on from whatever ends it has gone on from this
+                raise TimeoutError
+            return reward_of(found)
         except TimeoutError as error:
             if not limit.expired():  # of something that solve waited for
                 return error
@@ -87,8 +91,19 @@ class Function:
                 f"solve took longer than {self.timeout_s} s, after {chat.turns} turns; what samples wait at the"
                 " server counts: a larger timeout_s, or fewer groups at a time (concurrency=rl.Concurrency())"
             )
-        except Exception as error:  # one rollout's own: the group is trained without it
-            return error
+        except (Exception, asyncio.CancelledError) as error:  # one rollout's own: the group is trained without it
+            return own(error)
+
+
+def own(error: Exception | asyncio.CancelledError) -> Exception:
+    """What ended a rollout, as its error. A cancellation is one where something that its code waited for was cancelled;
+    raised where the rollout itself is."""
+    if isinstance(error, Exception):
+        return error
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise error
+    return RuntimeError("something that the rollout waited for was cancelled, and its code does not catch that")
 
 
 @asynccontextmanager
@@ -153,8 +168,8 @@ class Prompts:
         try:
             found = self.reward(answer.text, task)
             return reward_of(await found if inspect.isawaitable(found) else found)
-        except Exception as error:
-            return error
+        except (Exception, asyncio.CancelledError) as error:
+            return own(error)
 
 
 def prompts(

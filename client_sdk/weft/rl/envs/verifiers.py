@@ -15,7 +15,7 @@ from typing import Any
 from weft.rl import checks
 from weft.rl.chat.chat import Chat, ContextFullError, Reply
 from weft.rl.chat.render import text_of
-from weft.rl.envs.environment import Outcome, Reward
+from weft.rl.envs.environment import Outcome, Reward, own
 from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Size
 
@@ -58,8 +58,8 @@ class Verifiers:
             [done] = await self.env.run_group(
                 [types.RolloutInput(**task)], client, "weft", dict(self.sampling), state_columns=["trajectory"]
             )
-        except Exception as error:  # of a sample that failed, the chat has its own: verifiers keeps the text alone
-            return error
+        except (Exception, asyncio.CancelledError) as error:
+            return own(error)  # of a sample that failed, the chat has its own: verifiers keeps the text alone
         if done.get("error") is not None:
             return RuntimeError(f"verifiers: {done['error']}")
         return Reward(float(done["reward"]), {name: float(v) for name, v in (done.get("metrics") or {}).items()})

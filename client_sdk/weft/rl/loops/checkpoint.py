@@ -49,8 +49,18 @@ class Checkpoints:
     def _named(self, step: int) -> str:
         return f"{self.name}-{step:06d}"
 
-    async def save(self, run: TrainingClient, step: int, state: Mapping[str, Any]) -> str:
-        """Save the run after `step` steps; the checkpoint's path."""
+    async def save(self, run: TrainingClient, step: int, state: Mapping[str, Any], began: str | None) -> str:
+        """Save the run after `step` steps; the checkpoint's path. `began` is that which this life has begun with.
+        Raises WeftError where another loop has come as far under this name: which the next life goes on with would be
+        chance, and what the other has spent would count for none."""
+        found = await self.newest(run.create_rest_client())
+        if found is not None and found[0] != began and found[1]["step"] >= step:
+            run_id = (await run.get_info_async()).model_id
+            raise WeftError(
+                f"another loop saves under {self.name!r}: {found[0]} is of step {found[1]['step']}, this loop came to"
+                f" step {step}. One name is for one loop at a time: start this one under another, or again once that"
+                f" one has ended, to go on from there. What it has trained is in {run_id}"
+            )
         metadata = {_NAME: self.name, _STEP: str(step), _STATE: _fitting(state)}
         saved = await run.save_state(self._named(step), self.ttl_seconds, overwrite=True, user_metadata=metadata)
         return saved.path

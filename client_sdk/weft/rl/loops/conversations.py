@@ -33,7 +33,8 @@ def conversations(
     renderer = TemplateRenderer(tokenizer)
     made = []
     for number, messages in enumerate(rows):
-        if isinstance(messages, Mapping | str) or not all(isinstance(each, Mapping) for each in messages):
+        listed = isinstance(messages, Iterable) and not isinstance(messages, Mapping | str)
+        if not listed or not all(isinstance(each, Mapping) for each in messages):
             raise ValueError(
                 f"rows[{number}] must be a list of messages, each with 'role' and 'content', got {messages!r:.80};"
                 " of a JSONL with a field of messages pass [row['messages'] for row in rows]"

@@ -62,6 +62,9 @@ def pairs(
 
     made = []
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            names = f"{prompt!r}, {chosen!r} and {rejected!r}"
+            raise ValueError(f"rows[{number}] must have {names} by name, got {row!r:.80}")
         for name in (prompt, chosen, rejected):
             if name not in row:
                 raise ValueError(f"rows[{number}] has no {name!r}: name your columns, which are {list(row)}")

@@ -36,11 +36,11 @@ class InARow:
         self._batch = batch
         self._failed = self._rejected = 0
 
-    def failed(self, error: Exception) -> Exception | None:
+    def failed(self, error: Exception, what: str = "a group") -> Exception | None:
         """A group without a rollout. The next may do better; when none does, the loop must not go on silently: what it
         ends with."""
         self._failed += 1
-        logger.warning("a group failed: %s: %s", type(error).__name__, error)
+        logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
         if is_fatal(error):
             return error
         if self._failed < max(4, self._batch):

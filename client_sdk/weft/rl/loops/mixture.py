@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from weft.rl.envs.environment import Environment
 from weft.rl.tasks.sources import Ratios, Shuffled, Source
+
+logger = logging.getLogger("weft")
 
 
 @dataclass
@@ -74,16 +77,27 @@ class Tries:
             "again": [(each.name, each.index, each.number) for each in sorted([*tried, *self._again])],
         }
 
+    def _remember(self, name: str, state: Mapping[str, Any]) -> None:
+        """What the source of an earlier life has told its next, unless it was one of another kind."""
+        source = self._envs[name].source
+        try:
+            source.load_state_dict(dict(state))
+        except KeyError as missing:
+            kind = type(source).__name__
+            logger.warning(
+                "the source %r begins anew: an earlier life's was no %s (%s is missing)", name, kind, missing
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._ratios.load_state_dict(state["ratios"])
         for name, source in state["sources"].items():
             if name in self._envs:
-                self._envs[name].source.load_state_dict(source)
+                self._remember(name, source)
         # Older clients have saved no numbers: theirs go on from that of the last group.
         self._draws = int(state.get("draws", state["pacer"]["numbers"]))
         for name, index, *number in state["again"]:
             self._draws += not number
-            if name in self._envs:
+            if name in self._envs and index < len(self._envs[name].env.tasks):
                 self._again.append(Try(int(number[0]) if number else self._draws, name, int(index)))
 
 

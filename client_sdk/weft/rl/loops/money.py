@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.errors import WeftError
 from weft.plan.estimate import CostEstimate, EstimatedRow
@@ -24,11 +24,16 @@ async def prices(run: TrainingClient) -> PricesResponse:
     return await run.create_rest_client().get_prices(base_model_of(await run.get_info_async()))
 
 
-async def purse(run: TrainingClient, budget_usd: float | None, billed_nusd: int = 0, elsewhere_nusd: int = 0) -> Purse:
-    """A purse at the prices of now. Earlier lives of the loop have cost what their runs were billed, and elsewhere."""
+async def purse(run: TrainingClient, budget_usd: float | None, earlier: Sequence[str], elsewhere_nusd: int) -> Purse:
+    """A purse at the prices of now. Earlier lives of the loop have cost what their runs were billed, the most that a
+    killed one has left under way can cost, and elsewhere."""
     limit = None if budget_usd is None else round(budget_usd * NUSD)
     rates = dict[str, int](**(await prices(run)).rates_uusd_per_mtok)
-    return Purse(rates, limit, billed_nusd + elsewhere_nusd, elsewhere_nusd=elsewhere_nusd)
+    rest, spent = run.create_rest_client(), elsewhere_nusd
+    for run_id in earlier:
+        usage = await rest.get_usage(run_id)
+        spent += usage.total_nusd + usage.held_nusd
+    return Purse(rates, limit, spent, elsewhere_nusd=elsewhere_nusd)
 
 
 async def prices_of(sampler: SamplingClient) -> Purse:

@@ -24,7 +24,7 @@ from weft.rl import checks
 from weft.rl.chat.chat import Chat, Policy, StaleError, is_fatal, stops_of
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import Renderer, TemplateRenderer
-from weft.rl.envs.environment import Environment, Reward, checked
+from weft.rl.envs.environment import Environment, Reward, checked, own
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.failures import Failures, InARow
 from weft.rl.loops.mixture import Tries, Try, mixture
@@ -224,13 +224,14 @@ class Rollouts:
         """One group, from its first sample to its reward."""
         try:
             found = await self._roll(number, tried)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as cause:
+            error = own(cause)
             self._tasks.pop(number, None)
             if not is_fatal(error):  # which ends this life, and the next tries the task again
                 self._tried.pop(number, None)
             self._count("failed_tokens", self._drawn.pop(number, 0))
             self.pacer.drop(number)
-            self._failure(error)
+            self._failure(error, tried)
         else:
             self._tasks.pop(number, None)
             try:
@@ -303,14 +304,15 @@ class Rollouts:
         self._ready[number] = group
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
 
-    def _failure(self, error: Exception) -> None:
+    def _failure(self, error: Exception, tried: Try) -> None:
         """A group without a rollout."""
         if isinstance(error, StaleError):
             return
         if isinstance(error, RateLimitError) and self._concurrency is not None:
             self._concurrency.refused()
         self.waste["failed_groups"] += 1
-        self._error = self._in_a_row.failed(error) or self._error
+        which = f"a group of tasks[{tried.index}]" + (f" of {tried.name!r}" if tried.name else "")
+        self._error = self._in_a_row.failed(error, which) or self._error
 
     async def _cancel(self, numbers: Sequence[int]) -> None:
         """What can no longer be trained: stop it, and count what it has drawn as waste."""

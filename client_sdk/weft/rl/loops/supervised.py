@@ -14,6 +14,7 @@ from weft.rl.loops import money
 from weft.rl.loops.alone import alone
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
 from weft.rl.loops.rate import Rate, params_of
+from weft.rl.loops.rollouts import model_limits
 from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
@@ -41,6 +42,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("batch", self.batch)
+        checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         checks.finite("epochs", self.epochs, above=True)
         checks.rate("learning_rate", self.learning_rate)
         checks.count("seed", self.seed, least=MIN_SEED)
@@ -65,7 +67,23 @@ def go(
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     with alone(run):
+        _fitting(items, wait(model_limits(run)).context_length)
         return _go(run, items, backward, recipe, between)
+
+
+def _fitting(items: Sequence[Any], most: int) -> None:
+    """Raises for what is no datum, and for one that is longer than the base model takes: the step that it is in would
+    end the run, after all steps before. Not asked of data that are made when they are asked for."""
+    for index, item in enumerate(items if isinstance(items, list | tuple) else ()):
+        data = getattr(item, "data", (item,))
+        if not all(hasattr(datum, "model_input") for datum in data):
+            raise TypeError(f"data[{index}] must be as rl.conversations or rl.pairs makes it, got {item!r:.80}")
+        length = max(datum.model_input.length for datum in data)
+        if length > most:
+            raise ValueError(
+                f"data[{index}] has {length} tokens, the base model takes {most}: leave it out, or cut it"
+                f" (rl.conversations(..., max_length={most}))"
+            )
 
 
 def _go(
@@ -78,9 +96,8 @@ def _go(
     size = min(recipe.batch, len(items))
     steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
-    state = _resume(run, recipe, steps, size)
-    spent = sum(run.create_rest_client().get_usage(run_id).result().total_nusd for run_id in state["runs"])
-    purse = wait(money.purse(run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0)))
+    began, state = _resume(run, recipe, steps, size)
+    purse = wait(money.purse(run, recipe.budget_usd, state["runs"], state.get("elsewhere_nusd", 0)))
     order.drawn = state["step"] * size
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))
@@ -90,7 +107,7 @@ def _go(
     def save() -> None:
         assert recipe.checkpoint is not None
         state = {"step": done, "batch": size, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}
-        wait(recipe.checkpoint.save(run, done, state))
+        wait(recipe.checkpoint.save(run, done, state, began))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
         save()  # so that a life that dies before its next is counted, too
@@ -123,12 +140,12 @@ def _go(
     return report
 
 
-def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> dict[str, Any]:
-    """What an earlier life has saved. Raises ValueError where its steps had another size: so many of this one would
-    leave data out, or train them twice."""
+def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> tuple[str | None, dict[str, Any]]:
+    """Where an earlier life has saved, and what. Raises ValueError where its steps had another size: so many of this
+    one would leave data out, or train them twice."""
     found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
     if found is None:
-        return {"step": 0, "runs": []}
+        return None, {"step": 0, "runs": []}
     if (saved := found[1].get("batch", size)) != size:
         assert recipe.checkpoint is not None
         raise ValueError(
@@ -137,7 +154,7 @@ def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> dict[
         )
     run.load_state_with_optimizer(found[0]).result()
     tell_resumed(recipe.checkpoint, found[0], found[1]["step"], steps)
-    return found[1]
+    return found
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:

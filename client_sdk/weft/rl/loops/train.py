@@ -80,6 +80,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("steps", self.steps, least=0)
+        checks.made("groups", self.groups, Groups, "rl.Groups(batch=16, size=8)")
+        checks.made("loss", self.loss, Loss | None, "rl.losses.ppo()")
+        checks.made("schedule", self.schedule, Schedule, "rl.Async(max_lag=1)")
+        checks.made("evaluation", self.evaluation, Evaluation | None, "rl.Evaluation(env)")
+        checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         if self.sampling is not None:
             on_policy(self.sampling)
         checks.one_of("reduce", self.reduce, get_args(Reduce))
@@ -127,6 +132,7 @@ class Loop:
         self._evaluations: set[asyncio.Task[None]] = set()
         self._room: Places | None = None
         self._saved = 0
+        self._began: str | None = None
         self._idle = False
 
     async def go(self) -> Report:
@@ -137,13 +143,12 @@ class Loop:
     async def _go(self) -> Report:
         recipe, rest = self.recipe, self.run.create_rest_client()
         found = await recipe.checkpoint.newest(rest) if recipe.checkpoint else None
-        path, state = found or (None, {})
-        if path is not None:
-            await self.run.load_state_with_optimizer(path)
-            tell_resumed(recipe.checkpoint, path, state["step"], recipe.steps)
+        self._began, state = found or (None, dict[str, Any]())
+        if self._began is not None:
+            await self.run.load_state_with_optimizer(self._began)
+            tell_resumed(recipe.checkpoint, self._began, state["step"], recipe.steps)
         earlier = state.get("runs", [])
-        spent = sum([(await rest.get_usage(run_id)).total_nusd for run_id in earlier])
-        self.purse = await money.purse(self.run, recipe.budget_usd, spent, state.get("elsewhere_nusd", 0))
+        self.purse = await money.purse(self.run, recipe.budget_usd, earlier, state.get("elsewhere_nusd", 0))
         self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
         making = self.loss.made(self.run)
         handle = await making if making is not None else None
@@ -282,7 +287,7 @@ class Loop:
         if (remembered := advantage_state(self.recipe.advantage)) is not None:
             state["advantage"] = remembered
         state["advantages"] = {name: advantage_state(each) for name, each in self._advantages().items()}
-        await self.recipe.checkpoint.save(self.run, step, state)
+        await self.recipe.checkpoint.save(self.run, step, state, self._began)
         self._saved = step
 
     async def _last(self, step: int, rollouts: Rollouts) -> None:

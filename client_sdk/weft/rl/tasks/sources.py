@@ -126,7 +126,7 @@ class DifficultyPools:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.drawn = int(state["drawn"])
         row = np.frombuffer(zlib.decompress(base64.b85decode(state["packed"])), np.float32)
-        self.means = {index: round(float(mean), 4) for index, mean in enumerate(row) if mean == mean}
+        self.means = {index: round(float(mean), 4) for index, mean in enumerate(row[: self.count]) if mean == mean}
 
     def metrics(self) -> dict[str, float]:
         inside = Counter(self.pool_of(mean).name for mean in self.means.values())

@@ -30,10 +30,13 @@ class UsageRow(Response):
 
 
 class UsageResponse(Response):
+    """`held_nusd` is the most that operations under way may cost beside the total."""
+
     rows: list[UsageRow]
     total_nusd: int
     total_usd: str
     price_version: str
+    held_nusd: int = 0
 
 
 class TokenizerFilesResponse(Response):

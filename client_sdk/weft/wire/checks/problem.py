@@ -44,6 +44,13 @@ def quote(value: object) -> str:
     return text if len(text) <= QUOTED else text[: QUOTED - 3] + "..."
 
 
+def bounds(least: int | None, most: int | None) -> str:
+    """A range in words, of which an older server may not name an end."""
+    if most is None:
+        return f"at least {least}"
+    return f"at most {most}" if least is None else f"{least} to {most}"
+
+
 def build(kind: type[B], fields: Mapping[str, Any], where: str) -> Generator[Problem, None, B | None]:
     """Make a `kind` of `fields`. Yields a problem for each field that is wrong; returns None if there are any."""
     try:

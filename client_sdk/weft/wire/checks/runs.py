@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from weft.wire.base import MAX_SEED, MIN_SEED, SEEDS
-from weft.wire.checks.problem import Problem, quote
+from weft.wire.checks.problem import Problem, bounds, quote
 from weft.wire.training import AdamParams
 
 ADAMW, DIMUON = "adamw", "dimuon"
@@ -28,7 +28,8 @@ _USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_param
 def shape_problems(rank: int, seed: int | None, max_rank: int | None) -> Iterator[Problem]:
     """Rank and seed of an adapter."""
     if rank < 1 or (max_rank is not None and rank > max_rank):
-        yield Problem("rank", f"must be 1 to {max_rank}, got {rank}", f"1 to {max_rank}", rank)
+        limit = bounds(1, max_rank)
+        yield Problem("rank", f"must be {limit}, got {rank}", limit, rank)
     if seed is not None and not MIN_SEED <= seed <= MAX_SEED:
         yield Problem("seed", f"{SEEDS} (got {seed})", f"{MIN_SEED} to {MAX_SEED}", seed)
 
@@ -69,8 +70,8 @@ def ttl_problems(ttl_seconds: int | None, least: int | None, most: int | None) -
     """How long something may be kept."""
     if ttl_seconds is None or ((least is None or ttl_seconds >= least) and (most is None or ttl_seconds <= most)):
         return
-    what = f"must be {least} to {most} seconds, or null for ever; got {ttl_seconds}"
-    yield Problem("ttl_seconds", what, f"{least} to {most}", ttl_seconds)
+    limit = bounds(least, most)
+    yield Problem("ttl_seconds", f"must be {limit} seconds, or null for ever; got {ttl_seconds}", limit, ttl_seconds)
 
 
 def name_problems(name: str) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.wire.account.limits import LimitsResponse, ModelLimits
-from weft.wire.checks.problem import Problem
+from weft.wire.checks.problem import Problem, bounds
 from weft.wire.inputs import EncodedTextChunk, ModelInput
 from weft.wire.sampling import SampleRequest, SamplingParams
 from weft.wire.tensor import TensorData
@@ -68,7 +68,8 @@ def count_problems(num_samples: int, limits: LimitsResponse) -> Iterator[Problem
     """How many sequences are asked for."""
     most = limits.max_num_samples
     if num_samples < 1 or (most is not None and num_samples > most):
-        yield Problem("num_samples", f"must be 1 to {most}, got {num_samples}", f"1 to {most}", num_samples)
+        limit = bounds(1, most)
+        yield Problem("num_samples", f"must be {limit}, got {num_samples}", limit, num_samples)
 
 
 def params_problems(params: SamplingParams, model: ModelLimits | None, limits: LimitsResponse) -> Iterator[Problem]:
@@ -88,8 +89,8 @@ def params_problems(params: SamplingParams, model: ModelLimits | None, limits: L
         where = f"sampling_params.stop[{index}]"
         if isinstance(stop, str):
             if not stop or (longest is not None and len(stop) > longest):
-                what = f"has {len(stop)} characters; it must have 1 to {longest}"
-                yield Problem(where, what, f"1 to {longest}", len(stop))
+                limit = bounds(1, longest)
+                yield Problem(where, f"has {len(stop)} characters; it must have {limit}", limit, len(stop))
         elif model is not None and not 0 <= stop < model.vocab_size:
             limit = f"0 to {model.vocab_size - 1}"
             yield Problem(where, f"is {stop}; this model's tokens are {limit}", limit, stop)
@@ -99,7 +100,8 @@ def top_problems(field: str, value: int, limits: LimitsResponse) -> Iterator[Pro
     """How many of the likeliest tokens are asked for."""
     most = limits.max_top_logprobs
     if value < 0 or (most is not None and value > most):
-        yield Problem(field, f"must be 0 to {most}, got {value}", f"0 to {most}", value)
+        limit = bounds(0, most)
+        yield Problem(field, f"must be {limit}, got {value}", limit, value)
 
 
 def _about_the_prompt(
