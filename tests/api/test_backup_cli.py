@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import shutil
 import sqlite3
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,9 +23,11 @@ from sqlalchemy.orm import Session
 
 from api.cli import weftd
 from api.server.serve import open_database
-from migrations.upgrade import head
+from migrations.upgrade import head, migrate
+from store.backup import databases
 from store.backup.objects import copy_objects, put_objects
 from store.blobs.bucket import Bucket
+from store.blobs.contract import Blobs
 from store.blobs.folder import FolderBlobs
 from store.blobs.objects import ObjectBlobs
 from store.blobs.opening import check_blobs, open_blobs
@@ -30,10 +35,12 @@ from store.blobs.owner import claim_prefix
 from store.database.db import Database
 from store.load_settings import load_settings
 from store.people import organisations
-from store.tables import AuditEntry, Checkpoint, Organisation
+from store.tables import AuditEntry, Checkpoint, Organisation, Run
 from tests.rows import run_row, session_row
 from tests.servers import OwnStore, PostgresServer
 
+#: Its name in its package is that of the command.
+backup_command = importlib.import_module("api.commands.stored.backup")
 NOW = datetime.now(UTC)
 
 
@@ -102,8 +109,6 @@ def own_postgres(
 
 
 def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Callable[[], str], tmp_path: Path) -> None:
-    from migrations.upgrade import migrate
-
     database = Database(own_postgres())
     migrate(database)
     fill(database, tmp_path / "data")
@@ -250,6 +255,60 @@ def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
     new.check()
     with ObjectBlobs(new, tmp_path / "cache2", 1 << 20).reading("weights/one") as folder:
         assert (folder / "adapter.bin").read_bytes() == b"after"
+
+
+@pytest.fixture(params=["sqlite and folder", "postgresql and folder", "sqlite and bucket"])
+def any_service(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Database, Blobs]]:
+    """What `weftd backup --data-dir tmp_path` copies."""
+    url = request.getfixturevalue("bucket").url if request.param.endswith("bucket") else ""
+    monkeypatch.setenv("WEFT_BLOB_URL", url)
+    sqlite = request.param.startswith("sqlite")
+    address = f"sqlite:///{tmp_path}/weft.db" if sqlite else request.getfixturevalue("own_postgres")()
+    with closing(Database(address)) as database:
+        migrate(database)
+        yield database, open_blobs(tmp_path, url=url, cache_bytes=1 << 20)
+
+
+def test_what_is_replaced_whenever_a_backup_takes_long_is_in_it_all_the_same(
+    any_service: tuple[Database, Blobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's state, of which there is the newest alone: between the copies of files and database, and while the
+    database is dumped, or checked."""
+    database, blobs = any_service
+    states = itertools.count()
+
+    def add_run(session: Session) -> None:
+        org = organisations.organisation_named(session, "acme")
+        session.add(session_row(org.id, NOW))
+        session.flush()
+        session.add(run_row(org.id, NOW))
+
+    def replace() -> None:
+        ref = f"runs/s:train:0/state-{next(states)}"
+        with blobs.new_folder(ref) as folder:
+            (folder / "adapter.bin").write_bytes(ref.encode())
+        old = database.write_now(lambda session: session.scalars(select(Run.snapshot_ref)).one())
+        database.write_now(lambda session: session.execute(update(Run).values(snapshot_ref=ref)))
+        if old is not None:
+            blobs.delete_tree(old)
+
+    def replaced_before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            replace()
+            return function(*arguments)
+
+        return called
+
+    database.write_now(add_run)
+    replace()
+    monkeypatch.setattr(backup_command, "saved", replaced_before(backup_command.saved))
+    for takes_long in ("check_sqlite", "_postgres"):
+        monkeypatch.setattr(databases, takes_long, replaced_before(getattr(databases, takes_long)))
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
+    assert made.exit_code == 0, made.stderr
+    assert "runs/s:train:0/state-1/" in (tmp_path / "backup" / "SHA256SUMS").read_text()
 
 
 def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`weftd backup` and `weftd restore`: all that a service is made of, copied while it runs, and put back elsewhere.
 
 A row is committed after the files that it names are written, so what a copy of the database names is in the data folder
-or the bucket unless it was deleted since. Files are copied, then the database, then the files that came meanwhile; when
-what this copy of the database needs was deleted in between (a snapshot that another has replaced), it is copied again.
+or the bucket unless it was deleted since. Files are copied, then the database, and at once those of its files that came
+meanwhile; when one of them was deleted in between (a snapshot that another has replaced), the database is copied again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -86,18 +86,18 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
         mark.check()
     target.mkdir(parents=True)
     kept, sums = target / file_name(url), dict[str, str]()
+    _copy(settings, bucket, target, sums)
     for _ in range(ROUNDS):
-        _copy(settings, bucket, target, sums)
         kept.unlink(missing_ok=True)
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         with saved(url, kept) as session:
-            needed, rows = needed_files(session), rows_of(session)
-            revision = _revision(session)
-        refuse_unknown(revision, "the database")
-        _copy(settings, bucket, target, sums)
-        missing = sorted(ref for ref in needed if not _has(target, ref))
-        if not missing:
+            refuse_unknown(revision := _revision(session), "the database")
+            needed = needed_files(session)
+            _copy(settings, bucket, target, sums, _missing(target, needed))
+            rows = rows_of(session)
+        if not (missing := _missing(target, needed)):
             break
+    _copy(settings, bucket, target, sums)
     sums[kept.name] = digest_of(kept)
     about = About(__version__, made_at, revision, kept.name, rows, missing)
     (target / _ABOUT).write_text(json.dumps(asdict(about), indent=2) + "\n")
@@ -163,17 +163,20 @@ def _bucket(settings: Settings) -> Bucket | None:
     return Bucket(settings.blob_url)
 
 
-def _copy(settings: Settings, bucket: Bucket | None, target: Path, sums: dict[str, str]) -> None:
-    copy_new(settings.data_dir, target, sums)
+def _copy(
+    settings: Settings, bucket: Bucket | None, target: Path, sums: dict[str, str], refs: Sequence[str] | None = None
+) -> None:
+    """What is new, and of that the blobs at `refs` alone if they are given."""
+    copy_new(settings.data_dir, target, sums, refs)
     if bucket is not None:
         from store.backup.objects import copy_objects
 
-        copy_objects(bucket, target, sums)
+        copy_objects(bucket, target, sums, refs)
 
 
-def _has(backup: Path, ref: str) -> bool:
-    objects = backup / "objects"
-    return (backup / "blobs" / ref).exists() or any((objects / tree / ref).is_file() for tree in ("files", "folders"))
+def _missing(backup: Path, needed: set[str]) -> list[str]:
+    places = [backup / place for place in ("blobs", "objects/files", "objects/folders")]
+    return sorted(ref for ref in needed if not any((place / ref).exists() for place in places))
 
 
 def _same_place(source: Path, bucket: Bucket | None) -> None:
