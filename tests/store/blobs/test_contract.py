@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -209,6 +210,27 @@ def test_a_blob_that_cannot_be_put_leaves_nothing(blobs: FolderBlobs, at: str) -
         blobs.put("a" if at == "a" else "a/b/c", b"2")
     assert list((blobs.root / ".unfinished").iterdir()) == []
     assert files(blobs, "a") == {"b": b"1"}
+
+
+def test_a_folder_that_cannot_be_replaced_stays_and_one_that_is_replaced_leaves_nothing(
+    blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(text: bytes) -> None:
+        with blobs.new_folder("w") as folder:
+            (folder / "x").write_bytes(text)
+
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write(b"1")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            write(b"2")
+    assert files(blobs, "w") == {"x": b"1"}
+    write(b"3")
+    assert files(blobs, "w") == {"x": b"3"}
+    assert list((blobs.root / ".unfinished").iterdir()) == []
 
 
 @pytest.mark.parametrize(("name", "written"), [("x", b"12346"), ("y", None), (".sha256.json", b"{")])
