@@ -58,10 +58,13 @@ def saved(url: str, target: Path) -> Iterator[Session]:
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
-    with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(target)) as writing:
-        reading.execute("PRAGMA busy_timeout=30000")
-        reading.backup(writing)  # in one step: in one read transaction, which no writer waits for
-        writing.execute("PRAGMA journal_mode=DELETE")
+    try:
+        with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(target)) as writing:
+            reading.execute("PRAGMA busy_timeout=30000")
+            reading.backup(writing)  # in one step: in one read transaction, which no writer waits for
+            writing.execute("PRAGMA journal_mode=DELETE")
+    except sqlite3.DatabaseError as error:
+        raise BadBackup(f"{source} cannot be copied to {target}: {error}") from None
 
 
 def check_sqlite(file: Path) -> None:

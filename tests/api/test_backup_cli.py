@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import itertools
 import json
+import os
 import shutil
 import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from sqlalchemy.orm import Session
 from api.cli import weftd
 from api.server.serve import open_database
 from migrations.upgrade import head, migrate
-from store.backup import databases
+from store.backup import databases, files
 from store.backup.objects import copy_objects, put_objects
 from store.blobs.bucket import Bucket
 from store.blobs.contract import Blobs
@@ -148,6 +151,39 @@ def test_a_backup_lies_over_nothing(backup: Path, tmp_path: Path) -> None:
     assert "is there already" in run("backup", backup, "--data-dir", tmp_path).stderr
     assert "is not empty" in run("restore", backup, "--data-dir", tmp_path).stderr
     assert "has not been served yet" in run("backup", tmp_path / "two", "--data-dir", tmp_path / "nothing").stderr
+
+
+def test_without_room_nothing_is_left_and_it_is_said_where(
+    backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = files._copied
+
+    def full(source: Path, target: Path) -> None:
+        copied(source, target)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(sqlite3.Connection):
+        def backup(self, *_: object, **__: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    two, new = tmp_path / "two", tmp_path / "new"
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_copied", full)
+        for said, place in (
+            (run("backup", two, "--data-dir", tmp_path), f"{two}.partial"),
+            (run("restore", backup, "--data-dir", new), new),
+        ):
+            assert said.exit_code == 2
+            assert said.stderr == f"weftd: {place}: [Errno 28] No space left on device\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Full))
+        said = run("backup", two, "--data-dir", tmp_path)
+        assert said.exit_code == 2
+        where = f"{tmp_path / 'weft.db'} cannot be copied to {two}.partial/weft.db"
+        assert said.stderr == f"weftd: {where}: database or disk is full\n"
+    assert not list(tmp_path.glob("*.partial"))
+    assert run("backup", two, "--data-dir", tmp_path).exit_code == 0
+    assert run("restore", backup, "--data-dir", new).exit_code == 0
 
 
 def test_a_bucket_is_copied_and_put_back_below_another_prefix(

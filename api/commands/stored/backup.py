@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,7 +64,8 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     if target.exists() or partial.exists():
         refuse(f"{target if target.exists() else partial} is there already: name a new folder, or delete it first")
-    about, files = _told(lambda: _backup(settings, partial))
+    with _whole_or_gone(partial):
+        about, files = _told(lambda: _backup(settings, partial), partial)
     os.sync()
     partial.rename(target)
     click.echo(f"{target}\t{files} files\trevision {about.revision}\t{sum(about.rows.values())} rows\t{about.made_at}")
@@ -114,7 +116,7 @@ def restore(data_dir: Path | None, config: Path | None, source: Path) -> None:
 
     Every file is checked against the SHA-256 that was written down, and every table's rows are counted."""
     settings = settings_of(config, data_dir)
-    about = _told(lambda: _restore(settings, source))
+    about = _told(lambda: _restore(settings, source), settings.data_dir)
     click.echo(f"{settings.data_dir} is as of {about.made_at}\t{sum(about.rows.values())} rows")
 
 
@@ -130,12 +132,13 @@ def _restore(settings: Settings, source: Path) -> About:
         raise BadBackup(
             f"{source} holds {about.database}, and the settings name another kind of database: {file_name(url)}"
         )
-    if data_dir.exists() and any(data_dir.iterdir()):
+    if data_dir.exists() and any(found.name != "server.lock" for found in data_dir.iterdir()):
         raise BadBackup(f"{data_dir} is not empty: name a new folder")
     if not is_empty(url):
         raise BadBackup("the database of the settings has tables already: name an empty one")
     _same_place(source, bucket)
-    with only_one(data_dir):
+    made = (data_dir / name for name in (".restoring", "blobs", "server.secret", "weft.db"))
+    with only_one(data_dir), _whole_or_gone(*made):
         copy_checked(source, data_dir / ".restoring", sums)
         for found in ("blobs", "server.secret"):
             if (data_dir / ".restoring" / found).exists():
@@ -152,6 +155,20 @@ def _restore(settings: Settings, source: Path) -> About:
             f"the restored database is not the one that was saved: {', '.join(wrong)} have other numbers of rows"
         )
     return about
+
+
+@contextmanager
+def _whole_or_gone(*made: Path) -> Iterator[None]:
+    """What was made within is deleted again if that fails: a full disk stays no fuller, and one may try again."""
+    try:
+        yield
+    except BaseException:
+        for path in made:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def _bucket(settings: Settings) -> Bucket | None:
@@ -204,8 +221,8 @@ def _revision(session: Session) -> str:
     return str(session.scalar(text("SELECT version_num FROM alembic_version")))
 
 
-def _told(work: Callable[[], T]) -> T:
-    """What goes wrong is one line for the operator."""
+def _told(work: Callable[[], T], place: Path) -> T:
+    """What goes wrong is one line for the operator; `place` is written to."""
     from api.server.serve import CannotServe
     from migrations.upgrade import CannotMigrate
     from store.database.commit_mark import LostCommits
@@ -214,5 +231,7 @@ def _told(work: Callable[[], T]) -> T:
         return work()
     except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
         refuse(str(error))
-    except (OSError, SQLAlchemyError) as error:
+    except OSError as error:
+        refuse(f"{place}: {error}" if error.errno and not error.filename else str(error))
+    except SQLAlchemyError as error:
         refuse(str(getattr(error, "orig", error)).splitlines()[0])
