@@ -48,6 +48,8 @@ def saved(url: str, target: Path) -> Iterator[Session]:
     engine = create_engine(url, isolation_level="REPEATABLE READ")
     try:
         with Session(engine) as session:
+            for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):  # as pg_dump does for itself
+                session.execute(text(f"SET LOCAL {limit} = 0"))
             snapshot = session.scalar(text("SELECT pg_export_snapshot()"))
             yield session
             # Row-level security is obeyed instead of refused: the login sees all, as a member of weft_service.

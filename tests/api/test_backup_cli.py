@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sqlite3
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from sqlalchemy import create_engine, func, inspect, select, text, update
+from sqlalchemy import create_engine, func, inspect, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -132,6 +133,30 @@ def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Cal
     with pytest.raises(DBAPIError, match="append-only"):
         restored.write_now(lambda session: session.execute(update(AuditEntry).values(event="x")))
     restored.close()
+
+
+def test_a_backup_takes_longer_than_the_database_lets_others(
+    own_postgres: Callable[[], str], postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Database(url := own_postgres())) as database:
+        migrate(database)
+        fill(database, tmp_path / "data")
+    dumps, counts = databases._postgres, backup_command.rows_of
+
+    def dumps_long(*arguments: str) -> None:
+        time.sleep(1)
+        dumps(*arguments)
+
+    def counts_long(session: Session) -> dict[str, int]:
+        session.execute(text("SELECT pg_sleep(1)"))
+        return counts(session)
+
+    monkeypatch.setattr(databases, "_postgres", dumps_long)
+    monkeypatch.setattr(backup_command, "rows_of", counts_long)
+    for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):
+        postgres.execute(f"ALTER DATABASE {make_url(url).database} SET {limit} = '500ms'")
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path / "data")
+    assert made.exit_code == 0, made.stderr
 
 
 def test_a_backup_that_is_not_whole_is_named_and_not_restored(backup: Path, tmp_path: Path) -> None:
