@@ -64,8 +64,7 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     if target.exists() or partial.exists():
         refuse(f"{target if target.exists() else partial} is there already: name a new folder, or delete it first")
-    with _whole_or_gone(partial):
-        about, files = _told(lambda: _backup(settings, partial), partial)
+    about, files = _told(lambda: _backup(settings, partial), partial)
     os.sync()
     partial.rename(target)
     click.echo(f"{target}\t{files} files\trevision {about.revision}\t{sum(about.rows.values())} rows\t{about.made_at}")
@@ -75,8 +74,6 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
 
 
 def _backup(settings: Settings, target: Path) -> tuple[About, int]:
-    from migrations.upgrade import refuse_unknown
-    from scheduler.journal.ending.references import needed_files
     from store.database.commit_mark import CommitMark
 
     bucket = _bucket(settings)
@@ -87,6 +84,15 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     if mark is not None:
         mark.check()
     target.mkdir(parents=True)
+    with _whole_or_gone(target):
+        return _filled(settings, bucket, target)
+
+
+def _filled(settings: Settings, bucket: Bucket | None, target: Path) -> tuple[About, int]:
+    from migrations.upgrade import refuse_unknown
+    from scheduler.journal.ending.references import needed_files
+
+    url = settings.effective_database_url
     kept, sums = target / file_name(url), dict[str, str]()
     _copy(settings, bucket, target, sums)
     for _ in range(ROUNDS):
