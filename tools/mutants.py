@@ -100,6 +100,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "store/blobs/cache.py": ("tests/store/blobs/test_cache.py",),
     "store/blobs/folder.py": ("tests/store/blobs/test_contract.py",),
     "store/blobs/objects.py": ("tests/store/blobs/test_contract.py",),
+    "store/blobs/room.py": ("--noconftest", "tests/store/blobs/test_room.py"),
     "store/database/bulk.py": (
         *("-k", "", "tests/store/database/test_bulk.py", "tests/scheduler/journal/test_statements.py"),
     ),
