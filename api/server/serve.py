@@ -204,6 +204,9 @@ def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[
 
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
     reason = str(getattr(error, "orig", error)).splitlines()[0]
+    with suppress(OSError):
+        if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # of which SQLite may say "disk I/O error"
+            reason += "; the disk of this folder is full: make room"
     return CannotServe(f"cannot use the database of {settings.data_dir}: {reason}")
 
 

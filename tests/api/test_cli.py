@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,8 +238,13 @@ def test_a_disk_that_is_full_while_a_server_starts_is_one_line(tmp_path: Path, m
     open_database(settings := load_settings(None, data_dir=tmp_path)).close()
     with sqlite3.connect(tmp_path / "weft.db") as database:
         database.execute("CREATE TRIGGER full BEFORE INSERT ON wallet_defaults BEGIN SELECT RAISE(ABORT, 'full'); END")
-    with socket.socket() as sock, pytest.raises(CannotServe, match=f"cannot use the database of {tmp_path}: full"):
+    with socket.socket() as sock, pytest.raises(CannotServe, match=f"cannot use the database of {tmp_path}: full$"):
         _serve(settings, {}, load_prices(settings.prices), sock, None, None, [])
+    (tmp_path / "weft.db").rename(tmp_path / "old")
+    (tmp_path / "weft.db").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    with pytest.raises(CannotServe, match="open database file; the disk of this folder is full: make room"):
+        open_database(settings)
 
 
 @pytest.mark.parametrize("name", ["port", "metrics_port"])
