@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674
+#: A leader's lease that goes on for longer is from a clock that was ahead (`scheduler.cluster.fence`).
+_NO_LEASE_LASTS = timedelta(minutes=5)
 
 _HERE = Path(__file__).parent
 
@@ -136,8 +139,8 @@ def upgrade(url: str, other_server: Callable[[], str | None]) -> None:
 def _refuse_led(connection: Connection) -> None:
     """Raise InUse while a server leads; none may begin to until this transaction is over."""
     of_leader = select(JobLease.until).where(JobLease.name == LEADS).with_for_update()
-    until = connection.scalar(of_leader)
-    if until is not None and until > clock(Session(connection)):
+    until, now = connection.scalar(of_leader), clock(Session(connection))
+    if until is not None and now < until < now + _NO_LEASE_LASTS:
         raise InUse(
             f"the database is of revision {revision_in(connection)}, and servers that share it are at work: stop all "
             f"servers and workers, then bring it to {head()} (`weftd migrate`). A leader that was killed counts for "

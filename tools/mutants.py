@@ -42,6 +42,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/tenancy/test_ended.py", "tests/tenancy/test_audit.py"),
     ),
     "api/http/direct.py": ("tests/api/test_direct.py",),
+    "api/operations/submit.py": (
+        *("tests/api/test_training.py", "tests/api/test_quotas.py", "tests/api/test_money.py"),
+        "tests/tenancy/test_limits.py",
+    ),
     "api/state/large_bodies.py": ("tests/api/test_bodies.py",),
     "api/state/rates.py": ("tests/tenancy/test_limits.py",),
     "api/state/threads.py": ("tests/api/test_threads.py",),
@@ -92,6 +96,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "--deselect",
         "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
     ),
+    "store/blobs/bucket.py": ("tests/store/blobs/test_bucket.py", "tests/store/blobs/test_contract.py"),
+    "store/blobs/cache.py": ("tests/store/blobs/test_cache.py",),
+    "store/blobs/folder.py": ("tests/store/blobs/test_contract.py",),
+    "store/blobs/objects.py": ("tests/store/blobs/test_contract.py",),
+    "store/blobs/room.py": ("--noconftest", "tests/store/blobs/test_room.py"),
     "store/database/bulk.py": (
         *("-k", "", "tests/store/database/test_bulk.py", "tests/scheduler/journal/test_statements.py"),
     ),

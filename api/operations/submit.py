@@ -180,8 +180,7 @@ async def submit(
 
 
 def _failure(session: Session, request_id: str) -> str | None:
-    row = tables.Operation
-    return session.scalar(select(row.error).where(row.id == request_id, row.state == "failed"))
+    return session.scalar(select(tables.Operation.error).where(tables.Operation.id == request_id))
 
 
 async def submit_json(

@@ -85,6 +85,8 @@ def _serve(
     tables: Sequence[str],
 ) -> int:
     gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
+    from sqlalchemy.exc import SQLAlchemyError
+
     from api.server.app import create_app
     from api.server.listener import Server
     from billing.metering.charges import check_prices
@@ -96,10 +98,13 @@ def _serve(
     gc.set_threshold(GC_OBJECTS, 20)
     database = open_database(settings)
     try:
-        database.write_now(lambda session: set_default(session, settings.billing))
-        with database.read() as session:
-            check_prices(session, prices)
-        claim_store(settings, database)
+        try:
+            database.write_now(lambda session: set_default(session, settings.billing))
+            with database.read() as session:
+                check_prices(session, prices)
+            claim_store(settings, database)
+        except SQLAlchemyError as error:
+            raise _unusable(settings, error) from None
         blobs = blobs_of(settings)
         if not settings.redis_url:
             blobs.clear_unfinished()
@@ -197,6 +202,14 @@ def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[
         raise CannotServe(str(error)) from None
 
 
+def _unusable(settings: Settings, error: Exception) -> CannotServe:
+    reason = str(getattr(error, "orig", error)).splitlines()[0]
+    with suppress(OSError):
+        if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # of which SQLite may say "disk I/O error"
+            reason += "; the disk of this folder is full: make room"
+    return CannotServe(f"cannot use the database of {settings.data_dir}: {reason}")
+
+
 def open_database(settings: Settings) -> Database:
     """The database of the settings, with its tables up to date."""
     import sqlite3
@@ -219,8 +232,7 @@ def open_database(settings: Settings) -> Database:
     except (OSError, SQLAlchemyError, sqlite3.Error, ImportError) as error:
         if database is not None:
             database.close()
-        reason = str(getattr(error, "orig", error)).splitlines()[0]
-        raise CannotServe(f"cannot use the database of {settings.data_dir}: {reason}") from None
+        raise _unusable(settings, error) from None
     return database
 
 
@@ -236,11 +248,13 @@ def only_one(data_dir: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
         except BlockingIOError:
             owner = os.read(descriptor, 20).decode() or "unknown"
             raise CannotServe(f"another weftd (process {owner}) serves the data folder {data_dir}") from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        except OSError as error:
+            raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
         yield
     finally:
         os.close(descriptor)

@@ -203,7 +203,10 @@ def _adopt(session: Session, now: datetime) -> int:
 
 
 def _abandon(session: Session, now: datetime) -> int:
-    """End the spans of checkpoints and samplers that are gone, or have expired and wait to be deleted."""
+    """End the spans of checkpoints and samplers that are gone, or have expired and wait to be deleted. An end that is
+    hours from `now` is from a clock that was ahead."""
+    ahead = StorageSpan.ended_at > now + HOUR, StorageSpan.metered_until <= now
+    session.execute(update(StorageSpan).where(*ahead).values(ended_at=now))
     end(session, session.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now)).all(), now)
     active = select(tables.Session.id).where(tables.Session.state == "active")
     held = select(StorageSpan).where(StorageSpan.ended_at.is_(None), _NAMELESS, StorageSpan.session_id.not_in(active))

@@ -38,6 +38,7 @@ from scheduler.journal.rows import from_row, pack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
+from scheduler.journal.training import queued_for
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Told
 from scheduler.links.contract import QueueUnreachable
@@ -241,9 +242,8 @@ class SharedJournal:
             return self._waiting_of(op.id) or Waiting("active", "waiting for the trainer")
         if await self.reach(self._queue.holder, op.id) is not None:
             return Waiting("active", "running")
-        ahead = await self.reach(self._queue.ahead, op.id)
-        place = f"; about {ahead} pieces of work are ahead of it in fair order" if ahead else ""
-        return Waiting("active", f"waiting for a generator{place}")
+        ahead, served = await self.reach(self._queue.ahead, op.id), await self.reach(self._queue.served) or set()
+        return queued_for("generator", ahead or 0, op.base_model, attached=bool(served), serves=op.base_model in served)
 
     # ---- broadcasts
 

@@ -317,11 +317,18 @@ def under_way(op: Operation) -> Waiting | None:
 
 
 def in_line(desks: list[Desk], worker: str, ahead: int, base_model: str) -> Waiting:
-    """What is said of an operation of `base_model` that is queued for a `worker`, behind `ahead` others."""
+    """What is said of an operation of `base_model` that is queued for a `worker` of these desks."""
+    its = [desk for desk in desks if desk.worker == worker]
+    attached, serves = all(desk.attached for desk in its), all(desk.serves(base_model) for desk in its)
+    return queued_for(worker, ahead, base_model, attached=attached, serves=serves)
+
+
+def queued_for(worker: str, ahead: int, base_model: str, *, attached: bool, serves: bool) -> Waiting:
+    """What is said of an operation behind `ahead` others: whether a worker is there, and one that has its model."""
     place = f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
-    if any(desk.worker == worker and not desk.attached for desk in desks):
+    if not attached:
         return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {place}")
-    if any(desk.worker == worker and not desk.serves(base_model) for desk in desks):
+    if not serves:
         return Waiting("paused_capacity", f"no {worker} here has its base model {base_model}: it waits until one has")
     return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
 

@@ -192,6 +192,13 @@ class RedisQueue:
                 pipe.exists(f"{self._prefix}i:{item_id}")
             return {item_id for item_id, there in zip(item_ids, pipe.execute(), strict=True) if there}
 
+    def served(self) -> set[str]:
+        """The models of the workers that are there."""
+        with reaching():
+            workers: Any = self._redis.zrange(f"{self._prefix}w", 0, -1)
+            found: Any = self._redis.sunion([f"{self._prefix}m:{name.decode()}" for name in workers]) if workers else ()
+        return {model.decode() for model in found}
+
     def wait(self, worker: str, models: Sequence[str], timeout_s: float) -> bool:
         """Until there may be something of these models to lease: queued, left to this worker, or no longer left to
         others. Whether it was woken. Only for a process's one worker loop."""

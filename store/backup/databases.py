@@ -34,7 +34,7 @@ def file_name(url: str) -> str:
 
 @contextmanager
 def saved(url: str, target: Path) -> Iterator[Session]:
-    """Save the database in `target`; yields a session on the state that was saved."""
+    """Save the database in `target`; yields a session on the state that is saved, before what takes long."""
     if is_sqlite(url):
         _copy_sqlite(Path(make_url(url).database or ""), target)
         engine = create_engine(f"sqlite:///{target}")
@@ -43,25 +43,30 @@ def saved(url: str, target: Path) -> Iterator[Session]:
                 yield session
         finally:
             engine.dispose()
+            check_sqlite(target)
         return
     engine = create_engine(url, isolation_level="REPEATABLE READ")
     try:
         with Session(engine) as session:
+            for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):  # as pg_dump does for itself
+                session.execute(text(f"SET LOCAL {limit} = 0"))
             snapshot = session.scalar(text("SELECT pg_export_snapshot()"))
+            yield session
             # Row-level security is obeyed instead of refused: the login sees all, as a member of weft_service.
             options = ("--format=custom", "--no-owner", "--enable-row-security", f"--snapshot={snapshot}")
             _postgres("pg_dump", url, *options, f"--file={target}")
-            yield session
     finally:
         engine.dispose()
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
-    with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(target)) as writing:
-        reading.execute("PRAGMA busy_timeout=30000")
-        reading.backup(writing)  # in one step: in one read transaction, which no writer waits for
-        writing.execute("PRAGMA journal_mode=DELETE")
-    check_sqlite(target)
+    try:
+        with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(target)) as writing:
+            reading.execute("PRAGMA busy_timeout=30000")
+            reading.backup(writing)  # in one step: in one read transaction, which no writer waits for
+            writing.execute("PRAGMA journal_mode=DELETE")
+    except sqlite3.DatabaseError as error:
+        raise BadBackup(f"{source} cannot be copied to {target}: {error}") from None
 
 
 def check_sqlite(file: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from store.blobs.contract import SUMS_FILE
@@ -26,9 +26,10 @@ class BadBackup(ValueError):
     """A backup that cannot be made or restored; the message names what stands in the way."""
 
 
-def copy_new(data_dir: Path, target: Path, sums: dict[str, str]) -> None:
-    """Copy what of a data folder, but for its database, is not in `sums` (path -> SHA-256), and note it there."""
-    for name in _listed(data_dir):
+def copy_new(data_dir: Path, target: Path, sums: dict[str, str], refs: Iterable[str] | None = None) -> None:
+    """Copy what of a data folder, but for its database, is not in `sums` (path -> SHA-256), and note it there; with
+    `refs` those blobs alone."""
+    for name in _listed(data_dir) if refs is None else _files_at(data_dir, refs):
         if name in sums:
             continue
         digest = _copied(data_dir / name, target / name)
@@ -53,6 +54,13 @@ def _listed(data_dir: Path) -> Iterator[str]:
         yield from ((here / name).as_posix() for name in files)
 
 
+def _files_at(data_dir: Path, refs: Iterable[str]) -> Iterator[str]:
+    for ref in refs:
+        yield f"blobs/{ref}"
+        for folder, _, files in os.walk(data_dir / "blobs" / ref):
+            yield from ((Path(folder).relative_to(data_dir) / name).as_posix() for name in files)
+
+
 def _leave_out(target: Path, folder: str, sums: dict[str, str]) -> None:
     """A folder that was deleted or replaced while it was copied; the next round copies what is there then."""
     shutil.rmtree(target / folder, ignore_errors=True)
@@ -64,7 +72,7 @@ def _copied(source: Path, target: Path) -> str | None:
     """The SHA-256 of what was copied; None when there is no such file. It keeps its time, by which results expire."""
     try:
         reading = source.open("rb")
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     with reading:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,50 +1,42 @@
 """The objects of a bucket in a backup: copied while servers write and delete beside it, and put back.
 
-As with files (`store.backup.files`): what is under a name does not change, but lists of folders (folders/REF) are put
-anew when a folder is replaced, so each round copies them again and leaves out those whose files are gone by then.
+As with files (`store.backup.files`): what is under a name does not change. A folder is copied by its list
+(folders/REF), whole or not at all; what no list tells of, nothing would ever delete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from store.backup.files import digest_of
-from store.blobs.bucket import MARK, OWNER, Bucket
+from store.blobs.bucket import Bucket
 from store.blobs.contract import Damaged, unsealed
 
 #: Of a backup: the objects by their keys.
 OBJECTS = "objects"
-#: What can be made again, what is not finished, and what says whose prefix it is.
-_LEFT_OUT = ("files/archives/", "folders/archives/", "data/archives/", "unfinished/", MARK, OWNER)
+#: Where blobs have their names.
+TREES = ("files", "folders")
+#: What can be made again.
+_LEFT_OUT = tuple(f"{tree}/archives/" for tree in TREES)
 
 
-def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str]) -> None:
-    """Copy what is not in `sums` (path -> SHA-256) yet, and note it there."""
-    for name in [name for name in sums if name.startswith(f"{OBJECTS}/folders/")]:
-        _leave_out(target, name, sums)
-    keys = [found.key for found in bucket.listed("") if not found.key.startswith(_LEFT_OUT)]
-    for key in sorted(keys, key=lambda key: not key.startswith("folders/")):  # lists first, then what they name
+def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str], refs: Iterable[str] | None = None) -> None:
+    """Copy what is not in `sums` (path -> SHA-256) yet, and note it there; with `refs` those blobs alone."""
+    for key in _keys(bucket) if refs is None else (f"{tree}/{ref}" for ref in refs for tree in TREES):
         name = f"{OBJECTS}/{key}"
         if name in sums:
             continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            bucket.download(key, target / name)
-        except FileNotFoundError:  # deleted meanwhile
+            copied = {name: _copied(bucket, key, target)}
+            if key.startswith("folders/"):
+                copied |= _files(bucket, key, target)
+        except (FileNotFoundError, Damaged):  # deleted or replaced meanwhile, or not as it was written
             (target / name).unlink(missing_ok=True)
             continue
-        sums[name] = digest_of(target / name)
-    named = set[str]()
-    for name in [name for name in sums if name.startswith(f"{OBJECTS}/folders/")]:
-        files = _files(target, name)
-        if files is None:
-            _leave_out(target, name, sums)
-        else:
-            named |= files
-    for name in [name for name in sums if name.startswith(f"{OBJECTS}/data/") and name not in named]:
-        _leave_out(target, name, sums)  # no list tells of it, and so nothing would ever delete it
+        sums |= copied
 
 
 def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
@@ -54,19 +46,32 @@ def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
         bucket.put(name.removeprefix(f"{OBJECTS}/"), source / name)
 
 
-def _files(target: Path, name: str) -> set[str] | None:
-    """The names of the files of a folder's list; None unless it is undamaged and all of them were copied."""
-    ref = name.removeprefix(f"{OBJECTS}/folders/")
+def _keys(bucket: Bucket) -> list[str]:
+    found = (stored.key for tree in TREES for stored in bucket.listed(tree))
+    return [key for key in found if not key.startswith(_LEFT_OUT)]
+
+
+def _files(bucket: Bucket, key: str, target: Path) -> dict[str, str]:
+    """The files of a folder whose list was copied; path -> SHA-256. Raises Damaged, and FileNotFoundError, unless all
+    are there as they were written."""
+    ref = key.removeprefix("folders/")
+    found = json.loads(unsealed(ref, (target / OBJECTS / key).read_bytes()))
+    data, copied = f"data/{ref}/{found['generation']}", dict[str, str]()
     try:
-        found = json.loads(unsealed(ref, (target / name).read_bytes()))
-    except Damaged:
-        return None
-    data = f"{OBJECTS}/data/{ref}/{found['generation']}"
-    sizes = {f"{data}/{file}": size for file, (_, size) in found["files"].items()}
-    whole = all((target / path).is_file() and (target / path).stat().st_size == size for path, size in sizes.items())
-    return set(sizes) if whole else None
+        for file, (digest, _) in found["files"].items():
+            name = f"{OBJECTS}/{data}/{file}"
+            copied[name] = _copied(bucket, f"{data}/{file}", target)
+            if copied[name] != digest:
+                raise Damaged(f"blob {ref} is damaged: {file} is not as it was written")
+    except OSError:
+        shutil.rmtree(target / OBJECTS / data, ignore_errors=True)
+        raise
+    return copied
 
 
-def _leave_out(target: Path, name: str, sums: dict[str, str]) -> None:
-    (target / name).unlink(missing_ok=True)
-    del sums[name]
+def _copied(bucket: Bucket, key: str, target: Path) -> str:
+    """The SHA-256 of what was copied. FileNotFoundError when there is none."""
+    copy = target / OBJECTS / key
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    bucket.download(key, copy)
+    return digest_of(copy)

@@ -1,4 +1,5 @@
-"""Folders that were read from afar, kept on this machine for the next reading, up to a number of bytes.
+"""Folders that were read from afar, kept on this machine for the next reading, up to a number of bytes, or until its
+disk has little room.
 
 Processes may share one cache. A folder that is being read is locked (`flock`, which ends with its process), and is not
 taken away; of the others those go first that were read longest ago. What is read is checked each time.
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from store.blobs.contract import SUMS_FILE, Damaged, check_folder, files_of
 
+#: Copies take none of this: a run that is saved, and new work (`store.blobs.room`), need room on the same disk.
+LEFT_FREE_BYTES = 4 << 30
 #: Being filled, or being deleted.
 _UNFINISHED = ".unfinished"
 
@@ -57,9 +60,10 @@ class FolderCache:
         self.evict()
 
     def evict(self) -> None:
-        """Delete until no more is here than may be."""
+        """Delete until no more is here than may be, and the disk has room for what is no copy."""
         entries = sorted(self._entries(), key=lambda entry: entry[1])
-        excess = sum(size for _, _, size in entries) - self._max_bytes
+        lacking = LEFT_FREE_BYTES - shutil.disk_usage(self._root).free
+        excess = max(sum(size for _, _, size in entries) - self._max_bytes, lacking)
         for path, _, size in entries:
             if excess <= 0:
                 return

@@ -3,26 +3,35 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
+import itertools
 import json
+import os
 import shutil
 import sqlite3
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from sqlalchemy import create_engine, func, inspect, select, text, update
+from sqlalchemy import create_engine, func, inspect, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from api.cli import weftd
 from api.server.serve import open_database
-from migrations.upgrade import head
+from migrations.upgrade import head, migrate
+from store.backup import databases, files
 from store.backup.objects import copy_objects, put_objects
 from store.blobs.bucket import Bucket
+from store.blobs.contract import Blobs
 from store.blobs.folder import FolderBlobs
 from store.blobs.objects import ObjectBlobs
 from store.blobs.opening import check_blobs, open_blobs
@@ -30,10 +39,12 @@ from store.blobs.owner import claim_prefix
 from store.database.db import Database
 from store.load_settings import load_settings
 from store.people import organisations
-from store.tables import AuditEntry, Checkpoint, Organisation
+from store.tables import AuditEntry, Checkpoint, Organisation, Run
 from tests.rows import run_row, session_row
 from tests.servers import OwnStore, PostgresServer
 
+#: Its name in its package is that of the command.
+backup_command = importlib.import_module("api.commands.stored.backup")
 NOW = datetime.now(UTC)
 
 
@@ -102,8 +113,6 @@ def own_postgres(
 
 
 def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Callable[[], str], tmp_path: Path) -> None:
-    from migrations.upgrade import migrate
-
     database = Database(own_postgres())
     migrate(database)
     fill(database, tmp_path / "data")
@@ -126,6 +135,30 @@ def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Cal
     restored.close()
 
 
+def test_a_backup_takes_longer_than_the_database_lets_others(
+    own_postgres: Callable[[], str], postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Database(url := own_postgres())) as database:
+        migrate(database)
+        fill(database, tmp_path / "data")
+    dumps, counts = databases._postgres, backup_command.rows_of
+
+    def dumps_long(*arguments: str) -> None:
+        time.sleep(1)
+        dumps(*arguments)
+
+    def counts_long(session: Session) -> dict[str, int]:
+        session.execute(text("SELECT pg_sleep(1)"))
+        return counts(session)
+
+    monkeypatch.setattr(databases, "_postgres", dumps_long)
+    monkeypatch.setattr(backup_command, "rows_of", counts_long)
+    for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):
+        postgres.execute(f"ALTER DATABASE {make_url(url).database} SET {limit} = '500ms'")
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path / "data")
+    assert made.exit_code == 0, made.stderr
+
+
 def test_a_backup_that_is_not_whole_is_named_and_not_restored(backup: Path, tmp_path: Path) -> None:
     weights = backup / "blobs" / "weights" / "one" / "adapter.bin"
     for damage, said in ((lambda: weights.write_bytes(b"weightz"), "is damaged"), (weights.unlink, "is missing")):
@@ -143,6 +176,39 @@ def test_a_backup_lies_over_nothing(backup: Path, tmp_path: Path) -> None:
     assert "is there already" in run("backup", backup, "--data-dir", tmp_path).stderr
     assert "is not empty" in run("restore", backup, "--data-dir", tmp_path).stderr
     assert "has not been served yet" in run("backup", tmp_path / "two", "--data-dir", tmp_path / "nothing").stderr
+
+
+def test_without_room_nothing_is_left_and_it_is_said_where(
+    backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = files._copied
+
+    def full(source: Path, target: Path) -> None:
+        copied(source, target)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(sqlite3.Connection):
+        def backup(self, *_: object, **__: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    two, new = tmp_path / "two", tmp_path / "new"
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_copied", full)
+        for said, place in (
+            (run("backup", two, "--data-dir", tmp_path), f"{two}.partial"),
+            (run("restore", backup, "--data-dir", new), new),
+        ):
+            assert said.exit_code == 2
+            assert said.stderr == f"weftd: {place}: [Errno 28] No space left on device\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Full))
+        said = run("backup", two, "--data-dir", tmp_path)
+        assert said.exit_code == 2
+        where = f"{tmp_path / 'weft.db'} cannot be copied to {two}.partial/weft.db"
+        assert said.stderr == f"weftd: {where}: database or disk is full\n"
+    assert not list(tmp_path.glob("*.partial"))
+    assert run("backup", two, "--data-dir", tmp_path).exit_code == 0
+    assert run("restore", backup, "--data-dir", new).exit_code == 0
 
 
 def test_a_bucket_is_copied_and_put_back_below_another_prefix(
@@ -250,6 +316,60 @@ def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
     new.check()
     with ObjectBlobs(new, tmp_path / "cache2", 1 << 20).reading("weights/one") as folder:
         assert (folder / "adapter.bin").read_bytes() == b"after"
+
+
+@pytest.fixture(params=["sqlite and folder", "postgresql and folder", "sqlite and bucket"])
+def any_service(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Database, Blobs]]:
+    """What `weftd backup --data-dir tmp_path` copies."""
+    url = request.getfixturevalue("bucket").url if request.param.endswith("bucket") else ""
+    monkeypatch.setenv("WEFT_BLOB_URL", url)
+    sqlite = request.param.startswith("sqlite")
+    address = f"sqlite:///{tmp_path}/weft.db" if sqlite else request.getfixturevalue("own_postgres")()
+    with closing(Database(address)) as database:
+        migrate(database)
+        yield database, open_blobs(tmp_path, url=url, cache_bytes=1 << 20)
+
+
+def test_what_is_replaced_whenever_a_backup_takes_long_is_in_it_all_the_same(
+    any_service: tuple[Database, Blobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's state, of which there is the newest alone: between the copies of files and database, and while the
+    database is dumped, or checked."""
+    database, blobs = any_service
+    states = itertools.count()
+
+    def add_run(session: Session) -> None:
+        org = organisations.organisation_named(session, "acme")
+        session.add(session_row(org.id, NOW))
+        session.flush()
+        session.add(run_row(org.id, NOW))
+
+    def replace() -> None:
+        ref = f"runs/s:train:0/state-{next(states)}"
+        with blobs.new_folder(ref) as folder:
+            (folder / "adapter.bin").write_bytes(ref.encode())
+        old = database.write_now(lambda session: session.scalars(select(Run.snapshot_ref)).one())
+        database.write_now(lambda session: session.execute(update(Run).values(snapshot_ref=ref)))
+        if old is not None:
+            blobs.delete_tree(old)
+
+    def replaced_before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            replace()
+            return function(*arguments)
+
+        return called
+
+    database.write_now(add_run)
+    replace()
+    monkeypatch.setattr(backup_command, "saved", replaced_before(backup_command.saved))
+    for takes_long in ("check_sqlite", "_postgres"):
+        monkeypatch.setattr(databases, takes_long, replaced_before(getattr(databases, takes_long)))
+    made = run("backup", tmp_path / "backup", "--data-dir", tmp_path)
+    assert made.exit_code == 0, made.stderr
+    assert "runs/s:train:0/state-1/" in (tmp_path / "backup" / "SHA256SUMS").read_text()
 
 
 def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: Path) -> None:

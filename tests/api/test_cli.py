@@ -5,9 +5,11 @@ The app behind it is a stand-in with stub workers, so that this is about the com
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +29,11 @@ from click.testing import CliRunner
 from weft.version import __version__
 
 from api.cli import weftd as command
+from api.server.serve import CannotServe, _serve, only_one, open_database
+from billing.prices import load_prices
 from store import tables
 from store.database.db import Database
+from store.load_settings import load_settings
 from store.people import keys
 from tests.forked import Forked
 from tests.servers import free_port
@@ -217,6 +223,28 @@ def test_a_data_folder_has_one_server(tmp_path: Path) -> None:
         process.wait()
     with serving(tmp_path):
         pass  # a killed server leaves no lock behind
+
+
+def test_a_disk_that_is_full_while_a_server_starts_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(CannotServe, match=f"folder {tmp_path}: No space left"), only_one(tmp_path):
+            pass
+    with only_one(tmp_path):
+        pass
+    open_database(settings := load_settings(None, data_dir=tmp_path)).close()
+    with sqlite3.connect(tmp_path / "weft.db") as database:
+        database.execute("CREATE TRIGGER full BEFORE INSERT ON wallet_defaults BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with socket.socket() as sock, pytest.raises(CannotServe, match=f"cannot use the database of {tmp_path}: full$"):
+        _serve(settings, {}, load_prices(settings.prices), sock, None, None, [])
+    (tmp_path / "weft.db").rename(tmp_path / "old")
+    (tmp_path / "weft.db").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    with pytest.raises(CannotServe, match="open database file; the disk of this folder is full: make room"):
+        open_database(settings)
 
 
 @pytest.mark.parametrize("name", ["port", "metrics_port"])

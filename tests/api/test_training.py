@@ -100,6 +100,8 @@ class TestBatches:
         step = world.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": ADAM})
         reason = world.outcome(step["request_id"]).json()["queue_state_reason"]
         assert "has not arrived" not in reason
+        good = world.train(batch(run, 3))
+        assert world.train(batch(run, 3)) == good  # which is told nothing of what failed before
 
     def test_what_is_too_large_fails_through_the_future_and_spends_its_number(self, world: World) -> None:
         """Tinker's client has counted it, and all that it sends next would wait for it."""

@@ -159,6 +159,14 @@ def test_whether_servers_are_at_work_does_not_hang_on_the_clock_of_who_migrates(
         migrate(postgres_database)
 
 
+def test_a_lease_from_a_clock_that_was_years_ahead_is_nobody_at_work(postgres_database: Database) -> None:
+    with create_engine(postgres_database.url).connect() as connection, connection.begin():
+        command.downgrade(alembic_config(connection), "0004")
+    ahead = datetime.now(UTC) + timedelta(days=3650)
+    assert postgres_database.write_now(lambda session: fence.take(session, "old", ahead, fence.LEADS_S))
+    migrate(postgres_database)
+
+
 def test_budgets_of_keys_that_were_of_no_key_limit_theirs(any_database: Database) -> None:
     """ "01" was never found by what key 1 spends. Beside a budget of "1" the stricter of the two stays."""
     with create_engine(any_database.url).connect() as connection, connection.begin():

@@ -1,8 +1,8 @@
 """`weftd backup` and `weftd restore`: all that a service is made of, copied while it runs, and put back elsewhere.
 
 A row is committed after the files that it names are written, so what a copy of the database names is in the data folder
-or the bucket unless it was deleted since. Files are copied, then the database, then the files that came meanwhile; when
-what this copy of the database needs was deleted in between (a snapshot that another has replaced), it is copied again.
+or the bucket unless it was deleted since. Files are copied, then the database, and at once those of its files that came
+meanwhile; when one of them was deleted in between (a snapshot that another has replaced), the database is copied again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,7 +64,7 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     if target.exists() or partial.exists():
         refuse(f"{target if target.exists() else partial} is there already: name a new folder, or delete it first")
-    about, files = _told(lambda: _backup(settings, partial))
+    about, files = _told(lambda: _backup(settings, partial), partial)
     os.sync()
     partial.rename(target)
     click.echo(f"{target}\t{files} files\trevision {about.revision}\t{sum(about.rows.values())} rows\t{about.made_at}")
@@ -73,8 +74,6 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
 
 
 def _backup(settings: Settings, target: Path) -> tuple[About, int]:
-    from migrations.upgrade import refuse_unknown
-    from scheduler.journal.ending.references import needed_files
     from store.database.commit_mark import CommitMark
 
     bucket = _bucket(settings)
@@ -85,19 +84,28 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
     if mark is not None:
         mark.check()
     target.mkdir(parents=True)
+    with _whole_or_gone(target):
+        return _filled(settings, bucket, target)
+
+
+def _filled(settings: Settings, bucket: Bucket | None, target: Path) -> tuple[About, int]:
+    from migrations.upgrade import refuse_unknown
+    from scheduler.journal.ending.references import needed_files
+
+    url = settings.effective_database_url
     kept, sums = target / file_name(url), dict[str, str]()
+    _copy(settings, bucket, target, sums)
     for _ in range(ROUNDS):
-        _copy(settings, bucket, target, sums)
         kept.unlink(missing_ok=True)
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         with saved(url, kept) as session:
-            needed, rows = needed_files(session), rows_of(session)
-            revision = _revision(session)
-        refuse_unknown(revision, "the database")
-        _copy(settings, bucket, target, sums)
-        missing = sorted(ref for ref in needed if not _has(target, ref))
-        if not missing:
+            refuse_unknown(revision := _revision(session), "the database")
+            needed = needed_files(session)
+            _copy(settings, bucket, target, sums, _missing(target, needed))
+            rows = rows_of(session)
+        if not (missing := _missing(target, needed)):
             break
+    _copy(settings, bucket, target, sums)
     sums[kept.name] = digest_of(kept)
     about = About(__version__, made_at, revision, kept.name, rows, missing)
     (target / _ABOUT).write_text(json.dumps(asdict(about), indent=2) + "\n")
@@ -114,7 +122,7 @@ def restore(data_dir: Path | None, config: Path | None, source: Path) -> None:
 
     Every file is checked against the SHA-256 that was written down, and every table's rows are counted."""
     settings = settings_of(config, data_dir)
-    about = _told(lambda: _restore(settings, source))
+    about = _told(lambda: _restore(settings, source), settings.data_dir)
     click.echo(f"{settings.data_dir} is as of {about.made_at}\t{sum(about.rows.values())} rows")
 
 
@@ -130,12 +138,13 @@ def _restore(settings: Settings, source: Path) -> About:
         raise BadBackup(
             f"{source} holds {about.database}, and the settings name another kind of database: {file_name(url)}"
         )
-    if data_dir.exists() and any(data_dir.iterdir()):
+    if data_dir.exists() and any(found.name != "server.lock" for found in data_dir.iterdir()):
         raise BadBackup(f"{data_dir} is not empty: name a new folder")
     if not is_empty(url):
         raise BadBackup("the database of the settings has tables already: name an empty one")
     _same_place(source, bucket)
-    with only_one(data_dir):
+    made = (data_dir / name for name in (".restoring", "blobs", "server.secret", "weft.db"))
+    with only_one(data_dir), _whole_or_gone(*made):
         copy_checked(source, data_dir / ".restoring", sums)
         for found in ("blobs", "server.secret"):
             if (data_dir / ".restoring" / found).exists():
@@ -154,6 +163,20 @@ def _restore(settings: Settings, source: Path) -> About:
     return about
 
 
+@contextmanager
+def _whole_or_gone(*made: Path) -> Iterator[None]:
+    """What was made within is deleted again if that fails: a full disk stays no fuller, and one may try again."""
+    try:
+        yield
+    except BaseException:
+        for path in made:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+
+
 def _bucket(settings: Settings) -> Bucket | None:
     """Where the blobs are, if not in the data folder."""
     if not settings.blob_url:
@@ -163,17 +186,20 @@ def _bucket(settings: Settings) -> Bucket | None:
     return Bucket(settings.blob_url)
 
 
-def _copy(settings: Settings, bucket: Bucket | None, target: Path, sums: dict[str, str]) -> None:
-    copy_new(settings.data_dir, target, sums)
+def _copy(
+    settings: Settings, bucket: Bucket | None, target: Path, sums: dict[str, str], refs: Sequence[str] | None = None
+) -> None:
+    """What is new, and of that the blobs at `refs` alone if they are given."""
+    copy_new(settings.data_dir, target, sums, refs)
     if bucket is not None:
         from store.backup.objects import copy_objects
 
-        copy_objects(bucket, target, sums)
+        copy_objects(bucket, target, sums, refs)
 
 
-def _has(backup: Path, ref: str) -> bool:
-    objects = backup / "objects"
-    return (backup / "blobs" / ref).exists() or any((objects / tree / ref).is_file() for tree in ("files", "folders"))
+def _missing(backup: Path, needed: set[str]) -> list[str]:
+    places = [backup / place for place in ("blobs", "objects/files", "objects/folders")]
+    return sorted(ref for ref in needed if not any((place / ref).exists() for place in places))
 
 
 def _same_place(source: Path, bucket: Bucket | None) -> None:
@@ -201,8 +227,8 @@ def _revision(session: Session) -> str:
     return str(session.scalar(text("SELECT version_num FROM alembic_version")))
 
 
-def _told(work: Callable[[], T]) -> T:
-    """What goes wrong is one line for the operator."""
+def _told(work: Callable[[], T], place: Path) -> T:
+    """What goes wrong is one line for the operator; `place` is written to."""
     from api.server.serve import CannotServe
     from migrations.upgrade import CannotMigrate
     from store.database.commit_mark import LostCommits
@@ -211,5 +237,7 @@ def _told(work: Callable[[], T]) -> T:
         return work()
     except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
         refuse(str(error))
-    except (OSError, SQLAlchemyError) as error:
+    except OSError as error:
+        refuse(f"{place}: {error}" if error.errno and not error.filename else str(error))
+    except SQLAlchemyError as error:
         refuse(str(getattr(error, "orig", error)).splitlines()[0])

@@ -102,6 +102,16 @@ def test_a_clock_that_is_years_ahead_for_a_moment_bills_a_week_which_then_is_pai
     assert till.agrees()
 
 
+def test_what_was_deleted_by_a_clock_that_was_years_ahead_ends_when_the_clock_is_right(till: Till) -> None:
+    save(till, NOON)
+    delete(till, NOON + timedelta(days=3650))
+    for minutes in (30, 90, 3000):
+        meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
+    assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
+    assert till.rows(tables.StorageSpan) == []
+    assert till.agrees()
+
+
 def test_what_was_stored_while_nobody_metered_is_billed_a_week_at_a_time(till: Till) -> None:
     save(till, NOON)
     back = NOON + timedelta(days=21, hours=1)

@@ -790,6 +790,22 @@ def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, 
     play(scenario)
 
 
+def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(play: Play) -> None:
+    async def scenario(one: Replica, two: Replica) -> None:
+        request_id = await one.journal.accept(sample(0))
+        await until(lambda: one.queue.known([request_id]))
+        nobody = "waiting for the generator, which is starting; it is next"
+        assert await two.result(request_id, 0.02) == Waiting("paused_capacity", nobody)
+        one.queue.lease("here", ["other"], 2, 60)
+        others = "no generator here has its base model m: it waits until one has"
+        assert await two.result(request_id, 0.02) == Waiting("paused_capacity", others)
+        one.queue.lease("there", ["m", "other"], 0, 60)
+        busy = "waiting for the generator, which is busy; it is next"
+        assert await two.result(request_id, 0.02) == Waiting("active", busy)
+
+    play(scenario)
+
+
 def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Play) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from store.blobs import cache as cache_module
 from store.blobs.cache import FolderCache
 from store.blobs.contract import Damaged, StoreAway, write_sums
 
@@ -33,6 +35,15 @@ def read(cache: FolderCache, source: Source, name: str) -> bytes:
         return (folder / "x").read_bytes()
 
 
+@pytest.fixture(autouse=True)
+def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the disk has free, from the last number on."""
+    free = [cache_module.LEFT_FREE_BYTES]
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=free[-1]))
+    return free
+
+
 def here(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()} - {".unfinished"}
 
@@ -50,6 +61,20 @@ def test_the_one_read_longest_ago_makes_room_and_one_in_use_stays(tmp_path: Path
     assert read(cache, source, "e") == b"e" * 1000
     assert here(tmp_path) == {"c", "d", "e"} or here(tmp_path) == {"a", "c", "e"}
     assert source.fetched == ["a", "b", "c", "d", "e"]
+
+
+def test_copies_make_room_where_the_disk_has_little(tmp_path: Path, free_bytes: list[int]) -> None:
+    source, cache = Source(), FolderCache(tmp_path, 1 << 30)
+    for name in "abcd":
+        read(cache, source, name)
+    assert here(tmp_path) == {"a", "b", "c", "d"}
+    free_bytes.append(cache_module.LEFT_FREE_BYTES - 2500)  # three, with their lists
+    read(cache, source, "e")
+    assert here(tmp_path) == {"d", "e"}
+    free_bytes.append(0)
+    with cache.reading("f", source("f")) as folder:
+        assert (folder / "x").read_bytes() == b"f" * 1000  # no longer than it is read
+        assert here(tmp_path) == {"f"}
 
 
 def test_what_was_read_again_stays_longer_whatever_its_name(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,6 +37,8 @@ def test_put_get_replace_delete(any_blobs: Blobs) -> None:
     blobs.put("ops/a:1/body", b"second")
     assert blobs.get("ops/a:1/body") == b"second"
     assert blobs.size_bytes("ops/a:1/body") == 6
+    blobs.put("ops/a:1/large", bytes(100))
+    assert blobs.size_bytes("ops/a:1/large") == 100
     assert blobs.exists("ops/a:1/body")
     with pytest.raises(Damaged):
         blobs.get("ops/a:1/body", "00")
@@ -208,6 +212,27 @@ def test_a_blob_that_cannot_be_put_leaves_nothing(blobs: FolderBlobs, at: str) -
     assert files(blobs, "a") == {"b": b"1"}
 
 
+def test_a_folder_that_cannot_be_replaced_stays_and_one_that_is_replaced_leaves_nothing(
+    blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(text: bytes) -> None:
+        with blobs.new_folder("w") as folder:
+            (folder / "x").write_bytes(text)
+
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write(b"1")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            write(b"2")
+    assert files(blobs, "w") == {"x": b"1"}
+    write(b"3")
+    assert files(blobs, "w") == {"x": b"3"}
+    assert list((blobs.root / ".unfinished").iterdir()) == []
+
+
 @pytest.mark.parametrize(("name", "written"), [("x", b"12346"), ("y", None), (".sha256.json", b"{")])
 def test_a_folder_that_is_not_as_it_was_written_is_damaged(
     blobs: FolderBlobs, name: str, written: bytes | None
@@ -222,6 +247,55 @@ def test_a_folder_that_is_not_as_it_was_written_is_damaged(
     with pytest.raises(Damaged):
         blobs.check_folder("w")
     with pytest.raises(Damaged), blobs.reading("w"):
+        pass
+
+
+@pytest.mark.parametrize(("name", "written"), [("x", b"1234"), ("x", b"123456"), ("y", None)])
+def test_a_folder_in_a_bucket_that_is_not_as_it_was_written_is_damaged(
+    bucket: Bucket, tmp_path: Path, name: str, written: bytes | None
+) -> None:
+    here, there = (ObjectBlobs(bucket, tmp_path / place, 1 << 20) for place in ("here", "there"))
+    with here.new_folder("w") as folder:
+        (folder / "x").write_bytes(b"12345")
+        (folder / "y").write_bytes(b"")
+    there.check_folder("w")
+    (key,) = (found.key for found in bucket.listed("data") if found.key.endswith(f"/{name}"))
+    bucket.delete([key])
+    if written is not None:
+        bucket.put(key, written)
+    with pytest.raises(Damaged):
+        there.check_folder("w")
+    with pytest.raises(Damaged), there.reading("w"):
+        pass
+
+
+def test_a_folder_that_is_replaced_or_deleted_while_it_is_fetched(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader gets the new one, or hears that there is none: neither is damage."""
+    here, there = (ObjectBlobs(bucket, tmp_path / place, 1 << 20) for place in ("here", "there"))
+    download = Bucket.download
+
+    def write(text: bytes) -> None:
+        with here.new_folder("w") as folder:
+            (folder / "x").write_bytes(text)
+
+    def first(change: Callable[[], None]) -> None:
+        """Before the next file of it is fetched."""
+
+        def changed(self: Bucket, key: str, target: Path) -> None:
+            monkeypatch.setattr(Bucket, "download", download)
+            change()
+            download(self, key, target)
+
+        monkeypatch.setattr(Bucket, "download", changed)
+
+    write(b"old")
+    first(lambda: write(b"new"))
+    assert files(there, "w") == {"x": b"new"}
+    write(b"newer")
+    first(lambda: here.delete_tree("w"))
+    with pytest.raises(FileNotFoundError), there.reading("w"):
         pass
 
 

@@ -1,0 +1,72 @@
+"""How full a disk may be when new work is still taken, and what is said when it is fuller."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from store.blobs.room import NoRoom, Room, what_failed
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("free", "files", "free_files", "said"),
+    [
+        (1 << 40, 10**6, 10**6, ""),
+        (128 * MIB, 10**6, 1000, ""),
+        (128 * MIB - 1, 10**6, 1000, "the server's disk is nearly full (127 MiB free, 128 are needed)"),
+        (0, 0, 0, "the server's disk is nearly full (0 MiB free, 128 are needed)"),
+        (128 * MIB, 10**6, 999, "the server's disk has room for 999 more files only"),
+        (128 * MIB, 0, 0, ""),  # of a file system that does not count them
+    ],
+)
+def test_room_for_new_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, files: int, free_files: int, said: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=files, f_favail=free_files))
+    room = Room(tmp_path, clock=lambda: 0.0)  # of a machine that has just begun
+    if not said:
+        room.check()
+        return
+    with pytest.raises(NoRoom) as refused:
+        room.check()
+    assert str(refused.value) == f"{said}: nothing new is accepted until there is room; results can be had"
+
+
+def test_there_is_room_again_when_the_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=128 * MIB))
+    room = Room(tmp_path, clock=lambda: clock[0])
+    with caplog.at_level("INFO"):
+        room.check()
+        assert room.refused(OSError(errno.EIO, "sent by a disk")) == (
+            f"the server's disk does not answer ({os.strerror(errno.EIO)})"
+        )
+        clock[0] = 0.5
+        with pytest.raises(NoRoom, match="does not answer"):
+            room.check()
+        clock[0] = 1.0
+        room.check()
+    assert caplog.messages == ["there is room again for new work"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TimeoutError(), "the server's disk does not answer (TimeoutError)"),
+        (RuntimeError("attempt to write a read-only database"), "the server's database takes no writes"),
+        (RuntimeError("database or disk is full"), "the server's disk is full"),
+        (RuntimeError("connection refused"), "the server's database does not answer"),
+    ],
+)
+def test_what_failed_is_said_in_words(error: Exception, said: str) -> None:
+    assert what_failed(error) == said
