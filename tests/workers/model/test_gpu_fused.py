@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -94,8 +93,8 @@ def test_the_hidden_state_is_added_to_and_normed(added: bool, wide: int) -> None
         total = 1 * x if delta is None else x + delta
         return total, F.rms_norm(total, weight.shape, weight, eps)
 
-    def ours(*args: Any) -> tuple[Tensor, Tensor]:
-        return add_norm(*args, torch.float32)
+    def ours(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_norm(x, delta, weight, eps, torch.float32)
 
     for mine, other in zip(run(ours, DEVICE), run(plain, HOST), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
