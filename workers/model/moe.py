@@ -289,16 +289,15 @@ def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
 def _weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing, added: Added | None) -> Tensor:
     """sum_k weights[:, k] * y, [T, D] float32, of what the experts give, with what is added."""
     if lora_products.on_device(y_PD):
-        return _on_device(y_PD, routing, weights_TK, added)
-    out_TD = torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1)
-    return _with(out_TD, added)
+        return _over_choices(y_PD, routing, weights_TK, added)
+    return _with(torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1), added)
 
 
 def _sum(dx_PD: Tensor, routing: Routing, added: Added | None, dtype: torch.dtype) -> Tensor:
     """The gradient of each token from those of its pairs, with what is added: on a device in `dtype`, that of the
     tokens, else in float32."""
     if lora_products.on_device(dx_PD):
-        return _on_device(dx_PD, routing, None, added, dtype)
+        return _over_choices(dx_PD, routing, None, added, dtype)
     return _with(_per_token(dx_PD.to(torch.float32), routing).sum(1), added)
 
 
@@ -308,23 +307,20 @@ def _with(x_TD: Tensor, added: Added | None) -> Tensor:
     return x_TD
 
 
-def _on_device(
+def _over_choices(
     x_PI: Tensor,
     routing: Routing,
-    weights_TK: Tensor | None,
+    weights_TK: Tensor | None = None,
     added: Added | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    from workers.model.gpu.combine import combined  # Triton: only a GPU needs it
-
-    return combined(x_PI, routing.inverse, routing.choices, weights_TK, added, dtype)
-
-
-def _over_choices(x_PI: Tensor, routing: Routing, weights_TK: Tensor | None = None) -> Tensor:
-    """The sum over K, of weighted x, [T, I] float32, first to last. On a CPU torch's own sum has an order that depends
-    on I, and so a group's numbers would depend on the largest rank in the batch."""
+    """The sum over K, of weighted x, [T, I], first to last; on a device in `dtype`, with what is added. On a CPU
+    torch's own sum has an order that depends on I, and so a group's numbers would depend on the largest rank in the
+    batch."""
     if lora_products.on_device(x_PI):
-        return _on_device(x_PI, routing, weights_TK)
+        from workers.model.gpu.combine import combined  # Triton: only a GPU needs it
+
+        return combined(x_PI, routing.inverse, routing.choices, weights_TK, added, dtype)
     x_TKI = _per_token(x_PI, routing)
     if weights_TK is not None:
         x_TKI = x_TKI * weights_TK[:, :, None]

@@ -21,7 +21,7 @@ from workers.model.planning.layer_groups import layer_groups
 #: Left alone.
 SPARE = 0.1
 #: What one of our processes takes with torch imported, and on a CUDA device with its context and libraries.
-PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 768 << 20}
+PROCESS_BYTES = {"cpu": 320 << 20, "cuda": 768 << 20}
 #: Beside the workers on a CPU: the server, and what forks the workers.
 SERVER_BYTES, NURSERY_BYTES = 256 << 20, 160 << 20
 #: The most tokens that are chosen to be trained at once: beyond some 2k a CPU gets slower, a GPU has then as much to do
