@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from workers.model import lora_products
 from workers.model.base_mm import per_expert
+from workers.model.choices import over_choices, spread, summed, weighted
 from workers.model.config import GateConfig
 from workers.model.lora import own_rows
 from workers.model.lora_products import Added, LoraProducts, products_of
@@ -168,7 +169,7 @@ class Sorted(NamedTuple):
 
     def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         experts, names = self.experts, self.names
-        gate_up_PG = self._base(_spread(x_TD, self.routing), experts.gate_up_EGD)
+        gate_up_PG = self._base(spread(x_TD, self.routing), experts.gate_up_EGD)
         if (fused := self._fused(gate_up_PG, u_P)) is not None:
             return *self._down(fused.activate()), (gate_up_PG, u_P)
         gate_up_PG = gate_up_PG.to(torch.float32)
@@ -202,7 +203,7 @@ class Sorted(NamedTuple):
         gate_up_PG, u_P = kept
         assert gate_up_PG is not None
         experts, names, paired = self.experts, self.names, self.paired
-        dout_PD = _spread(dout_TD, self.routing)
+        dout_PD = spread(dout_TD, self.routing)
         dh_PF = self._base(dout_PD, experts.down_EDF, transposed=True)  # before the router weight
         if (fused := self._fused(gate_up_PG, u_P)) is not None:
             h_PF, dgate_up_PG, dweights_P = fused.backward(dh_PF, dv_P, weights_P1.squeeze(1))
@@ -255,9 +256,9 @@ def _forward(
         adapters.each.expand(y_PD, v_P, names.each_down_b, scaled=True)
     combined_T = added = None
     if adapters is not None and adapters.shared is not None and v_P is not None:
-        combined_T = _over_choices(v_P, routing, weights_TK) * adapters.scale_T1
+        combined_T = over_choices(v_P, routing, weights_TK) * adapters.scale_T1
         added = Added(adapters.shared, combined_T, names.down_b)
-    return _weighted(y_PD, weights_TK, routing, added), v_P, combined_T, kept
+    return weighted(y_PD, weights_TK, routing, added), v_P, combined_T, kept
 
 
 def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
@@ -266,68 +267,10 @@ def _gate_up_shrink(x_TD: Tensor, adapters: _Adapters, plan: _Plan) -> Tensor:
     u_T = adapters.paired.room(x_TD, stack)
     if adapters.shared is not None:
         adapters.shared.shrink(x_TD, u_T, plan.names.gate_up_a, stack=stack, scaled=True)
-    u_P = _spread(u_T, plan.routing)
+    u_P = spread(u_T, plan.routing)
     if adapters.each is not None:
-        adapters.each.shrink(_spread(x_TD, plan.routing), u_P, plan.names.each_gate_up_a, stack=stack, scaled=True)
+        adapters.each.shrink(spread(x_TD, plan.routing), u_P, plan.names.each_gate_up_a, stack=stack, scaled=True)
     return u_P
-
-
-def _spread(x_TI: Tensor, routing: Routing) -> Tensor:
-    """[T, I] -> [P, I] sorted by expert."""
-    if lora_products.on_device(x_TI):
-        from workers.model.gpu.combine import spread  # Triton: only a GPU needs it
-
-        return spread(x_TI, routing.token)
-    return x_TI.index_select(0, routing.token)
-
-
-def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
-    """[P, I] sorted by expert -> [T, K, I]."""
-    return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
-
-
-def _weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing, added: Added | None) -> Tensor:
-    """sum_k weights[:, k] * y, [T, D] float32, of what the experts give, with what is added."""
-    if lora_products.on_device(y_PD):
-        return _over_choices(y_PD, routing, weights_TK, added)
-    return _with(torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1), added)
-
-
-def _sum(dx_PD: Tensor, routing: Routing, added: Added | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of each token from those of its pairs, with what is added: on a device in `dtype`, that of the
-    tokens, else in float32."""
-    if lora_products.on_device(dx_PD):
-        return _over_choices(dx_PD, routing, None, added, dtype)
-    return _with(_per_token(dx_PD.to(torch.float32), routing).sum(1), added)
-
-
-def _with(x_TD: Tensor, added: Added | None) -> Tensor:
-    if added is not None:
-        added.products.expand(x_TD, added.u_T, added.name, stack=added.stack, scaled=False)
-    return x_TD
-
-
-def _over_choices(
-    x_PI: Tensor,
-    routing: Routing,
-    weights_TK: Tensor | None = None,
-    added: Added | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The sum over K, of weighted x, [T, I], first to last; on a device in `dtype`, with what is added. On a CPU
-    torch's own sum has an order that depends on I, and so a group's numbers would depend on the largest rank in the
-    batch."""
-    if lora_products.on_device(x_PI):
-        from workers.model.gpu.combine import combined  # Triton: only a GPU needs it
-
-        return combined(x_PI, routing.inverse, routing.choices, weights_TK, added, dtype)
-    x_TKI = _per_token(x_PI, routing)
-    if weights_TK is not None:
-        x_TKI = x_TKI * weights_TK[:, :, None]
-    total_TI = x_TKI[:, 0]
-    for choice in range(1, x_TKI.shape[1]):
-        total_TI = total_TI + x_TKI[:, choice]
-    return total_TI
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -356,7 +299,7 @@ class _ExpertBlock(torch.autograd.Function):
             dout_TD.to(experts.down_EDF.dtype), dv_P, weights_P1, tuple(kept), ctx.needs_input_grad[0]
         )
         if experts.down_bias_ED is not None:
-            dweights_P += (_spread(dout_TD, routing) * experts.down_bias_ED[routing.experts]).sum(-1)
+            dweights_P += (spread(dout_TD, routing) * experts.down_bias_ED[routing.experts]).sum(-1)
         dweights_TK = dweights_P[routing.inverse].view_as(weights_TK)
         if adapters is not None and adapters.each is not None and du_P is not None:
             dx_PD = dx_PD.to(torch.float32) if dx_PD is not None else None
@@ -364,7 +307,7 @@ class _ExpertBlock(torch.autograd.Function):
         added = None
         if adapters is not None and adapters.shared is not None and du_P is not None:
             added = _shared_backward(du_P, x_TD, plan, adapters.shared, adapters.scale_T1)
-        dx_TD = _sum(dx_PD, routing, added, x_TD.dtype) if dx_PD is not None else None
+        dx_TD = summed(dx_PD, routing, added, x_TD.dtype) if dx_PD is not None else None
         return dx_TD, dweights_TK, None, None
 
 
@@ -378,9 +321,9 @@ def _down_backward(
     if adapters.shared is not None and combined_T is not None:
         adapters.shared.shrink(dout_TD, dv_T, names.down_b, scaled=True)
         adapters.shared.outer(combined_T, dout_TD, names.down_b, scaled=False)
-    dv_P = _spread(dv_T, plan.routing)
+    dv_P = spread(dv_T, plan.routing)
     if adapters.each is not None:
-        dout_PD = _spread(dout_TD, plan.routing)
+        dout_PD = spread(dout_TD, plan.routing)
         adapters.each.shrink(dout_PD, dv_P, names.each_down_b, scaled=True)
         adapters.each.outer(v_P * weights_P1, dout_PD, names.each_down_b, scaled=True)
     return dv_P
@@ -389,13 +332,13 @@ def _down_backward(
 def _each_backward(dx_PD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, each: LoraProducts) -> None:
     """Add to dx in place and to the gradients of the factors of gate and up that are not shared."""
     name, stack = plan.names.each_gate_up_a, len(plan.names.inner_b)
-    each.outer(du_P, _spread(x_TD, plan.routing), name, stack=stack, scaled=True)
+    each.outer(du_P, spread(x_TD, plan.routing), name, stack=stack, scaled=True)
     if dx_PD is not None:
         each.expand(dx_PD, du_P, name, stack=stack, scaled=True)
 
 
 def _shared_backward(du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor) -> Added:
     """Add to the gradients of the shared factors of gate and up. Returns what is to be added to dx."""
-    du_T, stack = _over_choices(du_P, plan.routing) * scale_T1, len(plan.names.inner_b)
+    du_T, stack = over_choices(du_P, plan.routing) * scale_T1, len(plan.names.inner_b)
     shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=stack, scaled=False)
     return Added(shared, du_T, plan.names.gate_up_a, stack)

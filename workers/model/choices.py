@@ -1,0 +1,71 @@
+"""Tokens given to the experts that they have chosen, and what these give, put together again with what adapters add.
+
+Shapes: T tokens, K choices, P = T * K pairs sorted by expert, I columns, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.model import lora_products
+from workers.model.lora_products import Added
+from workers.model.routing import Routing
+
+
+def spread(x_TI: Tensor, routing: Routing) -> Tensor:
+    """[T, I] -> [P, I] sorted by expert."""
+    if lora_products.on_device(x_TI):
+        from workers.model.gpu import combine  # Triton: only a GPU needs it
+
+        return combine.spread(x_TI, routing.token)
+    return x_TI.index_select(0, routing.token)
+
+
+def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
+    """[P, I] sorted by expert -> [T, K, I]."""
+    return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
+
+
+def weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing, added: Added | None) -> Tensor:
+    """sum_k weights[:, k] * y, [T, D] float32, of what the experts give, with what is added."""
+    if lora_products.on_device(y_PD):
+        return over_choices(y_PD, routing, weights_TK, added)
+    return _with(torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1), added)
+
+
+def summed(dx_PD: Tensor, routing: Routing, added: Added | None, dtype: torch.dtype) -> Tensor:
+    """The gradient of each token from those of its pairs, with what is added: on a device in `dtype`, that of the
+    tokens, else in float32."""
+    if lora_products.on_device(dx_PD):
+        return over_choices(dx_PD, routing, None, added, dtype)
+    return _with(_per_token(dx_PD.to(torch.float32), routing).sum(1), added)
+
+
+def _with(x_TD: Tensor, added: Added | None) -> Tensor:
+    if added is not None:
+        added.products.expand(x_TD, added.u_T, added.name, stack=added.stack, scaled=False)
+    return x_TD
+
+
+def over_choices(
+    x_PI: Tensor,
+    routing: Routing,
+    weights_TK: Tensor | None = None,
+    added: Added | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The sum over K, of weighted x, [T, I], first to last; on a device in `dtype`, with what is added. On a CPU
+    torch's own sum has an order that depends on I, and so a group's numbers would depend on the largest rank in the
+    batch."""
+    if lora_products.on_device(x_PI):
+        from workers.model.gpu import combine  # Triton: only a GPU needs it
+
+        return combine.combined(x_PI, routing.inverse, routing.choices, weights_TK, added, dtype)
+    x_TKI = _per_token(x_PI, routing)
+    if weights_TK is not None:
+        x_TKI = x_TKI * weights_TK[:, :, None]
+    total_TI = x_TKI[:, 0]
+    for choice in range(1, x_TKI.shape[1]):
+        total_TI = total_TI + x_TKI[:, choice]
+    return total_TI
