@@ -71,9 +71,10 @@ class ModelText:
     def _ends(self) -> list[int]:
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token for token, each in added.items() if each.special}
-        own = [token for token in self._behind_an_answer() if token in special]
+        if own := [token for token in self._behind_an_answer() if token in special]:
+            return own[:1]
         marks = [*self._behind_an_answer("user")[:1], *self._behind_an_answer("tool")[:1]]
-        return own[:1] or [token for token in marks if token in special]
+        return [token for token in marks if token in special]
 
     def _behind_an_answer(self, *following: str) -> list[int]:
         """What the template puts behind an answer that nobody, or who has that role, speaks after."""
