@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, not_, select, text
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import Session
 
+from store import tables
 from store.database.clock import clock
 from store.database.db import Database
 from store.database.row_security import protect
 from store.database.wal import use_wal
-from store.tables import LEADS, JobLease
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -30,8 +29,6 @@ log = logging.getLogger(__name__)
 
 #: Any number that no other program takes as an advisory lock in the same PostgreSQL database.
 _LOCK = 0x77656674
-#: A leader's lease that goes on for longer is from a clock that was ahead (`scheduler.cluster.fence`).
-_NO_LEASE_LASTS = timedelta(minutes=5)
 
 _HERE = Path(__file__).parent
 
@@ -138,9 +135,11 @@ def upgrade(url: str, other_server: Callable[[], str | None]) -> None:
 
 def _refuse_led(connection: Connection) -> None:
     """Raise InUse while a server leads; none may begin to until this transaction is over."""
-    of_leader = select(JobLease.until).where(JobLease.name == LEADS).with_for_update()
-    until, now = connection.scalar(of_leader), clock(Session(connection))
-    if until is not None and now < until < now + _NO_LEASE_LASTS:
+    lease = tables.JobLease
+    leader = select(lease.name).where(lease.name == tables.LEADS)
+    connection.execute(leader.with_for_update())
+    now = clock(Session(connection))
+    if connection.scalar(leader.where(not_(lease.over(now, tables.LEADS_S)))) is not None:
         raise InUse(
             f"the database is of revision {revision_in(connection)}, and servers that share it are at work: stop all "
             f"servers and workers, then bring it to {head()} (`weftd migrate`). A leader that was killed counts for "

@@ -91,6 +91,6 @@ class Leadership:
 
     async def _take(self, token: str) -> bool:
         def write(session: Session) -> bool:
-            return fence.take(session, token, clock(session), fence.LEADS_S)
+            return fence.take(session, token, clock(session))
 
         return await self._shared.database.write(write)

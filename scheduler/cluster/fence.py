@@ -21,9 +21,6 @@ from store.database.db import Database
 from store.database.works import Batch
 
 T = TypeVar("T")
-#: A leader that did not renew its lease for so long may be followed by another.
-LEADS_S = 5.0
-
 
 _SELECT = select(tables.JobLease.holder).where(tables.JobLease.name == tables.LEADS).with_for_update(read=True)
 _HOLDER: Question = {"postgresql": _SELECT, "sqlite": _SELECT}
@@ -33,17 +30,15 @@ class Superseded(BaseException):
     """Another process leads. Not an Exception: nothing that goes on after an error may go on after this."""
 
 
-def take(session: Session, token: str, now: datetime, lasts_s: float) -> bool:
-    """In a write: become the leader, or stay it. False while somebody else is. A lease that goes on for twice as long
-    as it lasts is from a clock that was ahead."""
-    lease, until = tables.JobLease, now + timedelta(seconds=lasts_s)
+def take(session: Session, token: str, now: datetime) -> bool:
+    """In a write: become the leader, or stay it. False while somebody else is."""
+    lease, until = tables.JobLease, now + timedelta(seconds=tables.LEADS_S)
     row = session.get(lease, tables.LEADS)
     if row is None:
         session.add(lease(name=tables.LEADS, holder=token, until=until))
         session.flush()
         return True
-    ahead = now + timedelta(seconds=2 * lasts_s)
-    free = or_(lease.holder == token, lease.until < now, lease.until > ahead)
+    free = or_(lease.holder == token, lease.over(now, tables.LEADS_S))
     change = update(lease).where(lease.name == tables.LEADS, free).values(holder=token, until=until)
     return session.scalar(change.returning(lease.holder)) == token
 

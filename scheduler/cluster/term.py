@@ -20,7 +20,6 @@ from typing import Any
 from sqlalchemy import select, tuple_
 
 from billing.prices import PriceList
-from scheduler.cluster import fence
 from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.cluster.leading_journal import LeadingJournal
 from scheduler.cluster.policy_desk import PolicyDesk
@@ -142,12 +141,12 @@ class Term:
 
     def renewed(self) -> None:
         """The lease is ours from now on for LEADS_S."""
-        self._sure_until = asyncio.get_running_loop().time() + fence.LEADS_S
+        self._sure_until = asyncio.get_running_loop().time() + tables.LEADS_S
 
     async def _lead(self) -> None:
         """Have trainers come here, but not while another may lead already."""
         if not self._draining and asyncio.get_running_loop().time() < self._sure_until:
-            await self._run(self._joining.lead, fence.LEADS_S)
+            await self._run(self._joining.lead, tables.LEADS_S)
         await asyncio.sleep(BEAT_S)
 
     async def _trainers(self) -> None:
@@ -217,7 +216,7 @@ class Term:
 
     def _lately(self) -> list[tables.Operation]:
         """What the one before may have settled without telling."""
-        row, since = tables.Operation, datetime.now(UTC) - 2 * timedelta(seconds=fence.LEADS_S) - timedelta(seconds=10)
+        row, since = tables.Operation, datetime.now(UTC) - timedelta(seconds=2 * tables.LEADS_S + 10)
         with self.database.read() as session:
             return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
 

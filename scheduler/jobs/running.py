@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, delete, not_, or_, select
+from sqlalchemy import delete, not_, select
 from sqlalchemy.orm import Session
 
 from scheduler.jobs.registry import Job, JobContext, Result
@@ -61,7 +61,7 @@ class JobState:
 
 def states(session: Session, jobs: Mapping[str, Job], now: datetime) -> list[JobState]:
     rows = {row.name: row for row in session.scalars(select(JobRun))}
-    running = set(session.scalars(select(JobLease.name).where(not_(_over(now)))))
+    running = set(session.scalars(select(JobLease.name).where(not_(JobLease.over(now, LEASE_S)))))
     return [JobState(job, rows.get(name), name in running) for name, job in sorted(jobs.items())]
 
 
@@ -104,17 +104,12 @@ def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
         context.database.write_now(lambda session: _end(session, job, holder, ended_at, duration_ms, result, error))
 
 
-def _over(now: datetime) -> ColumnElement[bool]:
-    """Whether a lease is over. One that goes on for longer than any is from a clock that was ahead."""
-    return or_(JobLease.until <= now, JobLease.until > now + timedelta(seconds=LEASE_S))
-
-
 def _start(session: Session, job: Job, holder: str, now: datetime, forced: bool) -> bool:
     lease = insert_into(session, JobLease).values(name=job.name, holder=holder, until=now + timedelta(seconds=LEASE_S))
     lease = lease.on_conflict_do_update(
         index_elements=["name"],
         set_={"holder": lease.excluded.holder, "until": lease.excluded.until},
-        where=_over(now),
+        where=JobLease.over(now, LEASE_S),
     )
     if session.scalar(lease.returning(JobLease.name)) is None:
         return False

@@ -20,6 +20,7 @@ from store.tables.money import (
 )
 from store.tables.payments import (
     LEADS,
+    LEADS_S,
     Alert,
     Invoice,
     JobLease,
@@ -33,6 +34,7 @@ from store.tables.work import LOADS, Checkpoint, Operation, Run, Sampler, Sessio
 
 __all__ = [
     "LEADS",
+    "LEADS_S",
     "LOADS",
     "Alert",
     "ApiKey",

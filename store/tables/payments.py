@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, ColumnElement, ForeignKey, Index, String, UniqueConstraint, or_, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
@@ -124,6 +124,8 @@ class JobRun(Base):
 
 #: The lease of the server that leads those that share a database (`scheduler.cluster.fence`).
 LEADS = "journal"
+#: A leader that did not renew its lease for so long may be followed by another.
+LEADS_S = 5.0
 
 
 class JobLease(Base):
@@ -133,3 +135,9 @@ class JobLease(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     holder: Mapped[str] = mapped_column(String(64))
     until: Mapped[datetime]
+
+    @classmethod
+    def over(cls, now: datetime, lasts_s: float) -> ColumnElement[bool]:
+        """Whether a lease is, of those that are taken for `lasts_s`. One that goes on for twice as long is from a clock
+        that was ahead."""
+        return or_(cls.until <= now, cls.until > now + timedelta(seconds=2 * lasts_s))

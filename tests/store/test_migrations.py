@@ -17,6 +17,7 @@ from billing.reports.reconcile import reconcile
 from migrations import upgrade
 from migrations.upgrade import InUse, alembic_config, head, migrate, revision_of
 from scheduler.cluster import fence
+from store import tables
 from store.database.db import Database
 from store.tables import Base, Budget, BudgetPeriod, Operation, Organisation, UsageEvent
 
@@ -119,7 +120,7 @@ def test_servers_that_share_the_tables_have_ended_before_these_change(
     with create_engine(any_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
     now = datetime.now(UTC)
-    assert any_database.write_now(lambda session: fence.take(session, "old", now, fence.LEADS_S))
+    assert any_database.write_now(lambda session: fence.take(session, "old", now))
     with pytest.raises(InUse, match="revision 0004, and servers that share it are at work: stop all"):
         migrate(any_database)
     assert revision_of(create_engine(any_database.url)) == "0004"
@@ -149,8 +150,9 @@ def test_whether_servers_are_at_work_does_not_hang_on_the_clock_of_who_migrates(
     """The lease is by the database's. One ahead took a leader for dead, one behind waited for one that was gone."""
     with create_engine(postgres_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
+    monkeypatch.setattr(tables, "LEADS_S", 60.0)
     now = datetime.now(UTC)
-    assert postgres_database.write_now(lambda session: fence.take(session, "old", now, 60.0))
+    assert postgres_database.write_now(lambda session: fence.take(session, "old", now))
     if not led:
         postgres_database.write_now(lambda session: fence.give_up(session, "old", now))
     monkeypatch.setattr(Wrong, "off", timedelta(hours=1 if led else -1))
@@ -163,7 +165,7 @@ def test_a_lease_from_a_clock_that_was_years_ahead_is_nobody_at_work(postgres_da
     with create_engine(postgres_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
     ahead = datetime.now(UTC) + timedelta(days=3650)
-    assert postgres_database.write_now(lambda session: fence.take(session, "old", ahead, fence.LEADS_S))
+    assert postgres_database.write_now(lambda session: fence.take(session, "old", ahead))
     migrate(postgres_database)
 
 

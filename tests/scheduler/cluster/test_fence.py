@@ -18,7 +18,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def lead(database: Database, token: str, after_s: float = 0.0) -> bool:
-    return database.write_now(lambda session: take(session, token, NOW + timedelta(seconds=after_s), 5))
+    return database.write_now(lambda session: take(session, token, NOW + timedelta(seconds=after_s)))
 
 
 def test_one_leads_until_its_lease_is_over(any_database: Database) -> None:

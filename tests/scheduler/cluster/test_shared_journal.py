@@ -26,7 +26,7 @@ from api.state.fetched import Fetched
 from api.state.rates import check_in_flight
 from api.who.principal import Principal, RateLimit
 from billing.prices import load_prices
-from scheduler.cluster import cancels, election, fence, policy_desk, shared_journal, shared_limits, term
+from scheduler.cluster import cancels, election, policy_desk, shared_journal, shared_limits, term
 from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
@@ -146,7 +146,7 @@ def play(postgres_database: Database, blobs: FolderBlobs, url: str, monkeypatch:
     monkeypatch.setattr(term, "RESCAN_S", 0.2)
     for module in (term, election):
         monkeypatch.setattr(module, "BEAT_S", 0.2)
-    monkeypatch.setattr(fence, "LEADS_S", 2.0)
+    monkeypatch.setattr(tables, "LEADS_S", 2.0)
     monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
 
     def run(scenario: Callable[[Replica, Replica], Awaitable[None]]) -> None:
@@ -501,7 +501,7 @@ def test_a_leader_that_has_much_to_take_up_stays_the_leader_meanwhile(
     begin = Term.begin
 
     async def long(self: Term) -> None:
-        await asyncio.sleep(1.5 * fence.LEADS_S)
+        await asyncio.sleep(1.5 * tables.LEADS_S)
         await begin(self)
 
     monkeypatch.setattr(Term, "begin", long)

@@ -154,7 +154,7 @@ def test_a_leader_sees_that_it_leads_with_what_it_asks_anyway(
 ) -> None:
     database, settlement = postgres_database, Settlement(PRICES)
     database.write_now(lambda session: session.add(tables.Organisation(id="org", name="org", created_at=NOW)))
-    database.write_now(lambda session: take(session, "leader", NOW, 3600))
+    database.write_now(lambda session: take(session, "leader", NOW))
     op = row_named("op1")
     hold = {"hold_nusd": most_nusd(PRICES, op)}
     asyncio.run(database.write_batched(insert_all, Taking(to_row(op, "") | hold), lock="org"))

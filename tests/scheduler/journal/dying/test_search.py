@@ -231,9 +231,7 @@ class Program:
         """Another leads; whoever did before can end nothing any more."""
         self.terms += 1
         token, now = f"t{self.terms}", NOW + timedelta(seconds=100 * self.terms)
-        await asyncio.to_thread(
-            self.direct.write_now, lambda session: _need(fence.take(session, token, now, lasts_s=5.0))
-        )
+        await asyncio.to_thread(self.direct.write_now, lambda session: _need(fence.take(session, token, now)))
         self.leads.append(self.draw.choice(self.replicas).leader(token))
         if len(self.leads) > 1 and (queued := self.rows("state = 'queued' AND kind <> 'sample'")):
             with self.direct.read() as session:
