@@ -11,8 +11,9 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api.state.liveness import end_idle, runs_over
+from api.state.liveness import end_idle, runs_over, samples_over
 from api.state.service import Service
+from scheduler.journal.front import WORK_WAITS
 from store.database.clock import clock as time_of
 
 log = logging.getLogger(__name__)
@@ -59,19 +60,21 @@ async def keep_house(service: Service, clock: Callable[[], datetime] | None = No
 
 
 async def reap(service: Service, now: datetime | None = None) -> list[str]:
-    """End the sessions that are idle for too long, by the database's time unless `now` is given, and close the runs of
-    all that have ended. Checkpoints stay."""
+    """End the sessions that are idle for too long, by the database's time unless `now` is given, close the runs of all
+    that have ended, and cancel the samples that still wait for them. Checkpoints stay."""
     idle = timedelta(seconds=service.settings.session_idle_s)
     working = await service.journal.working_sessions()
 
-    def write(session: Session) -> tuple[list[str], list[str]]:
-        ended = end_idle(session, (now or time_of(session)) - idle, working)
-        return ended, runs_over(session)
+    def write(session: Session) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+        at = now or time_of(session)
+        return end_idle(session, at - idle, working), runs_over(session), samples_over(session, at - WORK_WAITS)
 
-    ended, runs = await service.database.write(write)
+    ended, runs, samples = await service.database.write(write)
     service.liveness.ended(ended)
     for run_id in runs:
         service.journal.close_run(run_id)
+    for org_id, op_id in samples:
+        await service.journal.cancel(org_id, op_id)
     if ended:
         log.info("ended %d idle sessions", len(ended))
     return ended

@@ -21,6 +21,7 @@ from api.errors import SessionEnded
 from api.who.lookup import session_by_id
 from api.who.principal import Principal
 from billing.metering import storage
+from scheduler.order.operations import SAMPLE
 from store import tables
 from store.database import audit
 from store.database.clock import clock
@@ -122,6 +123,14 @@ def runs_over(session: Session) -> list[str]:
     run, owner = tables.Run, tables.Session
     query = select(run.id).join(owner, owner.id == run.session_id).where(run.state == "live", owner.state != "active")
     return list(session.scalars(query))
+
+
+def samples_over(session: Session, before: datetime) -> list[tuple[str, str]]:
+    """Organisations and request ids of samples that have waited since `before` though their session has ended."""
+    op, owner = tables.Operation, tables.Session
+    query = select(op.org_id, op.id).join(owner, owner.id == op.session_id).where(op.state == "queued")
+    left = query.where(op.kind == SAMPLE, op.accepted_at < before, owner.state != "active").limit(FLUSH_ROWS)
+    return [(org_id, op_id) for org_id, op_id in session.execute(left)]
 
 
 def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:

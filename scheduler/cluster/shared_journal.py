@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +34,7 @@ from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
+from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.rows import from_row, pack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
@@ -72,8 +73,6 @@ EXCHANGE_S = 1.0
 TOLD_BYTES = 2048
 #: Numbers that were found to be new, whose operations have not come: what is beyond is looked up again.
 MOST_FRESH = 10_000
-#: An operation that has waited for so long keeps its session alive no more.
-WORKING = timedelta(hours=24)
 
 _encode = msgspec.msgpack.Encoder().encode
 _OP = tables.Operation.__table__
@@ -385,7 +384,7 @@ class SharedJournal:
 
     def _working_sessions(self) -> set[str]:
         row = tables.Operation
-        recent = row.accepted_at > datetime.now(UTC) - WORKING
+        recent = row.accepted_at > datetime.now(UTC) - WORK_WAITS
         with self._database.read() as session:
             return set(session.scalars(select(row.session_id).where(row.state == "queued", recent).distinct()))
 

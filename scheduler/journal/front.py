@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Protocol
 
 from scheduler.journal.accepting.in_flight import InFlight
@@ -11,6 +12,10 @@ from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.samples.streams import TokenStreams
 from scheduler.order.operations import Gone, NewOperation, Outcome, Waiting
 from store import tables
+
+#: Work that waits keeps a session whose client is silent for at most so long. When the session has ended, it is given
+#: up: nobody waits for it, and it would hold money for ever where its model is not served any more.
+WORK_WAITS = timedelta(hours=24)
 
 
 class OperationJournal(Protocol):
@@ -45,10 +50,12 @@ class OperationJournal(Protocol):
         """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
 
     def close_run(self, run_id: str) -> None:
-        """Its session has ended: let queued work finish, then forget the run."""
+        """Its session has ended: let queued work finish, unless it has waited for WORK_WAITS, then forget the run.
+        To be called again until it is forgotten."""
 
     async def working_sessions(self) -> set[str]:
-        """Sessions with operations that can go on; one that waits for a number that never came cannot."""
+        """Sessions with operations that can go on; one that waits for a number that never came cannot, nor can what has
+        waited for WORK_WAITS."""
 
     async def queue_lengths(self) -> dict[str, int]:
         """How many operations have not ended (`open`), are `running`, and how many `runs` take operations."""

@@ -27,6 +27,7 @@ from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, Feed
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
+from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import cut_off, item_of
@@ -279,9 +280,11 @@ class Journal:
         return True
 
     async def working_sessions(self) -> set[str]:
-        lanes = self.training.runs
+        lanes, since = self.training.runs, datetime.now(UTC) - WORK_WAITS
         return {
-            op.session_id for op in self._open.values() if op.lane not in lanes or lanes[op.lane].missing(op) is None
+            op.session_id
+            for op in self._open.values()
+            if op.accepted_at > since and (op.lane not in lanes or lanes[op.lane].missing(op) is None)
         }
 
     async def queue_lengths(self) -> dict[str, int]:

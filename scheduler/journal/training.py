@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from sqlalchemy import Update, update
 
 from scheduler.journal.ending.recording import Recorder
+from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.gaps import Gaps
 from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.storing import Storing
@@ -283,14 +284,21 @@ class Training:
             self._fail(op, why, category)
 
     def close_run(self, run_id: str) -> None:
-        """Its session has ended: let queued work finish, then forget the run."""
+        """Its session has ended: let queued work finish, unless it has waited for WORK_WAITS, then forget the run."""
         lane = self.runs.get(run_id)
         if lane is None:
             return
         lane.closing = True
-        for op in [op for op in self._open.values() if op.lane == run_id and lane.missing(op) is not None]:
-            self._fail(op, f"the session ended before operation {lane.next_seq} of run {run_id} arrived", "user")
-        if lane.idle:
+        left = [op for op in self._open.values() if op.lane == run_id]
+        for op in left:
+            if lane.missing(op) is not None:
+                self._fail(op, f"the session ended before operation {lane.next_seq} of run {run_id} arrived", "user")
+        since = datetime.now(UTC) - WORK_WAITS
+        if any(op.accepted_at < since for op in left) and not any(op.running or op.settling for op in left):
+            hours = f"{WORK_WAITS.total_seconds() / 3600:.0f} hours"
+            why = f"no trainer with {lane.spec.base_model} took it within {hours}, and its session has ended"
+            self.close_for_good(lane, f"{why}: it was given up, and is not billed", "server")
+        elif lane.idle:
             self._forget(lane)
 
     def _forget(self, lane: RunLane) -> None:

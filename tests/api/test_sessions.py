@@ -17,12 +17,15 @@ from api.state import liveness
 from api.state.liveness import Liveness, end
 from api.who import session_search
 from api.who.principal import Principal
+from scheduler.dispatch.sample_desk import SampleDesk
+from scheduler.journal import journal, training
 from scheduler.journal.accepting import acceptance
 from store import tables
 from store.database.db import Database
 from store.tables import AuditEntry
 from tests.api.conftest import MODEL, World
 from tests.api.data import batch
+from tests.api.test_lanes import sample
 from tests.keys import create_key
 
 NOBODY = {"reason": None, "detail": None, "key_id": None}
@@ -287,6 +290,32 @@ class TestReaping:
         with world.database.read() as reading:
             assert reading.get_one(tables.Run, run).state == "closed"
         assert run not in world.journal.training.runs
+
+    def test_work_that_nobody_takes_is_given_up_a_day_after_its_client_was_heard_of(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A restarted server serves other models: what was queued for this one would hold its user's money for ever."""
+        SampleDesk(world.journal)
+        session = world.session()
+        made = world.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL})
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = world.post("create_sampling_session", body)["sampling_session_id"]
+        asked = sample(world, sampler, 1)["request_id"]
+        held = world.get("weft/usage")["held_nusd"]
+        assert held > 0
+        age(world.database, session, 25)
+        assert self.reap(world) == []
+        for where in (journal, training, housekeeping):
+            monkeypatch.setattr(where, "WORK_WAITS", timedelta())
+        assert self.reap(world) == [session]
+        world.http.portal.call(world.journal.flush)  # type: ignore[union-attr,call-arg]
+        given_up = world.outcome(made["request_id"]).json()
+        assert given_up["category"] == "server"
+        assert "hours, and its session has ended" in given_up["error"]
+        assert world.outcome(asked).status_code == 200
+        assert world.get("weft/usage")["held_nusd"] == 0
+        with world.database.read() as reading:
+            assert [run.state for run in reading.query(tables.Run)] == ["closed"]
 
     def test_an_expired_session_stays_expired(self, world: World) -> None:
         session = world.session()
