@@ -417,7 +417,7 @@ def test_a_loop_whose_rollouts_all_fail_says_why(service: weft.ServiceClient) ->
     async def broken(task: Any, chat: rl.Chat) -> float:
         raise KeyError("no such column")
 
-    with pytest.raises(rl.RolloutsFailedError, match=r"in a row failed; the last: 'no such column'"):
+    with pytest.raises(rl.RolloutsFailedError, match=r"in a row failed; the last: KeyError: 'no such column'"):
         rl.train(fresh(service), rl.function(broken, sums()), steps=2, groups=rl.Groups(batch=2, size=2), sinks=[])
 
 

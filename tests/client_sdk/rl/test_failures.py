@@ -17,7 +17,7 @@ def test_a_loop_ends_when_a_batch_of_groups_failed_one_after_another() -> None:
     assert [groups.failed(error) for _ in range(4)] == [None] * 4
     ended = groups.failed(error)
     assert isinstance(ended, RolloutsFailedError)
-    assert str(ended) == "5 groups in a row failed; the last: no such column"
+    assert str(ended) == "5 groups in a row failed; the last: ValueError: no such column"
     assert ended.__cause__ is error
 
 

@@ -45,7 +45,7 @@ class InARow:
             return error
         if self._failed < max(4, self._batch):
             return None
-        ended = RolloutsFailedError(f"{self._failed} groups in a row failed; the last: {error}")
+        ended = RolloutsFailedError(f"{self._failed} groups in a row failed; the last: {type(error).__name__}: {error}")
         ended.__cause__ = error
         return ended
 
