@@ -61,9 +61,9 @@ Where attention has an output gate, `q_proj` projects it, too. Routers, norms, b
 and the gates of shared experts are frozen, and in latent attention `q_b_proj` and `kv_b_proj`, which Tinker's
 count of parameters leaves out too (`get_lora_param_count` of its cookbook); an adapter that has them is refused by
 name. All experts of a layer share the factor on the hidden side (`docs/design.md`). Exports name modules as
-transformers 5 does (`mlp.experts.N.gate_proj`), in every family; adapters with the names of Mixtral's checkpoints
-(`block_sparse_moe.experts.N.w1`) are imported as well. Ling 2, for which transformers has no class, is named as in its
-checkpoints.
+transformers 5 does (`mlp.experts.N.gate_proj`), in every family but Mixtral, whose experts PEFT and vLLM know by the
+names of its checkpoints alone (`block_sparse_moe.experts.N.w1`); adapters with either names are imported. Ling 2, for
+which transformers has no class, is named as in its checkpoints.
 
 Adapters of Qwen3.5 and 3.6, DeepSeek-V3.1, Kimi-K2.5 and K2.6, gpt-oss-20b, Nemotron 3 Nano and Super have as many
 parameters as `get_lora_param_count` says.

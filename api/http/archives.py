@@ -65,7 +65,7 @@ def _export(source: Path, target: Path) -> Path:
     fields = orjson.loads((source / "adapter_config.json").read_bytes())
     tensors = load_file(source / "adapter.safetensors")
     said = {"base_model": fields["base_model"], "rank": fields["rank"], "alpha": fields["alpha"]}
-    write_export(target, tensors, **said, in_size=fields.get("in_size", 0))
+    write_export(target, tensors, **said, in_size=fields.get("in_size", 0), mixtral=fields.get("mixtral", False))
     return target
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from starlette.responses import JSONResponse, Response
-from weft import Datum, LossHandle, ModelInput, ServiceClient
+from weft import Datum, LossHandle, ModelInput, ServiceClient, WeftError
 from weft.loss_handle import trace
 
 from tests.client_sdk.stub_server import SESSION, Asked, Stub
@@ -129,6 +129,18 @@ def test_data_that_do_not_fit_the_loss(service: ServiceClient) -> None:
     wide = Datum(ModelInput.from_ints([1]), {"target_tokens": np.ones((1, 2), int), "weights": np.ones((1, 2))})
     with pytest.raises(ValueError, match=r"data\[0\].*has shape \(1, 2\), the loss 'nll' declared rank 1"):
         run.forward_backward_custom([wide], handle)
+
+
+def test_a_gradient_of_the_users_that_is_not_finite_is_told_as_theirs(service: ServiceClient) -> None:
+    """The server would tell of weights that they never gave."""
+
+    def loss(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        return logprobs[0].sum() + (logprobs[1] - logprobs[1].detach()).sqrt().sum(), {}
+
+    run = service.create_lora_training_client("org/tiny", rank=8).result(10)
+    says = r"^datum 1: the gradient of your loss is inf at element 0 of its logprobs; it must be finite$"
+    with pytest.raises(WeftError, match=says):
+        run.forward_backward_custom([datum(1, 2), datum(5)], loss).result(10)
 
 
 def test_threads_of_a_process_trace_at_once() -> None:

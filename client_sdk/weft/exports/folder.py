@@ -26,12 +26,23 @@ Versions. An adapter of a dense model loads everywhere. One with experts (mixtur
 | 5.10 to 5.23 | 0.20 to 0.21 |
 
 and **wrongly, without a word**, with transformers 5 and peft 0.18, which drops the experts. Other pairs that were tried
-refuse it with an error. So check once:
+refuse it with an error.
+
+That holds where the base has nothing but experts in its MLPs: Qwen3 MoE, Mixtral, OLMoE. With transformers 5 peft 0.21
+drops, **without a word**, dense layers and shared experts that are beside experts (GLM-4.5, GLM-4.7-Flash, DeepSeek-V3,
+Qwen3-Next, Qwen3.5 MoE), and experts that are one tensor in the checkpoint (gpt-oss). Such adapters are sampled rightly
+by Weft. So check once:
 
     python verify.py --base BASE
 
 compares log-probabilities with the server's (reference.json). BASE is the base model, by its folder or its name on the
 hub.
+
+Merging. Where the adapter trains the unembedding and the base has it tied to its embedding (as small models have),
+merge_and_unload changes the embedding, too, and gives another model. Part them before PeftModel.from_pretrained:
+
+    base.config.tie_word_embeddings = False
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
 """
 
 _FOR_VLLM = """\

@@ -107,6 +107,11 @@ def differentiate(data: list[Datum], output: ForwardBackwardOutput, loss_fn: Cus
     weights = [
         np.zeros(lp.shape, np.float32) if g is None else -g.numpy() for lp, g in zip(logprobs, grads, strict=True)
     ]
+    for index, weight in enumerate(weights):
+        if (bad := np.flatnonzero(~np.isfinite(weight))).size:
+            value = -float(weight.flat[bad[0]])
+            what = f"the gradient of your loss is {value} at element {bad[0]} of its logprobs; it must be finite"
+            raise WeftError(f"datum {index}: {what}")
     second = [
         _replace(datum, _targets(datum), TensorData.from_dense(weight))
         for datum, weight in zip(data, weights, strict=True)

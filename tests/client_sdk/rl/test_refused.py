@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from weft import rl
 from weft.rl.chat.purse import BudgetSpent, Purse
+from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import reward_of
-from weft.wire.account.limits import PricesResponse
+from weft.wire.account.limits import LimitsResponse, ModelLimits, PricesResponse
+from weft.wire.inputs import Datum, ModelInput
 
 from tests.client_sdk.rl.kit import Scripted, policy, tokenizer
 from tests.client_sdk.rl.test_rollouts import Run
@@ -77,6 +80,21 @@ def test_a_conversation_that_the_template_cannot_say_is_named() -> None:
         rl.pairs([row, {**row, "prompt": "?!"}], strict)
 
 
+@pytest.mark.parametrize(("asks", "answers"), [("human", "gpt"), ("user", "model"), ("human", "assistant")])
+def test_roles_that_no_template_knows_are_named(asks: str, answers: str) -> None:
+    """Rows of which nothing was trained went missing without a word."""
+    talk = [{**TALK[0], "role": asks}, {**TALK[1], "role": answers}]
+    place, role = (0, asks) if asks == "human" else (1, answers)
+    says = rf"messages\[{place}\]: 'role' is '{role}'; it must be one of .*user, assistant, tool: rename yours$"
+    with pytest.raises(ValueError, match=rf"^rows\[1\]: {says}"):
+        rl.conversations([TALK, talk], tokenizer())
+    with pytest.raises(ValueError, match=rf"^{says}"):
+        TemplateRenderer(tokenizer()).render_ids(talk, add_generation_prompt=True)
+    row = {"prompt": "?", "chosen": "8", "rejected": "9"}
+    with pytest.raises(ValueError, match=rf"^rows\[1\]: {says}"):
+        rl.pairs([row, {**row, "prompt": talk}], tokenizer())
+
+
 def test_no_data_and_pairs_of_other_columns() -> None:
     with pytest.raises(ValueError, match="no data to train on"):
         rl.sft(NOBODY, [])
@@ -110,6 +128,28 @@ def test_a_datum_that_the_base_model_cannot_take_is_named_before_any_step() -> N
         rl.dpo(run, rl.pairs(rows, tokenizer()), reference=run)
     with pytest.raises(TypeError, match=r"^data\[1\] must be as rl.conversations or rl.pairs makes it, got {'mess"):
         rl.sft(run, [data[0], cast(Any, {"messages": TALK})])
+
+
+def test_a_pair_is_refused_where_its_reference_has_no_room_for_the_last_token() -> None:
+    """Training predicts the token behind a whole context; who scores it has to read it."""
+    run = cast(Any, Priced(Scripted(), None))
+    rows = [{"prompt": "?", "chosen": "8", "rejected": each} for each in ("9", "8 " * 3000)]
+    pair, exact = rl.pairs(rows, tokenizer())
+    inputs = {name: values.to_numpy()[:2048] for name, values in exact.rejected.loss_fn_inputs.items()}
+    whole = Datum(ModelInput.from_ints(exact.rejected.model_input.to_ints()[:2048]), inputs)
+    with pytest.raises(ValueError, match=r"^data\[1\] has 2049 tokens, the base model takes 2048"):
+        rl.dpo(run, [pair, replace(exact, rejected=whole)], reference=run)
+
+
+def test_a_pair_is_refused_where_its_reference_is_a_model_of_a_shorter_context() -> None:
+    class Short(Priced):
+        async def get_limits(self) -> LimitsResponse:
+            return LimitsResponse(models={"base": ModelLimits(vocab_size=1000, context_length=64)}, losses={})
+
+    run, reference = (cast(Any, kind(Scripted(), None)) for kind in (Priced, Short))
+    rows = [{"prompt": "?", "chosen": "8", "rejected": "9 " * 80}]
+    with pytest.raises(ValueError, match=r"^data\[0\] has \d+ tokens, the base model takes 64"):
+        rl.dpo(run, rl.pairs(rows, tokenizer()), reference=reference)
 
 
 def test_what_solve_waits_for_in_vain_is_told_as_it_is() -> None:

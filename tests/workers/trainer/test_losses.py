@@ -195,6 +195,25 @@ def test_gspo_counts_marked_positions_of_no_advantage() -> None:
     assert lp_P.grad.tolist() == pytest.approx([-math.exp(0.375), 0.0], rel=1e-6)
 
 
+def test_gspo_ratio_is_to_the_bit_the_same_for_all_tokens_of_a_sequence() -> None:
+    """A token's own lp, however large, rounds nothing of it: near a bound some tokens would be clipped, others not."""
+    lp_P, inputs = rl([-0.01, -7.0, -900.0], [-0.0101, -7.0001, -900.0], [1.0, 1.0, 1.0])
+    loss, metrics = gspo(lp_P, inputs, {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})
+    loss.backward()
+    ratio = (lp_P.detach() - inputs["logprobs"]).mean().exp()
+    assert lp_P.grad.tolist() == [-ratio.item()] * 3
+    assert metric_values(metrics)["sequence_ratio:mean"] == pytest.approx(ratio.item(), rel=1e-7)
+
+
+def test_gspo_metrics_are_of_the_positions_in_the_loss() -> None:
+    """A position that is marked and has no advantage may have a q for which the ratio is no float32."""
+    lp_P, inputs = rl([-1.0, -2.0], [-1.5, -200.0], [1.0, 0.0])
+    inputs |= {"sequence_ratio_mask": torch.ones(2), "lengths": torch.tensor([1, 1])}
+    found = metric_values(gspo(lp_P, inputs, {})[1])
+    assert found["ratio:mean"] == pytest.approx(math.exp(0.5))
+    assert found["mismatch_kl:mean"] == pytest.approx(math.exp(0.5) - 1.5)
+
+
 def test_gspo_ratio_is_the_sequences_and_sequences_are_apart() -> None:
     """Two sequences: ratios exp(0.1) and exp(-0.1 / 2) = mean over the marked positions; the mask reaches further than
     the advantages."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from weft.wire.checks.runs import LEAST_EPS
 
 from workers.trainer.steps.adamw import Adam, OptimizerError, Step, clip_gradients, clip_scale, norms_of, step_many
 
@@ -77,8 +78,15 @@ def test_the_norm_of_a_large_gradient_is_that_of_float64(scale: float) -> None:
     assert float(grad.double().norm()) == pytest.approx(1.0, rel=1e-6)
 
 
+def test_with_the_least_eps_a_weight_without_a_gradient_stays() -> None:
+    """A smaller one is 0 to the kernel, and 0 / 0 the weight."""
+    step = Step(Adam(eps=LEAST_EPS), *(torch.zeros(4) for _ in range(4)), step=0)
+    step_many([step])
+    assert step.weights.tolist() == [0.0] * 4
+
+
 @pytest.mark.parametrize(
-    "bad", [{"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}, {"grad_clip_norm": -1.0}]
+    "bad", [{"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}, {"eps": 1e-46}, {"grad_clip_norm": -1.0}]
 )
 def test_refuses_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(OptimizerError, match=next(iter(bad))):

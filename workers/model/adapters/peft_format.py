@@ -7,6 +7,7 @@ Nemotron:
 | | PEFT, vLLM | Tinker, its cookbook |
 |---|---|---|
 | experts | `mlp.experts.{e}.gate_proj` A [r,d], 2-D for each | `mlp.experts.w1` A [1 or E,r,d]; w2 is down, w3 up |
+| Mixtral's experts | `block_sparse_moe.experts.{e}.w1`; w2 is down, w3 up | as all experts |
 | experts without a gate | `mixer.experts.{e}.up_proj` | `mixer.experts.w1`; w2 is down, w3 empty or not there |
 | `in_proj_qkv` | A [3r,d], B [out,3r]: of queries, of keys, of values; else 0 | `in_proj_q`, `in_proj_k`, `in_proj_v` |
 | Mamba-2's `in_proj` | A [2r,d], B [out,2r]: of the gate, of the values; else 0 | `mixer.gate_proj`, `mixer.x_proj` |
@@ -43,6 +44,7 @@ _PREFIX = "base_model.model."
 #: Tinker's names of an expert's products, where it has a gate and where it has none.
 _GATED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _UNGATED = {"up_proj": "w1", "down_proj": "w2"}
+_OF_EXPERT = re.compile(r"\.mlp(\.experts\.\d+\.)(\w+_proj)")
 #: What names of Nemotron's modules have.
 MIXER = ".mixer."
 #: The projections into a gated delta rule, in the order in which they are fused: of Qwen3-Next, of Qwen3.5 as Tinker
@@ -60,12 +62,22 @@ class PeftFormatError(ValueError):
 
 
 def write_export(
-    folder: Path, tensors: Mapping[str, Array], *, base_model: str, rank: int, alpha: float, in_size: int = 0
+    folder: Path,
+    tensors: Mapping[str, Array],
+    *,
+    base_model: str,
+    rank: int,
+    alpha: float,
+    in_size: int = 0,
+    mixtral: bool = False,
 ) -> None:
     """Write `tensors` (by their names in `AdapterShape`) as an export into `folder`. `in_size`: the outputs of the
-    model's Mamba-2's `in_proj` (`DecoderConfig.mamba`), of which an adapter has a part."""
+    model's Mamba-2's `in_proj` (`DecoderConfig.mamba`), of which an adapter has a part. `mixtral`: PEFT finds the
+    experts by the names of Mixtral's checkpoints alone, and drops all others without a word."""
     pairs = list(_pairs(tensors))
     root, peft = _tinker_layout(pairs), _peft_layout(_fused(pairs, in_size))
+    if mixtral:
+        peft = {_as_mixtrals(key): x for key, x in peft.items()}
     same = root.keys() == peft.keys()
     modules = sorted({_module_of(key) for key in root})
     _write(folder, root, _config(base_model, rank, alpha, modules))
@@ -289,6 +301,10 @@ def _peft_layout(pairs: Iterable[tuple[str, Array, Array]]) -> dict[str, Array]:
             at = f"{_PREFIX}{before}.{e}.{last}"
             found[f"{at}.lora_A.weight"], found[f"{at}.lora_B.weight"] = a[e % len(a)], b[e % len(b)]
     return found
+
+
+def _as_mixtrals(key: str) -> str:
+    return _OF_EXPERT.sub(lambda at: f".block_sparse_moe{at[1]}{_GATED[at[2]]}", key)
 
 
 def _module_of(key: str) -> str:

@@ -121,6 +121,11 @@ class AdapterShape:
         return self.config.mamba.in_size if self.config.mamba is not None else 0
 
     @property
+    def mixtral(self) -> bool:
+        """Whether PEFT and vLLM know the experts by the names of Mixtral's checkpoints (peft_format.py)."""
+        return self.config.architecture == "MixtralForCausalLM"
+
+    @property
     def num_parameters(self) -> int:
         """Trainable parameters, without padding."""
         return sum(slot.numel for slot in self.slots.values())
@@ -215,6 +220,7 @@ def adapter_config(
         "shared_experts": shape.shared,
         "whole_projections": shape.whole,
         **({"in_size": shape.in_size} if shape.in_size else {}),
+        **({"mixtral": True} if shape.mixtral else {}),
         "extra": sorted(extra),
         "details": dict(details or {}),
     }

@@ -97,7 +97,7 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     mean_P = (sums_S / sizes_S.clamp(min=1)).repeat_interleave(lengths_S, output_size=len(lp_P))
     # Outside the loss the value must not matter, even where exp would overflow.
     mean_P = torch.where(inside_P, mean_P, torch.zeros_like(mean_P))
-    ratio_P = _clipped_exp(mean_P + lp_P - lp_P.detach(), advantages_P)
+    ratio_P = _clipped_exp(mean_P + (lp_P - lp_P.detach()), advantages_P)
     free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
     metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
@@ -197,4 +197,5 @@ def _total(value: Tensor) -> Measure:
 
 
 def _mean_over_loss(values_P: Tensor, inside_P: Tensor) -> Measure:
-    return Measure(float((values_P * inside_P).sum()), float(inside_P.sum()))
+    # A product with 0 would be NaN where a value outside has overflown.
+    return Measure(float(torch.where(inside_P, values_P, 0).sum()), float(inside_P.sum()))

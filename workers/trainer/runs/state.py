@@ -354,8 +354,15 @@ def save_external(run: RunState, blobs: Blobs, ref: str, body: bytes) -> int:
     adapter, spec = run.adapter, run.spec
     arrays = {name: view.cpu().numpy() for name, view in adapter.views.items()}
     with blobs.new_folder(ref) as folder:
-        alpha, in_size = adapter.scale * adapter.rank, adapter.shape.in_size
-        write_export(folder, arrays, base_model=spec.base_model, rank=spec.rank, alpha=alpha, in_size=in_size)
+        write_export(
+            folder,
+            arrays,
+            base_model=spec.base_model,
+            rank=spec.rank,
+            alpha=adapter.scale * adapter.rank,
+            in_size=adapter.shape.in_size,
+            mixtral=adapter.shape.mixtral,
+        )
         if recipients:
             encrypt_folder(folder, recipients)
     return blobs.size_bytes(ref)

@@ -15,6 +15,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from weft.wire.checks.runs import LEAST_EPS
 
 #: So many squares of a gradient are added up in float32. In one sum of many more a CPU loses the small ones: the norm
 #: of 1e8 numbers came out 1 % too small.
@@ -57,8 +58,8 @@ class Adam:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise OptimizerError(f"adam_params.{name} must be in [0, 1), got {getattr(self, name)}")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise OptimizerError(f"adam_params.eps must be finite and > 0, got {self.eps}")
+        if not (math.isfinite(self.eps) and self.eps >= LEAST_EPS):
+            raise OptimizerError(f"adam_params.eps must be finite and >= {LEAST_EPS:.3g}, got {self.eps}")
 
 
 @dataclass

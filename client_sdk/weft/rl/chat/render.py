@@ -19,6 +19,8 @@ Tool = Mapping[str, Any]
 
 _CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 _THOUGHT, _THINK, _END_OF_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S), "<think>", "</think>"
+#: Who speaks in a conversation. Of others a template says nothing, or leaves out what they say without a word.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Stands for what was sampled while a template is asked what it puts behind it.
 _SAMPLED = "\u2402sampled\u2403"
 _HEAD: Sequence[Message] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})
@@ -75,6 +77,7 @@ class TemplateRenderer:
         self._options = dict(template_options or {})
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opened: bool) -> str:
+        _check_roles(messages)
         given = [_shown(message) for message in messages]
         made = self.tokenizer.apply_chat_template(
             given,
@@ -176,6 +179,7 @@ class TemplateRenderer:
         """A conversation as training examples: ids, and which of them its assistant would have sampled.
 
         One, or several where the template rewrites what was said before; each answer is in exactly one of them."""
+        _check_roles(messages)
         examples: list[tuple[list[int], list[bool]]] = []
         ids, sampled, written = list[int](), list[bool](), ""
         for index, message in enumerate(messages):
@@ -232,6 +236,13 @@ def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
     """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own. 0 for
     one without: its end is not in it."""
     return max((place + 1 for place, token in enumerate(answer) if token in special), default=0)
+
+
+def _check_roles(messages: Sequence[Message]) -> None:
+    for place, message in enumerate(messages):
+        if (role := message.get("role")) not in ROLES:
+            known = ", ".join(ROLES)
+            raise ValueError(f"messages[{place}]: 'role' is {role!r:.40}; it must be one of {known}: rename yours")
 
 
 def _shown(message: Message) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from weft.rl.envs.environment import Environment
 from weft.rl.loops import money
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.ending import to_end
+from weft.rl.loops.rollouts import sampler_limits
 from weft.rl.loops.train import Loop, Recipe, Report
 from weft.rl.losses.loss import Loss
 from weft.rl.rollout import data_of
@@ -78,8 +79,7 @@ class _Distill(Loop):
 
     async def go(self) -> Report:
         self.prices = await money.prices_of(self.teacher)
-        limits = await self.teacher.create_rest_client().get_limits()
-        self._context = limits.models[await self.teacher.get_base_model_async()].context_length
+        self._context = (await sampler_limits(self.teacher)).context_length
         return await super().go()
 
     async def _data(self, batch: Batch) -> list[Datum]:

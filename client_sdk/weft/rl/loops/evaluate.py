@@ -13,7 +13,7 @@ from weft.rl.chat.chat import Chat, Policy, is_fatal, stops_of
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.failures import Failures
-from weft.rl.loops.rollouts import Groups
+from weft.rl.loops.rollouts import Groups, sampler_limits
 from weft.rl.sandboxes.sandbox import require
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
@@ -58,8 +58,7 @@ async def policy_of(weights: TrainingClient | SamplingClient) -> Policy:
     """Samples of a run's weights as they are now, or of a sampler, with the base model's own chat template."""
     if not isinstance(weights, SamplingClient):
         weights = await weights.save_weights_and_get_sampling_client_async()
-    limits = await weights.create_rest_client().get_limits()
-    model = limits.models[await weights.get_base_model_async()]
+    model = await sampler_limits(weights)
     renderer = TemplateRenderer(await asyncio.to_thread(weights.get_tokenizer))
     return Policy(weights, renderer, model.context_length, stop=stops_of(renderer, model))
 

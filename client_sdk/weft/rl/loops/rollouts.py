@@ -36,6 +36,7 @@ from weft.rl.schedule.schedules import Partial, Schedule, Sync
 from weft.rl.signal.filters import GroupFilter, RolloutFilter
 from weft.rl.tasks.sources import Source
 from weft.run_weights import base_model_of
+from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
 from weft.wire.account.limits import ModelLimits
 from weft.wire.sampling import SamplingParams
@@ -353,6 +354,12 @@ async def model_limits(run: TrainingClient) -> ModelLimits:
     """What the base model of `run` takes."""
     limits = await run.create_rest_client().get_limits()
     return limits.models[base_model_of(await run.get_info_async())]
+
+
+async def sampler_limits(sampler: SamplingClient) -> ModelLimits:
+    """What the base model of `sampler` takes, which may be another than a run's."""
+    limits = await sampler.create_rest_client().get_limits()
+    return limits.models[await sampler.get_base_model_async()]
 
 
 def _name_of(keep: GroupFilter) -> str:

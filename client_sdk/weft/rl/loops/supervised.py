@@ -62,12 +62,15 @@ def go(
     backward: Backward[T],
     recipe: Recipe,
     between: Callable[[int, bool, Purse], Mapping[str, float]] = lambda step, last, purse: {},
+    most: int | None = None,
 ) -> Report:
-    """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last."""
+    """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last.
+    `most`: the tokens that whoever else reads the items takes."""
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     with alone(run):
-        _fitting(items, wait(model_limits(run)).context_length)
+        taken = wait(model_limits(run)).context_length
+        _fitting(items, taken if most is None else min(most, taken))
         return _go(run, items, backward, recipe, between)
 
 
@@ -78,7 +81,8 @@ def _fitting(items: Sequence[Any], most: int) -> None:
         data = getattr(item, "data", (item,))
         if not all(hasattr(datum, "model_input") for datum in data):
             raise TypeError(f"data[{index}] must be as rl.conversations or rl.pairs makes it, got {item!r:.80}")
-        length = max(datum.model_input.length for datum in data)
+        of_pair = hasattr(item, "data")  # the reference reads the last target, too
+        length = max(datum.model_input.length for datum in data) + of_pair
         if length > most:
             raise ValueError(
                 f"data[{index}] has {length} tokens, the base model takes {most}: leave it out, or cut it"

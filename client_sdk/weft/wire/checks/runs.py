@@ -11,6 +11,9 @@ from weft.wire.training import AdamParams
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
+#: The least normal float32: every eps is rounded to one.
+LEAST_EPS = 2.0**-126
+
 _NOT_TAKEN = "no step was taken: "
 _WITHOUT = {
     "forward_backward": "a forward_backward before it failed, so its gradient is missing. Repeat what failed, and the "
@@ -61,9 +64,11 @@ def is_not_taken(told: str) -> bool:
 
 
 def adam_problems(params: AdamParams) -> Iterator[Problem]:
-    """What the type does not say: with eps 0, a weight that got no gradient yet would become 0 / 0."""
-    if params.eps == 0:
-        yield Problem("eps", f"must be above 0, got {params.eps}", "above 0", params.eps)
+    """What the type does not say: with an eps that is 0 as a float32, a weight that got no gradient yet would become
+    0 / 0."""
+    if params.eps < LEAST_EPS:
+        limit = f"at least {LEAST_EPS:.3g}"
+        yield Problem("eps", f"must be above 0 in float32, {limit}, got {params.eps}", limit, params.eps)
 
 
 def ttl_problems(ttl_seconds: int | None, least: int | None, most: int | None) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from weft.exports.folder import _FOR_PEFT
 
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter
@@ -27,8 +29,8 @@ RANK = 6  # not a power of two, so that alpha / rank is no exact float
 
 def export(adapter: Adapter, folder: Path) -> Path:
     arrays = {name: view.numpy() for name, view in adapter.views.items()}
-    alpha, in_size = adapter.scale * adapter.rank, adapter.shape.in_size
-    write_export(folder, arrays, base_model="tiny", rank=adapter.rank, alpha=alpha, in_size=in_size)
+    said = {"base_model": "tiny", "rank": adapter.rank, "alpha": adapter.scale * adapter.rank}
+    write_export(folder, arrays, **said, in_size=adapter.shape.in_size, mixtral=adapter.shape.mixtral)
     return folder
 
 
@@ -194,19 +196,51 @@ def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> No
         assert torch.equal(loaded.flat, adapter.flat)
 
 
-def test_an_adapter_with_the_names_of_mixtrals_checkpoints_is_read(tmp_path: Path) -> None:
+def test_an_adapter_with_either_names_of_mixtrals_experts_is_read(tmp_path: Path) -> None:
+    """Exports have those of its checkpoints, which PEFT and vLLM know; before, they had those of transformers 5."""
     decoder = ours(reference("mixtral"), tmp_path / "model")
     adapter = random_adapter(decoder, 4, 6)
     folder = peft_folder(export(adapter, tmp_path / "export"))
     file, names = folder / "adapter_model.safetensors", {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    found = load_file(file)
+    assert "base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight" in found
+    assert names.keys() & set(json.loads((folder / "adapter_config.json").read_text())["target_modules"]) == set()
+    assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
     renamed = {}
-    for key, factor in load_file(file).items():
+    for key, factor in found.items():
         for long, short in names.items():
-            key = key.replace(f".{long}.", f".{short}.")
-        renamed[key.replace(".mlp.", ".block_sparse_moe.")] = factor
-    assert "base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight" in renamed
+            key = key.replace(f".{short}.", f".{long}.")
+        renamed[key.replace(".block_sparse_moe.", ".mlp.")] = factor
+    assert "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_A.weight" in renamed
     save_file(renamed, file)
     assert torch.equal(load_adapter(folder, decoder.config).adapter.flat, adapter.flat)
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "llama-tied", "qwen2"])
+def test_merged_as_a_downloads_readme_says_it_is_the_same_model_where_the_unembedding_is_tied(
+    family: str, tmp_path: Path
+) -> None:
+    """Else the embedding would change, too."""
+    base = reference(family)
+    decoder = ours(base, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 4)
+    folder = export(adapter, tmp_path / "export")
+    steps = textwrap.dedent(_FOR_PEFT.partition("Part them before PeftModel.from_pretrained:\n\n")[2])
+    assert steps
+    exec(steps, {"base": base, "torch": torch})
+    merged = PeftModel.from_pretrained(base, peft_folder(folder)).merge_and_unload()
+    torch.testing.assert_close(their_logprobs(merged, decoder), our_logprobs(decoder, adapter), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["moe", "mixtral", "olmoe"])
+def test_stock_peft_reads_an_export_with_experts_whole(family: str, tmp_path: Path) -> None:
+    """Of families that have nothing but experts in their MLPs."""
+    model = reference(family)
+    decoder = ours(model, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 4)
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    theirs = PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "model"), folder).eval()
+    torch.testing.assert_close(their_logprobs(theirs, decoder), our_logprobs(decoder, adapter), atol=1e-4, rtol=0)
 
 
 def test_an_archive_of_gpt_oss_that_tinker_made_is_read(tmp_path: Path) -> None:
