@@ -25,11 +25,12 @@ from scheduler.cluster.cancels import Cancels
 from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.numbers import Gathered, numbers_of
 from scheduler.cluster.outbox import Outbox
-from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
+from scheduler.cluster.shared_limits import BacklogBoard, SharedInFlight
 from scheduler.cluster.streams import SharedStreams
 from scheduler.cluster.waiters import Waiters
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
+from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -116,7 +117,7 @@ class SharedJournal:
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
         self._waiting_of = waiting_of
         self._board = board
-        self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
+        self._backlog = Backlog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters = Waiters()
         self._numbers = Gathered(lambda keys: self.run(numbers_of, database, keys))
         self._fresh: dict[tuple[str, int], bool] = {}  # numbers found to be new: whether their run is open

@@ -9,14 +9,12 @@ it is silent, so a crash leaks nothing; what it had accepted counts no more.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, case, distinct, func, select
 
-from scheduler.journal.accepting.backlog import LocalBacklog
 from scheduler.journal.accepting.in_flight import Elsewhere, LocalInFlight, Work
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
@@ -45,43 +43,6 @@ return others
 """
 
 _row = tables.Operation
-
-
-class SharedBacklog:
-    """Of all replicas: what this one has, and what the others have said."""
-
-    def __init__(self, max_ops: int, max_bytes: int) -> None:
-        self._here = LocalBacklog(max_ops, max_bytes)
-        self._others_ops: Counter[str] = Counter()
-        self._others_bytes: Counter[str] = Counter()
-
-    def take(self, org_id: str, size_bytes: int) -> None:
-        self._here.take(org_id, size_bytes, self._elsewhere(org_id))
-
-    def add(self, org_id: str, size_bytes: int) -> None:
-        self._here.add(org_id, size_bytes)
-
-    def release(self, org_id: str, size_bytes: int) -> None:
-        self._here.release(org_id, size_bytes)
-
-    def of(self, org_id: str) -> tuple[int, int]:
-        (ops, held), (others_ops, others_bytes) = self._here.of(org_id), self._elsewhere(org_id)
-        return ops + others_ops, held + others_bytes
-
-    def own(self) -> dict[str, tuple[int, int]]:
-        """What this replica has, by organisation."""
-        return self._here.all()
-
-    def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
-        """What the other replicas have, all of them."""
-        self._others_ops, self._others_bytes = Counter(), Counter()
-        for said in others:
-            for org_id, (ops, held) in said.items():
-                self._others_ops[org_id] += ops
-                self._others_bytes[org_id] += held
-
-    def _elsewhere(self, org_id: str) -> tuple[int, int]:
-        return self._others_ops[org_id], self._others_bytes[org_id]
 
 
 class BacklogBoard:

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler.cluster.shared_limits import SharedBacklog, SharedInFlight
+from scheduler.cluster.shared_limits import SharedInFlight
+from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.accepting.in_flight import Elsewhere
 from scheduler.order.operations import NewOperation
 from store import tables
@@ -51,7 +52,7 @@ def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_
 
 
 def test_a_backlog_counts_what_others_have() -> None:
-    backlog = SharedBacklog(5, 100)
+    backlog = Backlog(5, 100)
     backlog.hear([{"org": (2, 20)}, {"org": (1, 10), "other": (9, 9)}])
     backlog.take("org", 30)
     assert (backlog.of("org"), backlog.own()) == ((4, 60), {"org": (1, 30)})

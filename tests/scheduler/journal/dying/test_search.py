@@ -33,7 +33,7 @@ from scheduler.cluster.fence import Fenced
 from scheduler.cluster.leading_journal import FencedRecorder
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
-from scheduler.journal.accepting.backlog import LocalBacklog
+from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.accepting.in_flight import LocalInFlight
 from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.meters import Meters
@@ -105,7 +105,7 @@ class Replica:
         self.database, self._blobs, self._room = database, blobs, Room(blobs.root)
         self._fresh = set[tuple[str, int]]()
         acceptance = Acceptance(database, blobs, PRICES, Limits())
-        backlog, answers = LocalBacklog(1 << 30, 1 << 40), Answers(database, blobs)
+        backlog, answers = Backlog(1 << 30, 1 << 40), Answers(database, blobs)
         self._admission = Admission(acceptance, self._room, backlog, LocalInFlight(), answers, Meters(), self)
         self.recorder = self._recorder(database)
 
