@@ -25,12 +25,13 @@ from scheduler.cluster.cancels import Cancels
 from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.numbers import Gathered, numbers_of
 from scheduler.cluster.outbox import Outbox
-from scheduler.cluster.shared_limits import BacklogBoard, SharedInFlight
+from scheduler.cluster.shared_limits import BacklogBoard, in_flight
 from scheduler.cluster.streams import SharedStreams
 from scheduler.cluster.waiters import Waiters
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.accepting.backlog import Backlog
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -104,7 +105,7 @@ class SharedJournal:
         self.completions = SharedFeeds(broadcasts.reserve)
         self.streams = SharedStreams(lambda op_id: self.reach(broadcasts.drawn_before, op_id))
         self.meters = Meters()
-        self.in_flight = SharedInFlight(database, self.run)
+        self.in_flight = InFlight(lambda *asked: self.run(in_flight, database, *asked))
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database, runs_move_elsewhere=True)
         self.draining = False

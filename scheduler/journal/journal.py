@@ -21,7 +21,7 @@ from billing.prices import PriceList
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.accepting.backlog import Backlog
-from scheduler.journal.accepting.in_flight import LocalInFlight
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.accepting.numbers import Highest, highest, known
 from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
 from scheduler.journal.ending.meters import Meters
@@ -77,7 +77,7 @@ class Journal:
         self.completions = LocalFeeds()
         self.streams = LocalStreams()
         self.meters = Meters()
-        self.in_flight = LocalInFlight()
+        self.in_flight = InFlight()
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database)
         self.draining = False

@@ -34,7 +34,7 @@ from scheduler.cluster.leading_journal import FencedRecorder
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.accepting.backlog import Backlog
-from scheduler.journal.accepting.in_flight import LocalInFlight
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -106,7 +106,7 @@ class Replica:
         self._fresh = set[tuple[str, int]]()
         acceptance = Acceptance(database, blobs, PRICES, Limits())
         backlog, answers = Backlog(1 << 30, 1 << 40), Answers(database, blobs)
-        self._admission = Admission(acceptance, self._room, backlog, LocalInFlight(), answers, Meters(), self)
+        self._admission = Admission(acceptance, self._room, backlog, InFlight(), answers, Meters(), self)
         self.recorder = self._recorder(database)
 
     def leader(self, token: str) -> Recorder:
