@@ -20,7 +20,7 @@ from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
 from scheduler.links.messages import Done
-from scheduler.order.light_work import SizesOf, unknown_sizes
+from scheduler.order.light_work import SizesOf
 from scheduler.order.operations import Operation, Waiting
 from store import tables
 from store.blobs.contract import Blobs
@@ -52,7 +52,7 @@ class LeadingJournal:
         prices: PriceList,
         meters: Meters,
         announce: Callable[[Operation], Coroutine[Any, Any, None]],
-        sizes: SizesOf = unknown_sizes,
+        sizes: SizesOf,
     ) -> None:
         room = Room(blobs.root)
         self._database, self._meters, self._announce = database, meters, announce

@@ -23,13 +23,15 @@ from sqlalchemy.exc import NoResultFound
 from billing.prices import PriceList
 from scheduler.cluster.cancels import Cancels
 from scheduler.cluster.completions import SharedFeeds
-from scheduler.cluster.numbers import Gathered, numbers_of
-from scheduler.cluster.outbox import Outbox
-from scheduler.cluster.shared_limits import BacklogBoard, SharedBacklog, SharedInFlight
+from scheduler.cluster.numbers import Key, Number, numbers_of
+from scheduler.cluster.outbox import Gathered, Outbox
+from scheduler.cluster.shared_limits import BacklogBoard, in_flight
 from scheduler.cluster.streams import SharedStreams
 from scheduler.cluster.waiters import Waiters
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
+from scheduler.journal.accepting.backlog import Backlog
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -102,7 +104,7 @@ class SharedJournal:
         self.completions = SharedFeeds(broadcasts.reserve)
         self.streams = SharedStreams(lambda op_id: self.reach(broadcasts.drawn_before, op_id))
         self.meters = Meters()
-        self.in_flight = SharedInFlight(database, self.run)
+        self.in_flight = InFlight(lambda *asked: self.run(in_flight, database, *asked))
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database, runs_move_elsewhere=True)
         self.draining = False
@@ -110,14 +112,12 @@ class SharedJournal:
         self.others = 0  # replicas that take answers, too
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
-        self._database = database
-        self._costs = expected_costs_of(database)
+        self._database, self._costs = database, expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
-        self._waiting_of = waiting_of
-        self._board = board
-        self._backlog = SharedBacklog(max_queued_per_org, max_queued_bytes_per_org)
+        self._waiting_of, self._board = waiting_of, board
+        self._backlog = Backlog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters = Waiters()
-        self._numbers = Gathered(lambda keys: self.run(numbers_of, database, keys))
+        self._numbers = Gathered[Key, Number](lambda keys: self.run(numbers_of, database, keys))
         self._fresh: dict[tuple[str, int], bool] = {}  # numbers found to be new: whether their run is open
         self._cancels = Cancels(queue, broadcasts, self.run)
         self._samples = Outbox[Operation](self.push)

@@ -9,15 +9,10 @@ it is silent, so a crash leaks nothing; what it had accepted counts no more.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
-from typing import Any
 
 from sqlalchemy import ColumnElement, and_, case, distinct, func, select
 
-from scheduler.journal.accepting.backlog import LocalBacklog
-from scheduler.journal.accepting.in_flight import Elsewhere, LocalInFlight, Work
+from scheduler.journal.accepting.in_flight import Elsewhere, Work
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.order.operations import SAMPLE
@@ -47,43 +42,6 @@ return others
 _row = tables.Operation
 
 
-class SharedBacklog:
-    """Of all replicas: what this one has, and what the others have said."""
-
-    def __init__(self, max_ops: int, max_bytes: int) -> None:
-        self._here = LocalBacklog(max_ops, max_bytes)
-        self._others_ops: Counter[str] = Counter()
-        self._others_bytes: Counter[str] = Counter()
-
-    def take(self, org_id: str, size_bytes: int) -> None:
-        self._here.take(org_id, size_bytes, self._elsewhere(org_id))
-
-    def add(self, org_id: str, size_bytes: int) -> None:
-        self._here.add(org_id, size_bytes)
-
-    def release(self, org_id: str, size_bytes: int) -> None:
-        self._here.release(org_id, size_bytes)
-
-    def of(self, org_id: str) -> tuple[int, int]:
-        (ops, held), (others_ops, others_bytes) = self._here.of(org_id), self._elsewhere(org_id)
-        return ops + others_ops, held + others_bytes
-
-    def own(self) -> dict[str, tuple[int, int]]:
-        """What this replica has, by organisation."""
-        return self._here.all()
-
-    def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
-        """What the other replicas have, all of them."""
-        self._others_ops, self._others_bytes = Counter(), Counter()
-        for said in others:
-            for org_id, (ops, held) in said.items():
-                self._others_ops[org_id] += ops
-                self._others_bytes[org_id] += held
-
-    def _elsewhere(self, org_id: str) -> tuple[int, int]:
-        return self._others_ops[org_id], self._others_bytes[org_id]
-
-
 class BacklogBoard:
     """Where replicas say what they have. Callable from any thread; raises QueueUnreachable."""
 
@@ -104,40 +62,16 @@ class BacklogBoard:
         self._redis.close()
 
 
-class SharedInFlight:
-    """Of all replicas: what the database has, or what is only being accepted here. `run` calls in a thread."""
-
-    def __init__(self, database: Database, run: Callable[..., Coroutine[Any, Any, Elsewhere]]) -> None:
-        self._here = LocalInFlight()
-        self._database, self._run = database, run
-
-    def count(self, scope: str, id: str) -> int:
-        return self._here.count(scope, id)
-
-    def has(self, scope: str, id: str, work: Work) -> bool:
-        return self._here.has(scope, id, work)
-
-    async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
-        return await self._run(self._look, scope, id, work)
-
-    def _look(self, scope: str, id: str, work: Work | None) -> Elsewhere:
-        mine = _row.state == "queued", _owner(scope, id)
-        unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
-        with self._database.read() as session:
-            if work is not None and work.kind != SAMPLE:
-                same = select(_row.id).where(*mine, _row.lane == work.lane, _row.kind != SAMPLE)
-                if session.scalar(same.limit(1)) is not None:
-                    return Elsewhere(has=True)
-            return Elsewhere(session.scalar(select(func.count(distinct(unit))).where(*mine)) or 0)
-
-    def add(self, work: Work) -> None:
-        self._here.add(work)
-
-    def remove(self, work: Work) -> None:
-        self._here.remove(work)
-
-    def arriving(self, work: Work) -> AbstractContextManager[None]:
-        return self._here.arriving(work)
+def in_flight(database: Database, scope: str, id: str, work: Work | None) -> Elsewhere:
+    """Of all replicas, as the database has it."""
+    mine = _row.state == "queued", _owner(scope, id)
+    unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
+    with database.read() as session:
+        if work is not None and work.kind != SAMPLE:
+            same = select(_row.id).where(*mine, _row.lane == work.lane, _row.kind != SAMPLE)
+            if session.scalar(same.limit(1)) is not None:
+                return Elsewhere(has=True)
+        return Elsewhere(session.scalar(select(func.count(distinct(unit))).where(*mine)) or 0)
 
 
 def _owner(scope: str, id: str) -> ColumnElement[bool]:

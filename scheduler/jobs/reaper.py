@@ -8,7 +8,7 @@ are listed before the database is asked, so what is made meanwhile is never judg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 
 from sqlalchemy import delete, select
@@ -38,9 +38,7 @@ BATCH = 500
 class Reaper:
     """For a thread: `sweep` may take long. One of each at a time."""
 
-    def __init__(
-        self, database: Database, blobs: Blobs, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-    ) -> None:
+    def __init__(self, database: Database, blobs: Blobs, clock: Callable[[], datetime]) -> None:
         self._database = database
         self._blobs = blobs
         self._clock = clock

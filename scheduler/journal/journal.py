@@ -20,8 +20,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from billing.prices import PriceList
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
-from scheduler.journal.accepting.backlog import LocalBacklog
-from scheduler.journal.accepting.in_flight import LocalInFlight
+from scheduler.journal.accepting.backlog import Backlog
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.accepting.numbers import Highest, highest, known
 from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, FeedKey, LocalFeeds
 from scheduler.journal.ending.meters import Meters
@@ -78,7 +78,7 @@ class Journal:
         self.completions = LocalFeeds()
         self.streams = LocalStreams()
         self.meters = Meters()
-        self.in_flight = LocalInFlight()
+        self.in_flight = InFlight()
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database)
         self.draining = False
@@ -95,7 +95,7 @@ class Journal:
         self._admission = Admission(
             Acceptance(database, blobs, prices, limits or Limits()),
             room,
-            LocalBacklog(max_queued_per_org, max_queued_bytes_per_org),
+            Backlog(max_queued_per_org, max_queued_bytes_per_org),
             self.in_flight,
             self.answers,
             self.meters,

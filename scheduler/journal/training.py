@@ -30,7 +30,7 @@ from scheduler.links.messages import (
 )
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
-from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
+from scheduler.order.light_work import SizesOf, cost_of
 from scheduler.order.operations import Operation, Waiting
 from scheduler.order.plans import Create, NewSampler
 from store import tables
@@ -68,7 +68,7 @@ class Training:
         recorder: Recorder,
         weight: Callable[[str], int],
         ended: Callable[[Operation], None],
-        sizes: SizesOf = unknown_sizes,
+        sizes: SizesOf,
     ) -> None:
         self.queue: FairTree[Unit] = FairTree()
         self.runs: dict[str, RunLane] = {}

@@ -17,19 +17,8 @@ MOST_AT_ONCE = 64
 #: A mailbox that nobody writes to any more is forgotten after this.
 LEFT_OVER_S = 3600
 
-#: A message behind its number.
+#: A message behind its number, from 1. What is appended again keeps the one that it has.
 Numbered = tuple[int, bytes]
-
-
-class Numbers:
-    """The writer's: gives each message its number. What is appended again keeps the one that it has."""
-
-    def __init__(self) -> None:
-        self._latest = 0
-
-    def put_on(self, message: bytes) -> Numbered:
-        self._latest += 1
-        return self._latest, message
 
 
 def append(client: Client, key: str, messages: Sequence[Numbered]) -> None:

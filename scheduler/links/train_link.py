@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ import redis
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
-from scheduler.links.mailbox import LEFT_OVER_S, Numbered, Numbers, Reader, append
+from scheduler.links.mailbox import LEFT_OVER_S, Numbered, Reader, append
 from scheduler.links.messages import Done, PassOver, ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.links.redis_queue import reaching
@@ -64,7 +65,7 @@ class TrainerLink:
         self._over = threading.Event()
         self._telling, self._untold, self._parcels = threading.Lock(), list[Any](), list[Numbered]()
         self._told_at, self._late = -math.inf, threading.Event()
-        self._link, self._numbers = worker_name("trainer"), Numbers()
+        self._link, self._numbers = worker_name("trainer"), count(1)
         self._mail, self._unread = Reader(self._reader, _key("down", self._link)), deque[bytes]()
         self._leader = self._join(stopped)
         for work in (self._beat, self._tell_late):
@@ -91,7 +92,7 @@ class TrainerLink:
 
     def _push(self) -> None:
         for message in self._untold[len(self._parcels) :]:
-            self._parcels.append(self._numbers.put_on(pack(message, self._blobs)))
+            self._parcels.append((next(self._numbers), pack(message, self._blobs)))
         with reaching():
             append(self._redis, _key("up", self._link), self._parcels)
         self._untold, self._parcels, self._told_at = [], [], time.monotonic()
@@ -171,7 +172,7 @@ class LeaderLink:
         self.name = link
         self._blobs, self._threads = blobs, ThreadPoolExecutor(2, "trainer link")
         self._redis, self._reader = pooled(url), blocking(url)
-        self._numbers, self._mail = Numbers(), Reader(self._reader, _key("up", link))
+        self._numbers, self._mail = count(1), Reader(self._reader, _key("up", link))
         self._heard: asyncio.Queue[tuple[list[LargeResult], bool] | Exception] = asyncio.Queue()
         self._outbox, self._sending, self._telling = list[Numbered](), False, threading.Lock()
         self._closed = threading.Event()
@@ -181,7 +182,7 @@ class LeaderLink:
 
     def send(self, message: msgspec.Struct) -> None:
         with self._telling:
-            self._outbox.append(self._numbers.put_on(_encode(message)))
+            self._outbox.append((next(self._numbers), _encode(message)))
             if not self._sending and not self._closed.is_set():
                 self._sending = True
                 self._threads.submit(self._send_all)

@@ -122,11 +122,6 @@ class FairTree(Generic[T]):
                 self._shift(node, key, shift)
             node = child
 
-    def head(self, path: Path) -> T | None:
-        """The first item of one path, or None."""
-        node = self._find(path)
-        return node.items[0][0] if node and node.items else None
-
     def ahead(self, path: Path, mine: Callable[[T], bool], most: int = 1000) -> int:
         """About how many items are served before the first of `path` that is `mine`, if nothing else comes. Counted
         up to `most`.

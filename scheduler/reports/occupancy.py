@@ -36,10 +36,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Timeline:
-    """For each bucket of time (from `starts_s`, `bucket_s` long) the share of it in which a machine worked for each
-    owner. The shares of a bucket add up to the part of it in which the machine worked at all."""
+    """For each bucket of time (from `starts_s`) the share of it in which a machine worked for each owner. The shares
+    of a bucket add up to the part of it in which the machine worked at all."""
 
-    bucket_s: float
     starts_s: list[float]
     shares: dict[str, list[float]]
 
@@ -86,4 +85,4 @@ def timeline(found: Iterable[Stretch], since: datetime, until: datetime, buckets
     for index, part in parts.items():
         for owner, used_s in divide(covered_s(spans[index]), part).items():
             shares[owner][index] = min(1.0, used_s / bucket_s)
-    return Timeline(bucket_s, [start_s + index * bucket_s for index in range(buckets)], shares)
+    return Timeline([start_s + index * bucket_s for index in range(buckets)], shares)

@@ -14,7 +14,7 @@ from api.errors import RateLimited
 from api.state import rates as api_rates
 from api.state.rates import Buckets, Charge, LocalRates, check_in_flight, count_background, count_searches
 from api.who.principal import Principal, RateLimit
-from scheduler.journal.accepting.in_flight import LocalInFlight
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.order.operations import SAMPLE, NewOperation
 from store.people import organisations
 from store.tables import Organisation
@@ -118,7 +118,7 @@ def test_what_is_counted_apart(count: Any, a_minute: int, what: str) -> None:
 
 
 def test_each_limit_of_what_is_in_flight_holds_also_when_it_was_lowered() -> None:
-    in_flight = LocalInFlight()
+    in_flight = InFlight()
     for seq in range(3):
         in_flight.add(NewOperation("acme", "s", "sampler", seq, SAMPLE, MODEL, 0, key_id=1))
     free, held = RateLimit("key", "1", None, None, None), RateLimit("organisation", "acme", None, None, 2)
@@ -130,7 +130,7 @@ def test_each_limit_of_what_is_in_flight_holds_also_when_it_was_lowered() -> Non
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=40))
 def test_in_flight_ends_at_nothing(arrivals: list[tuple[int, int, bool]]) -> None:
-    in_flight = LocalInFlight()
+    in_flight = InFlight()
     ops = [
         NewOperation("o", "s", f"lane{lane}", seq, SAMPLE if sample else "optim_step", MODEL, 0, key_id=1)
         for lane, seq, sample in arrivals

@@ -9,11 +9,11 @@ Seeded requests are reproducible whatever else the engine is doing: every sequen
 by (seed, sample index), and uses one uniform number per position: a request that goes on from prompt + partial sample
 draws what would have been drawn.
 
-Policies in flight: an adapter has a version, the number of optimizer steps that made it (a folder's is read by
-`policy_version` of `workers.model.adapters.adapter`; the base model's is 0). Every token is labelled with the version
-whose logits it was drawn from. `swap_adapter` moves running requests to newer weights between two steps, keeping their
-keys and values, as soon as these weights have been read; `run_moved` tells the run's newest version, and stops
-sequences that have become too old for their requests.
+Policies in flight: an adapter has a version, the number of optimizer steps that made it (`version_of` of
+`workers.model.adapters.adapter`; the base model's is 0). Every token is labelled with the version whose logits it was
+drawn from. `swap_adapter` moves running requests to newer weights between two steps, keeping their keys and values, as
+soon as these weights have been read; `run_moved` tells the run's newest version, and stops sequences that have become
+too old for their requests.
 """
 
 from __future__ import annotations

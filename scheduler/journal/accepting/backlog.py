@@ -6,37 +6,24 @@ What is being accepted counts from the moment it is let in, so that many at once
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 from scheduler.order.operations import QueueFull
 
 
-class Backlog(Protocol):
-    def take(self, org_id: str, size_bytes: int) -> None:
-        """Let an operation in. Raises QueueFull. One body alone is always let in: its size has a limit of its own."""
-
-    def add(self, org_id: str, size_bytes: int) -> None:
-        """Count an operation that was let in by an earlier process."""
-
-    def release(self, org_id: str, size_bytes: int) -> None:
-        """An operation has ended, or was not accepted after all."""
-
-    def of(self, org_id: str) -> tuple[int, int]:
-        """Operations and bytes that an organisation has queued."""
-
-
-class LocalBacklog:
-    """Of this process."""
+class Backlog:
+    """Of all replicas: what this process has, and what the others have said. An embedded service hears of none."""
 
     def __init__(self, max_ops: int, max_bytes: int) -> None:
         self._max_ops = max_ops
         self._max_bytes = max_bytes
         self._ops: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._others_ops: Counter[str] = Counter()
+        self._others_bytes: Counter[str] = Counter()
 
-    def take(self, org_id: str, size_bytes: int, elsewhere: tuple[int, int] = (0, 0)) -> None:
-        """`elsewhere` are the operations and bytes that other processes have queued."""
-        ops, held = (here + there for here, there in zip(self.of(org_id), elsewhere, strict=True))
+    def take(self, org_id: str, size_bytes: int) -> None:
+        """Let an operation in. Raises QueueFull. One body alone is always let in: its size has a limit of its own."""
+        ops, held = self.of(org_id)
         if ops >= self._max_ops:
             raise QueueFull(f"{ops} operations are queued; the limit is {self._max_ops}: wait for some to end")
         if held and held + size_bytes > self._max_bytes:
@@ -47,17 +34,29 @@ class LocalBacklog:
         self.add(org_id, size_bytes)
 
     def add(self, org_id: str, size_bytes: int) -> None:
+        """Count an operation that was let in by an earlier process."""
         self._ops[org_id] += 1
         self._bytes[org_id] += size_bytes
 
     def release(self, org_id: str, size_bytes: int) -> None:
+        """An operation has ended, or was not accepted after all."""
         self._ops[org_id] -= 1
         self._bytes[org_id] -= size_bytes
         if self._ops[org_id] <= 0:
             del self._ops[org_id], self._bytes[org_id]
 
     def of(self, org_id: str) -> tuple[int, int]:
-        return self._ops.get(org_id, 0), self._bytes.get(org_id, 0)
+        """Operations and bytes that an organisation has queued."""
+        return self._ops[org_id] + self._others_ops[org_id], self._bytes[org_id] + self._others_bytes[org_id]
 
-    def all(self) -> dict[str, tuple[int, int]]:
-        return {org_id: self.of(org_id) for org_id in self._ops}
+    def own(self) -> dict[str, tuple[int, int]]:
+        """What this process has, by organisation."""
+        return {org_id: (ops, self._bytes[org_id]) for org_id, ops in self._ops.items()}
+
+    def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
+        """What the other replicas have, all of them."""
+        self._others_ops, self._others_bytes = Counter(), Counter()
+        for said in others:
+            for org_id, (ops, held) in said.items():
+                self._others_ops[org_id] += ops
+                self._others_bytes[org_id] += held

@@ -6,8 +6,8 @@ nothing that a run waits for can be kept out by what already waits behind it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,40 +39,30 @@ class Elsewhere:
     has: bool = False
 
 
-class InFlight(Protocol):
-    """Units of work by (scope, id), where scope is organisation, project or key. Lives in the event loop."""
+#: What is in flight elsewhere of a (scope, id), asked for a piece of work or for none.
+Look = Callable[[str, str, Work | None], Awaitable[Elsewhere]]
+
+
+class InFlight:
+    """Units of work by (scope, id), where scope is organisation, project or key: this process's, and what `look`
+    finds elsewhere. Lives in the event loop.
+    """
+
+    def __init__(self, look: Look | None = None) -> None:
+        self._units: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        self._look = look
 
     def count(self, scope: str, id: str) -> int:
         """Of this process."""
-
-    def has(self, scope: str, id: str, work: Work) -> bool:
-        """Whether `work` would not count: its run is in flight here already."""
-
-    async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
-        """To be asked first: what is judged by `count` has to be `arriving` before anything else happens here."""
-
-    def add(self, work: Work) -> None: ...
-
-    def remove(self, work: Work) -> None: ...
-
-    def arriving(self, work: Work) -> AbstractContextManager[None]:
-        """Count `work` while it is being accepted: many may arrive at the same moment."""
-
-
-class LocalInFlight:
-    """Of this process."""
-
-    def __init__(self) -> None:
-        self._units: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-
-    def count(self, scope: str, id: str) -> int:
         return len(self._units.get((scope, id), ()))
 
     def has(self, scope: str, id: str, work: Work) -> bool:
+        """Whether `work` would not count: its run is in flight here already."""
         return _unit(work) in self._units.get((scope, id), ())
 
     async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
-        return Elsewhere()
+        """To be asked first: what is judged by `count` has to be `arriving` before anything else happens here."""
+        return await self._look(scope, id, work) if self._look else Elsewhere()
 
     def add(self, work: Work) -> None:
         unit = _unit(work)
@@ -92,6 +82,7 @@ class LocalInFlight:
 
     @contextmanager
     def arriving(self, work: Work) -> Iterator[None]:
+        """Count `work` while it is being accepted: many may arrive at the same moment."""
         self.add(work)
         try:
             yield

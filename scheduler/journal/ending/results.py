@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 
 from sqlalchemy import delete, func, or_, select, update
@@ -51,7 +51,7 @@ class Results:
         database: Database,
         blobs: Blobs,
         limit_bytes: int,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], datetime],
     ) -> None:
         self._database = database
         self._blobs = blobs

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from scheduler.cluster.numbers import Gathered, Key, Number, numbers_of
+from scheduler.cluster.numbers import Key, Number, numbers_of
+from scheduler.cluster.outbox import Gathered
 from scheduler.cluster.shared_journal import LOOK_AGAIN_S
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.links.broadcasts import Ended, Told

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler.cluster.shared_limits import SharedBacklog, SharedInFlight
-from scheduler.journal.accepting.in_flight import Elsewhere
+from scheduler.cluster.shared_limits import in_flight as found
+from scheduler.journal.accepting.backlog import Backlog
+from scheduler.journal.accepting.in_flight import Elsewhere, InFlight
 from scheduler.order.operations import NewOperation
 from store import tables
 from store.database.db import Database
@@ -33,7 +34,7 @@ def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_
             )  # fmt: skip
 
     any_database.write_now(put)
-    in_flight = SharedInFlight(any_database, asyncio.to_thread)
+    in_flight = InFlight(lambda *asked: asyncio.to_thread(found, any_database, *asked))
 
     def work(lane: str, kind: str) -> NewOperation:
         return NewOperation("org", "s", lane, 9, kind, "m", 1, key_id=7, project_id="p")
@@ -51,7 +52,7 @@ def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_
 
 
 def test_a_backlog_counts_what_others_have() -> None:
-    backlog = SharedBacklog(5, 100)
+    backlog = Backlog(5, 100)
     backlog.hear([{"org": (2, 20)}, {"org": (1, 10), "other": (9, 9)}])
     backlog.take("org", 30)
     assert (backlog.of("org"), backlog.own()) == ((4, 60), {"org": (1, 30)})

@@ -356,12 +356,12 @@ def test_an_item_is_taken_out_wherever_it_stands() -> None:
     assert queue.discard(("m", "x", "batch", "a"), "a2")
     assert not queue.discard(("m", "x", "batch", "a"), "a2")
     assert queue.queued(("m", "x", "batch", "a")) == 20
-    assert queue.head(("m", "x", "batch", "a")) == "a1"
+    assert queue.peek(("m", "x", "batch", "a")) == ("a1", 10)
     assert queue.discard(("m", "y", "batch", "b"), "b1")
     assert queue.children(("m",)) == ["x"]
     assert queue.children(("m", "y")) == []
-    assert queue.head(("m", "y", "batch", "b")) is None
-    assert queue.head(("m", "none")) is None
+    assert queue.peek(("m", "y", "batch", "b")) is None
+    assert queue.peek(("m", "none")) is None
     assert [queue.pop(), queue.pop(), queue.pop()] == ["a1", "a3", None]
 
 

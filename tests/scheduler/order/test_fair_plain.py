@@ -134,7 +134,7 @@ def same(tree: FairTree[int], plain: Plain, all_lanes: list[Path], only: Only) -
     for lane in all_lanes:
         items = plain.flows[lane].items if lane in plain.flows else []
         assert tree.queued(lane) == sum(cost for _, cost in items)
-        assert tree.head(lane) == (items[0][0] if items else None)
+        assert tree.peek(lane) == (items[0] if items else None)
     assert sorted(tree) == sorted(item for flow in plain.flows.values() for item, _ in flow.items)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, policy_version, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter, version_of
 from workers.model.attend import ALL, Reach
 from workers.model.decoder import Decoder, LoraRows
 
@@ -56,9 +56,9 @@ def swap(engine: TorchEngine, folder: Path) -> None:
     until_read(engine)
 
 
-def test_a_folder_tells_its_version(versions: dict[int, Path], adapters: dict[str, Path]) -> None:
-    assert [policy_version(folder) for folder in versions.values()] == [3, 4, 6]
-    assert policy_version(adapters["a0"]) == 0
+def test_a_folder_tells_its_version(decoder: Decoder, versions: dict[int, Path], adapters: dict[str, Path]) -> None:
+    loaded = [load_adapter(folder, decoder.config) for folder in (*versions.values(), adapters["a0"])]
+    assert [version_of(each.details) for each in loaded] == [3, 4, 6, 0]
 
 
 def test_every_token_is_labelled_with_the_version_that_drew_it(decoder: Decoder, versions: dict[int, Path]) -> None:

@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.gpu import kernels
@@ -40,7 +41,7 @@ class PagedAttend:
         (rows, heads, dim), kv_heads, splits = q_THD.shape, k_TKD.shape[1], self._splits
         k_NKDP, v_NKPD = self._cache.k_NKDP[layer], self._cache.v_NKPD[layer]
         where = (self._table_GRW[self._cache.group_of[layer]], self._positions_R, self._table_GRW.shape[2])
-        block = max(_MIN_ROWS, _power_of_two(dim))
+        block = max(_MIN_ROWS, next_power_of_2(dim))
         q, k, v = (tensor.flatten(1) for tensor in (q_THD, k_TKD, v_TKD))
         kernels.store[(rows, kv_heads)](
             k,
@@ -75,7 +76,7 @@ class PagedAttend:
             MIN_PAGES=MIN_PAGES,
             WINDOW=reach.window,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            BLOCK_G=max(_MIN_ROWS, _power_of_two(heads // kv_heads)),
+            BLOCK_G=max(_MIN_ROWS, next_power_of_2(heads // kv_heads)),
             BLOCK_D=block,
         )
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -96,8 +97,3 @@ class PagedAttend:
             BLOCK_D=block,
         )
         return out_THD
-
-
-def _power_of_two(number: int) -> int:
-    """`number` rounded up to a power of two."""
-    return 1 << (number - 1).bit_length()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from workers.generator.attention.prefill_attend import Piece
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
@@ -48,8 +49,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, dim: int, groups: int, itemsize: int) -> Shape:
-        columns, precise = max(_MIN_COLUMNS, _power_of_two(dim)), itemsize == 4
-        rows = max(_MIN_ROWS, _power_of_two(groups), min(MAX_ROWS, (SUMS_FLOAT32 if precise else SUMS) // columns))
+        columns, precise = max(_MIN_COLUMNS, next_power_of_2(dim)), itemsize == 4
+        rows = max(_MIN_ROWS, next_power_of_2(groups), min(MAX_ROWS, (SUMS_FLOAT32 if precise else SUMS) // columns))
         return cls(rows, columns, 8 if precise or rows * columns >= SUMS else 4, 2 if precise else 3)
 
 
@@ -71,7 +72,7 @@ class PagedPrefill:
         each = heads // cache.kv_heads
         pool = cache.k_NKDP[0]
         self._shape = Shape.of(pool.shape[2], each, pool.element_size())
-        laid = [_laid_out(pieces, group, self._shape.rows // _power_of_two(each)) for group in range(cache.groups)]
+        laid = [_laid_out(pieces, group, self._shape.rows // next_power_of_2(each)) for group in range(cache.groups)]
         parts = [np.pad(part, (0, -part.size % _ALIGNED)) for group in laid for part in group]
         sizes = [part.size for part in parts]
         taken = iter(sent(torch.from_numpy(np.concatenate(parts)), cache.device).split_with_sizes(sizes))
@@ -129,8 +130,3 @@ def _laid_out(pieces: Sequence[Piece], group: int, tile: int) -> tuple[Ints, Int
         row += piece.stop - piece.start
     tiles.sort(key=lambda own: -own[3])
     return np.array(blocks, np.int32).ravel(), np.array(tiles, np.int32).ravel(), np.array(pages, np.int32)
-
-
-def _power_of_two(number: int) -> int:
-    """`number` rounded up to a power of two."""
-    return 1 << (number - 1).bit_length()

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from store.blobs.contract import Damaged, Weights, reading
-from workers.generator.adapters import AdapterUnusable
-from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, policy_version
+from workers.generator.adapters import GONE, AdapterUnusable
+from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, version_of
 from workers.model.adapters.peft_format import write_peft
 from workers.model.config import DecoderConfig
 from workers.model.families.table import FAMILIES as TABLE
@@ -71,13 +71,12 @@ def convert(name: str, source: Weights | None, target: Path, config: DecoderConf
         if source is None:
             raise FileNotFoundError(name)
         with reading(source) as folder:
-            adapter, version = load_adapter(folder, config).adapter, policy_version(folder)
+            loaded = load_adapter(folder, config)
     except FileNotFoundError as error:
-        raise AdapterUnusable(
-            f"the sampler weights {name!r} are gone: save them again and make a new sampler"
-        ) from error
+        raise AdapterUnusable(GONE.format(name=name)) from error
     except (AdapterFileError, Damaged) as error:
         raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
+    adapter = loaded.adapter
     reason = not_servable(adapter, limits)
     if reason is not None:
         raise NotServable(f"the sampler weights {name!r} cannot be served by vLLM: {reason}")
@@ -89,7 +88,7 @@ def convert(name: str, source: Weights | None, target: Path, config: DecoderConf
     named = partial(_named, TABLE[config.architecture].layout)
     write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank, named=named)
     os.replace(fresh, target)
-    return version
+    return version_of(loaded.details)
 
 
 def _named(layout: Layout, key: str) -> str:

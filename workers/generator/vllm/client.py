@@ -45,7 +45,7 @@ class VllmClient:
 
     async def models(self) -> dict[str, int]:
         """Names of the models it serves, with the tokens of the longest sequence of each."""
-        found = await self._get("/v1/models")
+        found = await self._ask("GET", "/v1/models", None, {})
         return {model["id"]: int(model.get("max_model_len") or 0) for model in found["data"]}
 
     async def about(self) -> dict[str, Any]:
@@ -121,9 +121,6 @@ class VllmClient:
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         found = await self._post("/collective_rpc", {"method": method, "args": list(args)})
         return list(found["results"])
-
-    async def _get(self, path: str) -> Any:
-        return await self._ask("GET", path, None, {})
 
     async def _post(self, path: str, body: dict[str, Any] | None, **query: str) -> Any:
         return await self._ask("POST", path, body, query)

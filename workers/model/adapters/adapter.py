@@ -35,7 +35,6 @@ __all__ = [
     "Slot",
     "adapter_bytes",
     "load_adapter",
-    "policy_version",
     "save_adapter",
     "version_of",
 ]
@@ -188,13 +187,8 @@ def _load_export(
     return LoadedAdapter(adapter, base_model)
 
 
-def policy_version(folder: Path) -> int:
-    """The optimizer steps behind the weights in an adapter folder; 0 when it does not say."""
-    return version_of(read_json(folder / "adapter_config.json").get("details"))
-
-
 def version_of(details: object) -> int:
-    """The same of `LoadedAdapter.details`."""
+    """The optimizer steps behind the weights, by `LoadedAdapter.details`; 0 when they do not say."""
     step = details.get("step") if isinstance(details, Mapping) else None
     return step if isinstance(step, int) else 0
 

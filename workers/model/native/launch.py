@@ -22,6 +22,7 @@ from torch import Tensor
 from workers.model.adapters.adapter import Adapter, Slot
 from workers.model.lora_rows import LoraRows
 from workers.model.native.build import library
+from workers.model.native.gemm import rows_at
 from workers.model.routing import Routing
 
 _NOBODY = 0
@@ -138,7 +139,7 @@ class NativeProducts:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""
         if (native := _native(x, u)) is not None:
             factor = self._factor(self._weights(name), x.shape[1], part, stack, scaled)
-            native.weft_add(ctypes.byref(factor), *_where(x), *_where(u), ctypes.c_int64(0), None, *_NOTHING)
+            native.weft_add(ctypes.byref(factor), *rows_at(x), *rows_at(u), ctypes.c_int64(0), None, *_NOTHING)
             return
         for segment in self._segments(name, part, stack, scaled):
             torch.mul(x[segment.rows] @ segment.w.t(), segment.scale, out=u[segment.rows, segment.columns])
@@ -147,7 +148,7 @@ class NativeProducts:
         """y += u[:, part] W in place."""
         if (native := _native(y, u)) is not None:
             factor = self._factor(self._weights(name), y.shape[1], part, stack, scaled)
-            native.weft_add(None, *_NOTHING, *_where(u), ctypes.c_int64(1), ctypes.byref(factor), *_where(y))
+            native.weft_add(None, *_NOTHING, *rows_at(u), ctypes.c_int64(1), ctypes.byref(factor), *rows_at(y))
             return
         for segment in self._segments(name, part, stack, scaled):
             y[segment.rows].addmm_(u[segment.rows, segment.columns], segment.w, alpha=segment.scale)
@@ -158,11 +159,11 @@ class NativeProducts:
             first: tuple[Any, ...] = (None, *_NOTHING)
             if x is not None:
                 of_a = self._factor(self._weights(a), x.shape[1], 0, len(parts), False)
-                first = (ctypes.byref(of_a), *_where(x))
+                first = (ctypes.byref(of_a), *rows_at(x))
             of_b = (Factor * len(parts))(
                 *(self._factor(self._weights(name), n, part, 1, scaled) for part, (name, n) in enumerate(parts))
             )
-            native.weft_add(*first, *_where(u), ctypes.c_int64(len(parts)), of_b, *_where(y))
+            native.weft_add(*first, *rows_at(u), ctypes.c_int64(len(parts)), of_b, *rows_at(y))
             return
         if x is not None:
             self.shrink(x, u, a, stack=len(parts), scaled=False)
@@ -173,8 +174,8 @@ class NativeProducts:
         """Add u[:, part]^T y over each group's rows (of each expert) to the gradient of the tensor called `name`.
         Segments of one gradient add in their order."""
         if (native := _native(u, y)) is not None:
-            factor = self._factor(self._gradients(name), y.shape[1], part, stack, scaled)
-            native.weft_outer(ctypes.byref(factor), *_where(u), *_where(y))
+            factor = self._factor(self.table.addresses(name, grads=True), y.shape[1], part, stack, scaled)
+            native.weft_outer(ctypes.byref(factor), *rows_at(u), *rows_at(y))
             return
         for segment in self._segments(name, part, stack, scaled, grads=True):
             segment.w.add_(torch.mm(u[segment.rows, segment.columns].t(), y[segment.rows]).mul_(segment.scale))
@@ -198,9 +199,6 @@ class NativeProducts:
 
     def _weights(self, name: str) -> _Array:
         return self.table.addresses(name, grads=False)
-
-    def _gradients(self, name: str) -> _Array:
-        return self.table.addresses(name, grads=True)
 
     def _factor(self, w: _Array, n: int, part: int, stack: int, scaled: bool) -> Factor:
         table = self.table
@@ -238,10 +236,6 @@ def _native(*tensors: Tensor) -> ctypes.CDLL | None:
         if tensor.dtype != torch.float32 or (len(tensor) and tensor.stride(1) != 1):
             raise ValueError(f"rows must be contiguous float32: {tensor.dtype}, strides {tensor.stride()}")
     return library()
-
-
-def _where(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-    return ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.stride(0))
 
 
 def split(y: Tensor, parts: Parts) -> tuple[Tensor, ...]:

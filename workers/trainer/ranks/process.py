@@ -5,7 +5,6 @@ Rank 0 is to the server what a trainer of one process is; the others do what it 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -28,6 +27,7 @@ from workers.model.config import UnsupportedModel
 from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.owned.load import Owned, load_owned
+from workers.nursery import die_with_parent
 from workers.say import say_as
 from workers.scratch import scratch
 from workers.trainer.computing import Others
@@ -40,11 +40,11 @@ from workers.trainer.watchdog import Watchdog
 
 log = logging.getLogger("trainer")
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(door: str, parent: int) -> int:
-    _die_with(parent)
+    die_with_parent()  # torchrun's children are in sessions of their own
+    if os.getppid() != parent:  # it was too late for that
+        leave(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config, link = handed(door)
     say_as(config.basics)
@@ -145,14 +145,6 @@ def _own(device: str) -> str:
     """A rank's own GPU, where GPUs are used."""
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     return f"cuda:{os.environ['LOCAL_RANK']}" if cuda else device
-
-
-def _die_with(parent: int) -> None:
-    """torchrun's children are in sessions of their own: have the kernel end them with it, on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            leave(1)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from scheduler.journal.accepting.backlog import LocalBacklog
+from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.recovery import recover
 from scheduler.order.operations import QueueFull
 from tests.scheduler.journal.test_journal import (
@@ -23,7 +23,7 @@ from tests.scheduler.journal.test_journal import (
 
 
 def test_operations_are_limited_by_organisation() -> None:
-    backlog = LocalBacklog(2, 1000)
+    backlog = Backlog(2, 1000)
     for _ in range(2):
         backlog.take("a", 1)
     with pytest.raises(QueueFull, match="2 operations are queued; the limit is 2"):
@@ -34,7 +34,7 @@ def test_operations_are_limited_by_organisation() -> None:
 
 
 def test_bytes_are_limited_but_one_body_is_always_let_in() -> None:
-    backlog = LocalBacklog(10, 100)
+    backlog = Backlog(10, 100)
     backlog.take("a", 500)
     with pytest.raises(QueueFull, match="500 bytes are queued and this operation has 1; the limit is 100"):
         backlog.take("a", 1)
@@ -47,7 +47,7 @@ def test_bytes_are_limited_but_one_body_is_always_let_in() -> None:
 
 
 def test_what_an_earlier_process_accepted_counts_and_is_never_refused() -> None:
-    backlog = LocalBacklog(1, 10)
+    backlog = Backlog(1, 10)
     for _ in range(3):
         backlog.add("a", 9)
     assert backlog.of("a") == (3, 27)
@@ -69,28 +69,29 @@ def test_what_an_earlier_process_accepted_counts_and_is_never_refused() -> None:
 def test_what_other_processes_have_queued_counts_too(
     elsewhere: tuple[int, int], size_bytes: int, refused: str | None
 ) -> None:
-    backlog = LocalBacklog(5, 100)
+    backlog = Backlog(5, 100)
     for _ in range(2):
         backlog.take("a", 30)
+    backlog.hear([{"a": elsewhere}])
     if refused is None:
-        backlog.take("a", size_bytes, elsewhere)
-        assert backlog.all() == {"a": (3, 60 + size_bytes)}, "what is elsewhere is counted there"
+        backlog.take("a", size_bytes)
+        assert backlog.own() == {"a": (3, 60 + size_bytes)}, "what is elsewhere is counted there"
     else:
         with pytest.raises(QueueFull, match=refused):
-            backlog.take("a", size_bytes, elsewhere)
-        assert backlog.all() == {"a": (2, 60)}
+            backlog.take("a", size_bytes)
+        assert backlog.own() == {"a": (2, 60)}
 
 
 def test_whoever_has_nothing_queued_is_forgotten() -> None:
-    backlog = LocalBacklog(5, 100)
+    backlog = Backlog(5, 100)
     for org_id in "aab":
         backlog.take(org_id, 4)
     backlog.release("a", 4)
-    assert backlog.all() == {"a": (1, 4), "b": (1, 4)}
+    assert backlog.own() == {"a": (1, 4), "b": (1, 4)}
     backlog.release("a", 4)
-    assert backlog.all() == {"b": (1, 4)}
+    assert backlog.own() == {"b": (1, 4)}
     backlog.release("a", 4)  # of one that was not counted: later ones are, all the same
-    assert backlog.all() == {"b": (1, 4)}
+    assert backlog.own() == {"b": (1, 4)}
 
 
 def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None:  # noqa: F811

@@ -33,8 +33,8 @@ from scheduler.cluster.fence import Fenced
 from scheduler.cluster.leading_journal import FencedRecorder
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
-from scheduler.journal.accepting.backlog import LocalBacklog
-from scheduler.journal.accepting.in_flight import LocalInFlight
+from scheduler.journal.accepting.backlog import Backlog
+from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
@@ -105,8 +105,8 @@ class Replica:
         self.database, self._blobs, self._room = database, blobs, Room(blobs.root)
         self._fresh = set[tuple[str, int]]()
         acceptance = Acceptance(database, blobs, PRICES, Limits())
-        backlog, answers = LocalBacklog(1 << 30, 1 << 40), Answers(database, blobs)
-        self._admission = Admission(acceptance, self._room, backlog, LocalInFlight(), answers, Meters(), self)
+        backlog, answers = Backlog(1 << 30, 1 << 40), Answers(database, blobs)
+        self._admission = Admission(acceptance, self._room, backlog, InFlight(), answers, Meters(), self)
         self.recorder = self._recorder(database)
 
     def leader(self, token: str) -> Recorder:
