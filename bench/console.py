@@ -16,7 +16,6 @@ import json
 import random
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,10 +23,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-
-from store.people import organisations
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import httpx
 import msgspec
@@ -48,6 +43,7 @@ from scheduler.order.plans import Step
 from store import tables
 from store.database import audit
 from store.database.db import Database
+from store.people import organisations
 from store.people.keys import new_key
 from store.people.organisations import organisation_named
 from tests.console.conftest import CHROMIUM, UNDRAWN
