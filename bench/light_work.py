@@ -15,7 +15,6 @@ matrices, dimuon's.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import torch
 from weft.wire import OptimStepRequest
 
 from bench.parts.passes import STEP, execute, random_batch
-from bench.parts.results import asked, keep, machine
+from bench.parts.results import asked, machine, tell
 from bench.parts.serving import BASE_MODEL, as_workers_run
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
@@ -141,10 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     found = measure(args.rounds)
-    keep(found, args)
-    print(
-        json.dumps(found) if args.json else "\n".join(f"{name:<14} {terms}" for name, terms in found["tokens"].items())
-    )
+    tell(found, args)
 
 
 if __name__ == "__main__":
