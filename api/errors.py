@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.money import usd
 from weft.wire.checks.problem import Problem
-from weft.wire.checks.problem import quote as quote
+from weft.wire.shown import quote as quote
 
 from billing.metering.quotas import QuotaReached
 from billing.money.accounts import OutOfMoney

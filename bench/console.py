@@ -12,11 +12,9 @@ Chromium is there. `taskset -c 0,1` leaves it two cores.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,10 +22,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-
-from store.people import organisations
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import httpx
 import msgspec
@@ -37,7 +31,7 @@ from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 from api.console.sessions import new_link
-from bench.parts.results import asked, claim, machine
+from bench.parts.results import asked, claim, machine, tell
 from billing.metering.charges import Charge, settle
 from billing.money import ledger
 from billing.money.accounts import Payer
@@ -48,6 +42,7 @@ from scheduler.order.plans import Step
 from store import tables
 from store.database import audit
 from store.database.db import Database
+from store.people import organisations
 from store.people.keys import new_key
 from store.people.organisations import organisation_named
 from tests.console.conftest import CHROMIUM, UNDRAWN
@@ -296,13 +291,7 @@ def main() -> None:
         slowest = max(drawn.values())
         claims.append(claim("the slowest page drawn, ms", slowest, GOAL_MS, slowest <= GOAL_MS))
     result = {"machine": machine(), "runs": runs, "events": events, "pages": found, "claims": claims}
-    if options.json:
-        print(json.dumps(result, indent=2))
-        return
-    for name, each in found.items():
-        shown = f", drawn {each['drawn_ms']:.0f} ms" if "drawn_ms" in each else ""
-        took = f"{each['median_ms']:7.0f} ms, longest {each['longest_ms']:.0f} ms, processor {each['cpu_ms']:.0f} ms"
-        print(f"{name:32} {took}{shown}")
+    tell(result, options)
 
 
 if __name__ == "__main__":

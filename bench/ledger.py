@@ -19,17 +19,13 @@ process's alone.
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tinker
 from sqlalchemy import insert, text, update

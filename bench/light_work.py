@@ -15,7 +15,6 @@ matrices, dimuon's.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,23 +26,23 @@ import torch
 from weft.wire import OptimStepRequest
 
 from bench.parts.passes import STEP, execute, random_batch
-from bench.parts.results import asked, keep, machine
+from bench.parts.results import asked, machine, tell
 from bench.parts.serving import BASE_MODEL, as_workers_run
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
+from workers.model.tiny import TINY_PATH
 from workers.trainer.trainer import Trainer
 
-MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
 RANKS = (8, 32, 64, 128)
 SLICE_TOKENS = 1024
 
 
 class Runs:
     def __init__(self, folder: Path) -> None:
-        self.decoder = load_decoder(MODEL)
+        self.decoder = load_decoder(TINY_PATH)
         self.blobs = FolderBlobs(folder / "blobs")
         self.trainer = Trainer({BASE_MODEL: self.decoder}, self.blobs, TrainerBounds(snapshot_every_tokens=1 << 40))
         self._count = 0
@@ -51,7 +50,7 @@ class Runs:
         self.blobs.put("adamw", STEP)
         self.blobs.put("dimuon", muon.model_dump_json(exclude_none=True).encode())
         self.blobs.put("export", b'{"model_id": "any", "path": "x", "seq_id": 1}')
-        self.blobs.put("batch", random_batch(self.decoder.config.vocab_size, 8, SLICE_TOKENS // 8, seed=0))
+        self.blobs.put("batch", random_batch(self.decoder.config.vocab_size, [SLICE_TOKENS // 8] * 8, seed=0))
 
     def spec(self, rank: int, optimizer: str) -> RunSpec:
         return RunSpec(f"{optimizer}-{rank}", BASE_MODEL, rank, 32.0, 0, True, True, True, optimizer)
@@ -141,10 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     found = measure(args.rounds)
-    keep(found, args)
-    print(
-        json.dumps(found) if args.json else "\n".join(f"{name:<14} {terms}" for name, terms in found["tokens"].items())
-    )
+    tell(found, args)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,6 @@ import math
 import os
 import shutil
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,37 +24,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
-from api.server.workers.worker_programs import memory_of_workers
-from bench.parts.results import asked, machine, tell
-from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig, WorkerConfig
-from scheduler.links.messages import (
-    Done,
-    FromGenerator,
-    FromTrainer,
-    OpKind,
-    Pass,
-    RunSpec,
-    SampleOp,
-    SampleWork,
-    TrainOp,
-)
+from bench.parts.results import asked, claim, machine, tell
+from bench.parts.worker import Worker
+from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig
+from scheduler.links.messages import Done, OpKind, Pass, RunSpec, SampleOp, SampleWork, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.files import remove_unused
 from workers.model.card import config_card
 from workers.model.planning.check import check_model
 from workers.model.planning.plan import PROCESS_BYTES, Device, Wanted, plan
+from workers.model.tiny import TINY_PATH
 from workers.rest import REST_S
 from workers.trainer.process import IDLE_POLL_S
 
-ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "workers" / "model" / "tiny" / "weights"
 MODEL = "m"
 TOKENS = 48
 CONTEXT = 128
@@ -66,7 +50,7 @@ CONTEXT = 128
 
 def make_model(folder: Path, megabytes: int) -> int:
     """A dense model of about this size in float32, its tokenizer the built-in model's. Returns the weights' bytes."""
-    shape = json.loads((TINY / "config.json").read_text())
+    shape = json.loads((TINY_PATH / "config.json").read_text())
     hidden, wide, heads, head_dim, vocab = 1024, 4096, 8, 64, shape["vocab_size"]
     layer = hidden * (3 * wide + 4 * heads * head_dim)
     layers = max(1, round((megabytes * 2**20 / 4 - 2 * vocab * hidden) / layer))
@@ -76,7 +60,7 @@ def make_model(folder: Path, megabytes: int) -> int:
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
     }  # fmt: skip
     folder.mkdir(parents=True)
-    for file in TINY.glob("*token*"):
+    for file in TINY_PATH.glob("*token*"):
         shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(config))
     inner = heads * head_dim
@@ -95,75 +79,6 @@ def make_model(folder: Path, megabytes: int) -> int:
 def _filled(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A weight of the first of these numbers, or one of a norm."""
     return numbers[: math.prod(shape)].view(shape).clone() if len(shape) > 1 else torch.ones(shape)
-
-
-class Worker:
-    """One worker process, and the server's end of its link. Ready when the constructor returns."""
-
-    def __init__(self, role: str, config: WorkerConfig) -> None:
-        self._link, theirs = socket.socketpair()
-        self._link.settimeout(300)
-        self.began = time.monotonic()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers", role, "--link-fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                cwd=ROOT,
-                env={**os.environ, **memory_of_workers(), "OMP_NUM_THREADS": "1"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        self.pid = self._process.pid
-        self.send(config)
-        self._recv()
-        self.ready_s = time.monotonic() - self.began
-
-    def send(self, message: msgspec.Struct) -> None:
-        payload = msgspec.msgpack.encode(message)
-        self._link.sendall(struct.pack("<I", len(payload)) + payload)
-
-    def done(self, count: int) -> list[Done]:
-        """The next results."""
-        found: list[Done] = []
-        while len(found) < count:
-            message = self._recv()
-            if isinstance(message, Done):
-                if message.failure is not None:
-                    raise RuntimeError(message.failure.message)
-                found.append(message)
-        return found
-
-    def _recv(self) -> Any:
-        (size,) = struct.unpack("<I", self._exactly(4))
-        return msgspec.msgpack.decode(self._exactly(size), type=FromTrainer | FromGenerator)
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            chunk = self._link.recv(size - len(data))
-            if not chunk:
-                raise EOFError("the worker is gone")
-            data += chunk
-        return data
-
-    @property
-    def pss_bytes(self) -> int:
-        lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-
-    @property
-    def read_bytes(self) -> int:
-        """From the disk."""
-        lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> str:
-        """End it, if it is there; what it has logged."""
-        if self._process.returncode is None:
-            self._process.send_signal(number)
-            self._log = self._process.communicate()[1]
-            self._link.close()
-        return self._log
 
 
 @dataclass
@@ -194,7 +109,7 @@ class Host:
         spec = RunSpec("r", MODEL, 2, 8.0, 0, True, False, False)
         make = TrainOp("create", "r", 0, OpKind.CREATE, spec=spec)
         trainer.send(Pass(1, MODEL, [make, TrainOp("fb", "r", 1, OpKind.FORWARD_BACKWARD, "train", stop=1)]))
-        outputs, _ = decode_train_output(trainer.done(2)[1].payload)
+        outputs, _ = decode_train_output([trainer.until(Done) for _ in range(2)][1].payload)
         return outputs[0]["logprobs"].tobytes()
 
     def sample(self, generator: Worker) -> bytes:
@@ -203,7 +118,7 @@ class Host:
         body = SampleRequest(prompt=ModelInput.from_ints(list(range(TOKENS))), sampling_params=sampling, num_samples=1)
         self._blobs.put("sample", body.model_dump_json(exclude_none=True).encode())
         generator.send(SampleWork([SampleOp("s", MODEL, "sample", 1)]))
-        return generator.done(1)[0].payload
+        return generator.until(Done).payload
 
     @property
     def _blobs(self) -> FolderBlobs:
@@ -273,15 +188,11 @@ def planned(model: Path, workers: int) -> int:
     return weights + workers * PROCESS_BYTES["cpu"]
 
 
-def _at_most(name: str, value: float, target: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 4), "target": target, "holds": value <= target}
-
-
 def measured(folder: Path, megabytes: int) -> dict[str, Any]:
     model, base_dir = folder / "model", folder / "base"
     base_dir.mkdir()
     weights = make_model(model, megabytes)
-    fixed = taken(TINY, folder / "tiny", "")
+    fixed = taken(TINY_PATH, folder / "tiny", "")
     shared, apart = taken(model, folder / "shared", str(base_dir)), taken(model, folder / "apart", "")
     forget_pages(model)
     remove_unused(base_dir)
@@ -291,7 +202,7 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
         "one base, right after work": (shared.after_work - fixed.after_work) / weights,
         "a copy each": (apart.at_rest - fixed.at_rest) / weights,
     }
-    read = restart["again"]["read_bytes"] / weights
+    together, read = copies["one base"], restart["again"]["read_bytes"] / weights
     of_plan = shared.at_rest / planned(model, 2)
     return {
         "weights_mib": weights >> 20,
@@ -299,9 +210,9 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
         "copies": copies,
         "restart": restart,
         "claims": [
-            _at_most("trainer and generator together, in copies of the weights", copies["one base"], 1.15),
-            _at_most("share of the weights that a trainer reads when it starts again", read, 0.05),
-            _at_most("taken by weights and processes / planned", of_plan, 1),
+            claim("trainer and generator together, in copies of the weights", together, 1.15, together <= 1.15),
+            claim("share of the weights that a trainer reads when it starts again", read, 0.05, read <= 0.05),
+            claim("taken by weights and processes / planned", of_plan, 1, of_plan <= 1),
         ],
     }
 

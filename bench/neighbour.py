@@ -20,8 +20,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +35,7 @@ from bench.parts.data import batch
 from bench.parts.probe import forget_peak, peak, slowest_healthz
 from bench.parts.results import asked, claim, machine, percentile, tell
 from bench.parts.serving import BASE_MODEL, make_key, serve
+from bench.path import timed
 
 EVERY = ATTACKS | WORK
 AT_ONCE = 10
@@ -66,15 +66,6 @@ class Small:
             "forward_backward": percentile(timed(self.forward_backward, times), 0.95),
             "sample": percentile(timed(self.sample, times), 0.95),
         }
-
-
-def timed(work: Callable[[], object], times: int) -> list[float]:
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return taken
 
 
 def attack(name: str, target: Target, begun: Any, ended: Any) -> None:

@@ -19,21 +19,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
-from bench.parts.passes import STEP, execute
+from bench.parts.passes import STEP, cut, execute, random_batch
 from bench.parts.results import asked, claim, machine, tell
 from bench.parts.serving import BASE_MODEL, as_workers_run
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder
+from workers.model.tiny import TINY_PATH
 from workers.trainer.runs.state import kind_of
 from workers.trainer.trainer import Trainer
 
-MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
 RANK = 8
 TENANTS = 16
 
@@ -42,7 +40,7 @@ class Runs:
     """A trainer with memory for `resident` runs and `registered` of them, all trained once."""
 
     def __init__(self, folder: Path, registered: int, resident: int) -> None:
-        decoder = load_decoder(MODEL)
+        decoder = load_decoder(TINY_PATH)
         self.size_bytes = kind_of(spec("any"), decoder.config).size_bytes
         bounds = TrainerBounds(snapshot_every_tokens=1 << 40, resident_bytes=resident * self.size_bytes)
         self.blobs = FolderBlobs(folder / "blobs")
@@ -59,7 +57,7 @@ class Runs:
         their turn `soon`."""
         body = f"body{tokens}"
         if not self.blobs.exists(body):
-            self.blobs.put(body, encode_train_request(batch(tokens)))
+            self.blobs.put(body, random_batch(1024, cut(tokens, 128), seed=tokens))
         ops = [TrainOp(f"f{n}", n, 1, OpKind.FORWARD_BACKWARD, body) for n in names]
         ops += [TrainOp(f"s{n}", n, 2, OpKind.OPTIM_STEP, "step") for n in names]
         began = time.perf_counter()
@@ -72,18 +70,6 @@ class Runs:
 
 def spec(name: str) -> RunSpec:
     return RunSpec(name, BASE_MODEL, RANK, 16.0, 1, train_attn=True, train_mlp=True, train_unembed=True)
-
-
-def batch(tokens: int) -> TrainBatch:
-    rng = np.random.default_rng(tokens)
-    data = [
-        ArrayDatum(
-            rng.integers(0, 1024, length).astype(np.int32),
-            {"target_tokens": rng.integers(0, 1024, length), "weights": np.ones(length, np.float32)},
-        )
-        for length in [128] * (tokens // 128) + [tokens % 128] * (tokens % 128 > 0)
-    ]
-    return TrainBatch("any", 1, "cross_entropy", data=data)
 
 
 def one_in(folder: Path, rounds: int) -> dict[str, float]:

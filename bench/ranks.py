@@ -16,29 +16,20 @@ token.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import socket
-import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
-
-from bench.parts.results import claim, keep, machine
+from bench.parts.passes import cut, random_batch
+from bench.parts.results import asked, claim, machine, tell
 from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, save_toy
+from bench.parts.worker import Worker
 from bench.trainer import SEQUENCE
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
-from scheduler.links.messages import Done, FromTrainer, OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
+from scheduler.links.messages import OpKind, Pass, PassOver, PullPass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 
 TENANTS, ADAPTER_RANK = 8, 8
@@ -50,62 +41,28 @@ SPARSE = replace(CONFIG, num_experts=128, experts_per_token=8)
 
 
 class Trainer:
-    """A trainer's process, and the server's end of its link."""
+    """A trainer's process with a run for each tenant."""
 
     def __init__(self, folder: Path, model: Path, ranks: int, shard: str = "all", base_dir: str = "") -> None:
-        self._socket, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "workers", "trainer", "--link-fd", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-        theirs.close()
         self.blobs = FolderBlobs(folder / "blobs")
         bounds = TrainerBounds(snapshot_every_tokens=1 << 40)
         basics = Basics(str(folder), {"toy": str(model)}, device="cpu", base_dir=base_dir)
-        self._send(TrainerConfig(basics, bounds, ranks=ranks, shard=shard))
-        self._until(PullPass)
+        self._worker = Worker("trainer", TrainerConfig(basics, bounds, ranks=ranks, shard=shard))
         self.work([TrainOp(f"c{n}", f"run{n}", 0, OpKind.CREATE, spec=spec(f"run{n}")) for n in range(TENANTS)])
 
     def work(self, ops: list[TrainOp]) -> float:
         """The seconds that the trainer took for a pass."""
-        self._send(Pass(1, "toy", ops))
-        over: PassOver = self._until(PassOver)
-        self._until(PullPass)
+        self._worker.send(Pass(1, "toy", ops))
+        over = self._worker.until(PassOver)
+        self._worker.until(PullPass)
         return over.seconds
 
     def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
-
-    def _send(self, message: msgspec.Struct) -> None:
-        payload = msgspec.msgpack.encode(message)
-        self._socket.sendall(struct.pack("<I", len(payload)) + payload)
-
-    def _until(self, kind: type[Any]) -> Any:
-        while True:
-            (size,) = struct.unpack("<I", self._socket.recv(4, socket.MSG_WAITALL))
-            message = msgspec.msgpack.decode(self._socket.recv(size, socket.MSG_WAITALL), type=FromTrainer)
-            if isinstance(message, Done) and message.failure is not None:
-                raise RuntimeError(message.failure.message)
-            if isinstance(message, kind):
-                return message
+        self._worker.end()
 
 
 def spec(name: str) -> RunSpec:
     return RunSpec(name, "toy", ADAPTER_RANK, 16.0, 1, train_attn=True, train_mlp=True, train_unembed=True)
-
-
-def body(tenant: int, tokens: int) -> bytes:
-    rng = np.random.default_rng(tenant)
-    data = [
-        ArrayDatum(
-            rng.integers(0, CONFIG.vocab_size, length).astype(np.int32),
-            {"target_tokens": rng.integers(0, CONFIG.vocab_size, length), "weights": np.ones(length, np.float32)},
-        )
-        for length in [SEQUENCE] * (tokens // SEQUENCE) + [tokens % SEQUENCE] * (tokens % SEQUENCE > 0)
-    ]
-    return encode_train_request(TrainBatch(f"run{tenant}", 1, "cross_entropy", data=data))
 
 
 def compare(ranks: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -156,7 +113,8 @@ def timed(trainers: dict[str, Trainer], tokens: int, rounds: int) -> dict[str, l
             for tenant in range(TENANTS):
                 ref = f"body{tenant}"
                 if not trainer.blobs.exists(ref):
-                    trainer.blobs.put(ref, body(tenant, tokens // TENANTS))
+                    lengths = cut(tokens // TENANTS, SEQUENCE)
+                    trainer.blobs.put(ref, random_batch(CONFIG.vocab_size, lengths, seed=tenant))
                 op_id, seq = f"f{number}-{tenant}", number + 2
                 ops.append(TrainOp(op_id, f"run{tenant}", seq, OpKind.FORWARD_BACKWARD, ref))
             took = trainer.work(ops)
@@ -167,9 +125,8 @@ def timed(trainers: dict[str, Trainer], tokens: int, rounds: int) -> dict[str, l
     return seconds
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Two ranks of a trainer against one.")
-    parser.add_argument("--json", action="store_true", help="print the whole result")
+def main() -> None:
+    parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the result there too")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
@@ -177,32 +134,14 @@ def main(argv: Sequence[str]) -> int:
         "--tokens", type=int, action="append", help="of a pass, over all tenants (with --layouts: repeat)"
     )
     parser.add_argument("--layouts", action="store_true", help="compare trainer.shard = all and experts")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.layouts:
-        return show_layouts(args)
-    tokens = (args.tokens or [4096])[0]
-    result = {"machine": machine(), **compare(args.ranks, tokens, args.rounds)}
-    keep(result, args)
-    if args.json:
-        print(json.dumps(result))
-        return 0
-    print(result["tokens_per_s"])
-    for claimed in result["claims"]:
-        print(f"{claimed['name']}: {claimed['value']:.2f}")
-    return 0
-
-
-def show_layouts(args: argparse.Namespace) -> int:
-    result = {"machine": machine(), **layouts(args.ranks, args.tokens or [512, 4096], args.rounds)}
-    keep(result, args)
-    if args.json:
-        print(json.dumps(result))
-        return 0
-    for each, claimed in zip(result["passes"], result["claims"], strict=True):
-        print(f"{claimed['name']}: {claimed['value']:.2f} ({each['tokens_per_s']})")
-    return 0
+        found = layouts(args.ranks, args.tokens or [512, 4096], args.rounds)
+    else:
+        found = compare(args.ranks, (args.tokens or [4096])[0], args.rounds)
+    tell({"machine": machine(), **found}, args)
 
 
 if __name__ == "__main__":
     as_workers_run()
-    sys.exit(main(sys.argv[1:]))
+    main()

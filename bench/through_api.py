@@ -30,9 +30,9 @@ from bench.path import ADAM
 from scheduler.links.messages import OpKind, Pass, RunSpec, TrainOp
 from store.blobs.folder import FolderBlobs
 from workers.model.base.weights import load_decoder
+from workers.model.tiny import TINY_PATH
 from workers.trainer.trainer import Trainer
 
-MODEL = Path(__file__).parents[1] / "workers" / "model" / "tiny" / "weights"
 TENANTS, SEQUENCES, LENGTH, RANK = 16, 4, 64, 8
 TOKENS = TENANTS * SEQUENCES * LENGTH
 
@@ -42,7 +42,7 @@ class Direct:
 
     def __init__(self, folder: Path) -> None:
         self._blobs = FolderBlobs(folder)
-        self._trainer = Trainer({BASE_MODEL: load_decoder(MODEL)}, self._blobs)
+        self._trainer = Trainer({BASE_MODEL: load_decoder(TINY_PATH)}, self._blobs)
         self._runs = [f"run{i}" for i in range(TENANTS)]
         self._blobs.put("step", STEP)
         for i, run in enumerate(self._runs):

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from bench.parts.passes import cut
 from bench.parts.peers import adapter_parameters, peft_model, shape_of
 from bench.parts.results import asked, claim, machine, tell
 from bench.parts.serving import as_workers_run
@@ -89,8 +90,7 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        full, rest = divmod(self.tokens_each, SEQUENCE)
-        return ([SEQUENCE] * full + [rest] * (rest > 0)) * self.tenants
+        return cut(self.tokens_each, SEQUENCE) * self.tenants
 
     @property
     def tokens_T(self) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Passes:
             for _ in range(load.in_flight):
                 for _ in range(load.backwards):
                     plan = ForwardBackward((Slice(0, sequences, sequences * length),))
-                    body = random_batch(self._vocab, sequences, length, number)
+                    body = random_batch(self._vocab, [length] * sequences, number)
                     self._queue(queue, lane, OpKind.FORWARD_BACKWARD, plan, body)
                 self._queue(queue, lane, OpKind.OPTIM_STEP, BODY_ONLY, STEP)
         return compose(queue, [MODEL], self._pass_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,17 @@ STEP = (
 )
 
 
-def random_batch(vocab: int, sequences: int, length: int, seed: int) -> bytes:
-    """The body of a forward_backward of random tokens."""
-    ids = np.random.default_rng(seed).integers(0, vocab, (sequences, length))
+def cut(tokens: int, sequence: int) -> list[int]:
+    """So many tokens in sequences of at most `sequence`."""
+    return [sequence] * (tokens // sequence) + [tokens % sequence] * (tokens % sequence > 0)
+
+
+def random_batch(vocab: int, lengths: Sequence[int], seed: int) -> bytes:
+    """The body of a forward_backward of random tokens, in sequences of these lengths."""
+    rows = [np.random.default_rng((seed, place)).integers(0, vocab, length) for place, length in enumerate(lengths)]
     data = [
-        ArrayDatum(row.astype(np.int32), {"target_tokens": row, "weights": np.ones(length, np.float32)}) for row in ids
+        ArrayDatum(row.astype(np.int32), {"target_tokens": row, "weights": np.ones(len(row), np.float32)})
+        for row in rows
     ]
     return encode_train_request(TrainBatch("any", 1, "cross_entropy", {}, False, data))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weft.packages import imported
 from weft.wire.binary.request_codec import as_decoded
 from weft.wire.checks.batches import Reads, custom_problems
 from weft.wire.checks.custom_format import INPUT_NAME, MAX_INPUTS, METRIC
@@ -99,11 +100,8 @@ def trace(fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]) -> L
 
 
 def _torch() -> Any:
-    try:
-        importlib.import_module("torch.fx")
-        return importlib.import_module("torch")
-    except ImportError:
-        raise ImportError("a custom loss is traced with torch: pip install torch") from None
+    imported("torch.fx", "a custom loss is traced with torch: pip install torch")
+    return importlib.import_module("torch")
 
 
 def _inputs(fn: PerDatumLoss, name: str, ranks: Mapping[str, CustomLossInputRank]) -> tuple[CustomLossInput, ...]:

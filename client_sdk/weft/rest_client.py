@@ -233,10 +233,8 @@ class RestClient(AdminClient):
                 url = (await self._archive_url(path)).url
                 await download_archive(url, part, lambda names: selected(names, layout))
             else:
-                route = f"{checkpoint_route(path)}/external_weights_urls"
-                listed = await self._transport.ask("GET", route, ExternalWeightsUrlsResponse)
-                chosen = selected(listed.urls, layout)
-                await download_files({chosen[name]: listed.urls[name] for name in chosen}, part)
+                urls = (await self.get_external_weights_urls(path)).urls
+                await download_files({to: urls[name] for name, to in selected(urls, layout).items()}, part)
             return await asyncio.to_thread(finish, part, folder, path, layout, leave_out_unembedding)
 
     def copy_weights(

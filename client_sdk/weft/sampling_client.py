@@ -273,7 +273,7 @@ class SamplingClient(Pending["SamplingClient"]):
 
     async def _cancel(self, request_id: str) -> None:
         body = CancelFutureRequest(request_id=request_id).model_dump_json().encode()
-        await self._session.transport.ask_once("POST", "/cancel_future", body)
+        await self._session.transport.post_once("/cancel_future", body)
 
 
 async def _quietly(work: Coroutine[Any, Any, Any]) -> None:

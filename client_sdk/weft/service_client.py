@@ -195,17 +195,17 @@ class ServiceClient:
 
     def estimate(self, plan: Plan) -> APIFuture[CostEstimate]:
         """What `plan` will cost, before anything of it exists."""
-        return APIFuture.start(fetch_estimate(self._transport, plan))
+        return APIFuture.start(fetch_estimate(self.create_rest_client(), plan))
 
     estimate_async = twin(estimate)
 
     def validate(self, plan: Plan) -> list[Problem]:
         """Everything for which the server would refuse `plan`; [] is good. Nothing is computed, nothing is billed."""
-        return APIFuture.start(fetch_problems(self._transport, plan)).result()
+        return APIFuture.start(fetch_problems(self.create_rest_client(), plan)).result()
 
     async def validate_async(self, plan: Plan) -> list[Problem]:
         """`validate`, awaited."""
-        return await APIFuture.start(fetch_problems(self._transport, plan))
+        return await APIFuture.start(fetch_problems(self.create_rest_client(), plan))
 
     def create_rest_client(self) -> RestClient:
         """What is stored and what it cost. Needs no session."""

@@ -202,8 +202,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     cost_async = twin(cost)
 
     async def _cost(self) -> UsageResponse:
-        params = {"run_id": (await self._get_info()).model_id}
-        return await self._session.transport.ask("GET", "/weft/usage", UsageResponse, params=params)
+        return await self.create_rest_client().get_usage((await self._get_info()).model_id)
 
     def estimate_cost(self, plan: Plan | PlannedStep) -> APIFuture[CostEstimate]:
         """What `plan` will cost on this run, before it starts; `cost` says what was used."""
@@ -213,7 +212,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
 
     async def _estimate(self, plan: Plan) -> CostEstimate:
         plan, _ = of_run(plan, await self._get_info())
-        return await fetch_estimate(self._session.transport, plan)
+        return await fetch_estimate(self.create_rest_client(), plan)
 
     def validate(
         self,
@@ -241,7 +240,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     ) -> list[Problem]:
         info = await self._get_info()
         plan, problems = of_run(plan_of(planned, loss_fn, config), info)
-        problems += await fetch_problems(self._session.transport, plan, info.model_id)
+        problems += await fetch_problems(self.create_rest_client(), plan, info.model_id)
         if isinstance(planned, Plan):
             return problems
         return [replace(problem, where=problem.where.removeprefix("steps[0].")) for problem in problems]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from weft import ServiceClient
 from weft.cli import main
-from weft.cli.tables import usd
+from weft.money import usd
 
 from tests.client_sdk.stub_server import Stub, status
 

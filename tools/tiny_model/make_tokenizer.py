@@ -57,16 +57,11 @@ def train_tokenizer(seed: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(map(_without_markers, itertools.islice(documents(seed), TRAINING_DOCUMENTS)), trainer)
-    add_tokens(tokenizer)
+    special = {*SPECIAL_TOKENS, *MEDIA_TOKENS}
+    tokenizer.add_tokens([AddedToken(t, special=t in special, normalized=False) for t in ADDED_TOKENS])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, wanted {VOCAB_SIZE}")
     return tokenizer
-
-
-def add_tokens(tokenizer: Tokenizer) -> None:
-    """Those that are not there yet."""
-    special = {*SPECIAL_TOKENS, *MEDIA_TOKENS}
-    tokenizer.add_tokens([AddedToken(t, special=t in special, normalized=False) for t in ADDED_TOKENS])
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -24,8 +24,7 @@ def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
     """Tokens and dollars, by run and kind."""
     client = rest()
     if not watch:
-        answer = client.get_usage(run_id).result()
-        show(answer, json_, lambda: tables.usage(answer))
+        show(client.get_usage(run_id).result(), json_, tables.usage)
         return
     with Live(console=tables.console(), auto_refresh=False) as live:
         while True:
@@ -40,8 +39,7 @@ def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
 @command
 def cost(rest: Server, run_id: str, json_: bool) -> None:
     """What RUN has cost so far."""
-    answer = rest().get_usage(run_id).result()
-    show(answer, json_, lambda: tables.usage(answer))
+    show(rest().get_usage(run_id).result(), json_, tables.usage)
 
 
 @main.command()
@@ -50,8 +48,7 @@ def cost(rest: Server, run_id: str, json_: bool) -> None:
 @command
 def balance(rest: Server, json_: bool) -> None:
     """What you have spent, this month and ever, and what is left if the server keeps credits."""
-    answer = rest().get_balance().result()
-    show(answer, json_, lambda: tables.balance(answer))
+    show(rest().get_balance().result(), json_, tables.balance)
 
 
 @main.command()
@@ -60,8 +57,7 @@ def balance(rest: Server, json_: bool) -> None:
 @command
 def budget(rest: Server, json_: bool) -> None:
     """Your budgets: what is spent, held for running operations and left of each now."""
-    answer = rest().get_budgets().result()
-    show(answer, json_, lambda: tables.budgets(answer))
+    show(rest().get_budgets().result(), json_, tables.budgets)
 
 
 @main.command()
@@ -71,8 +67,7 @@ def budget(rest: Server, json_: bool) -> None:
 @command
 def ledger(rest: Server, before: int | None, json_: bool) -> None:
     """Movements of your balance, the newest first."""
-    answer = rest().get_ledger(before).result()
-    show(answer, json_, lambda: tables.ledger(answer))
+    show(rest().get_ledger(before).result(), json_, tables.ledger)
 
 
 @main.command()
@@ -82,8 +77,7 @@ def ledger(rest: Server, before: int | None, json_: bool) -> None:
 @command
 def prices(rest: Server, model: str, json_: bool) -> None:
     """What a million tokens of MODEL cost now."""
-    answer = rest().get_prices(model).result()
-    show(answer, json_, lambda: tables.prices(answer))
+    show(rest().get_prices(model).result(), json_, tables.prices)
 
 
 @main.command()
@@ -92,8 +86,7 @@ def prices(rest: Server, model: str, json_: bool) -> None:
 @command
 def models(rest: Server, json_: bool) -> None:
     """Base models that the server serves."""
-    answer = rest().get_server_capabilities().result()
-    show(answer, json_, lambda: tables.models(answer))
+    show(rest().get_server_capabilities().result(), json_, tables.models)
 
 
 @main.command()
@@ -103,8 +96,7 @@ def models(rest: Server, json_: bool) -> None:
 @command
 def runs(rest: Server, limit: int, json_: bool) -> None:
     """Training runs."""
-    answer = rest().list_training_runs(limit=limit).result()
-    show(answer, json_, lambda: tables.runs(answer))
+    show(rest().list_training_runs(limit=limit).result(), json_, tables.runs)
 
 
 @main.command()
@@ -115,8 +107,7 @@ def runs(rest: Server, limit: int, json_: bool) -> None:
 @command
 def health(rest: Server, run_id: str, window: float, json_: bool) -> None:
     """How RUN's loop is doing, and what it waits for."""
-    answer = rest().get_run_health(run_id, window).result()
-    show(answer, json_, lambda: tables.health(answer))
+    show(rest().get_run_health(run_id, window).result(), json_, tables.health)
 
 
 @main.command()
@@ -125,8 +116,7 @@ def health(rest: Server, run_id: str, window: float, json_: bool) -> None:
 @command
 def stats(rest: Server, json_: bool) -> None:
     """How the server is doing: passes, shared passes, slot occupancy, queue."""
-    answer = rest().get_stats().result().model_dump(mode="json", exclude_unset=True)
-    show(answer, json_, lambda: tables.stats(answer))
+    show(rest().get_stats().result().model_dump(mode="json", exclude_unset=True), json_, tables.stats)
 
 
 @main.command()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -32,6 +32,7 @@ from weft.transport.retry import RetryPolicy
 from weft.version import __version__
 
 P = ParamSpec("P")
+A = TypeVar("A", bound=BaseModel | dict[str, Any])
 
 #: A person waits: give up on a dead server soon, and do not wait for money.
 POLICY = RetryPolicy(budget_s=5.0, billing_budget_s=0.0)
@@ -142,10 +143,10 @@ def print_table(table: Table) -> None:
     tables.console(width=max(needed, terminal.width)).print(table)
 
 
-def show(answer: BaseModel | dict[str, Any], json_: bool, table: Callable[[], Table]) -> None:
-    """Print `answer` as JSON, or as the table."""
+def show(answer: A, json_: bool, table: Callable[[A], Table]) -> None:
+    """Print `answer` as JSON, or as its table."""
     if json_:
         body = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else answer
         click.echo(json.dumps(body, indent=2))
     else:
-        print_table(table())
+        print_table(table(answer))

@@ -23,8 +23,7 @@ def checkpoints(rest: Server, run_id: str | None, limit: int, json_: bool) -> No
     """Saved weights."""
     client = rest()
     listed = client.list_checkpoints(run_id) if run_id else client.list_user_checkpoints(limit)
-    answer = listed.result()
-    show(answer, json_, lambda: tables.checkpoints(answer))
+    show(listed.result(), json_, tables.checkpoints)
 
 
 @main.command()

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from weft.money import usd as usd
+from weft.money import usd
 from weft.wire.account.limits import BalanceResponse, PricesResponse
 from weft.wire.account.money import BudgetsResponse, LedgerResponse
 from weft.wire.account.usage import UsageResponse, UsageRow

@@ -11,35 +11,26 @@ from weft.errors import WeftError
 from weft.plan.estimate import CostEstimate, estimate
 from weft.plan.plan import AnyDatum, Plan, PlannedSample, PlannedSave, PlannedStep, PlannedTrain, PlannedUpdate
 from weft.plan.validate import validate
-from weft.rest_client import part
-from weft.transport.http import Transport
-from weft.wire.account.limits import LimitsResponse, PricesResponse
+from weft.rest_client import RestClient
 from weft.wire.checks.problem import Problem
-from weft.wire.rest import CheckpointsListResponse
 from weft.wire.training import GetInfoResponse
 
 _STEPS = (PlannedTrain, PlannedUpdate, PlannedSample, PlannedSave)
 
 
-async def fetch_estimate(transport: Transport, plan: Plan) -> CostEstimate:
+async def fetch_estimate(rest: RestClient, plan: Plan) -> CostEstimate:
     """Price `plan` at the rates that hold now."""
     if plan.base_model is None:
         raise WeftError("the plan names no base_model, on which prices depend")
-    prices, limits = await asyncio.gather(
-        transport.ask("GET", "/weft/prices", PricesResponse, params={"model": plan.base_model}),
-        transport.ask("GET", "/weft/limits", LimitsResponse),
-    )
+    prices, limits = await asyncio.gather(rest.get_prices(plan.base_model), rest.get_limits())
     return estimate(plan, prices, limits)
 
 
-async def fetch_problems(transport: Transport, plan: Plan, run_id: str | None = None) -> list[Problem]:
+async def fetch_problems(rest: RestClient, plan: Plan, run_id: str | None = None) -> list[Problem]:
     """All problems of `plan`, for the run `run_id` if it exists."""
-    limits = await transport.ask("GET", "/weft/limits", LimitsResponse)
-    names: list[str] = []
+    limits, names = await rest.get_limits(), list[str]()
     if run_id is not None and any(isinstance(step, PlannedSave) for step in plan.steps):
-        route = f"/training_runs/{part(run_id)}/checkpoints"
-        listed = await transport.ask("GET", route, CheckpointsListResponse)
-        names = [checkpoint.checkpoint_id for checkpoint in listed.checkpoints]
+        names = [checkpoint.checkpoint_id for checkpoint in (await rest.list_checkpoints(run_id)).checkpoints]
     return validate(plan, limits, names)
 
 

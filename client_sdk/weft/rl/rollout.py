@@ -58,7 +58,6 @@ class Rollout:
     turns: list[Turn]
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
 
     @property
     def sampled(self) -> int:
@@ -74,10 +73,6 @@ class Rollout:
     def oldest(self) -> int | None:
         """The oldest policy version that drew any of its tokens; None where nothing was drawn."""
         return min((span.version for turn in self.turns for span in turn.versions if span.length), default=None)
-
-    @property
-    def stale(self) -> bool:
-        return any(turn.stale for turn in self.turns)
 
 
 @dataclass

@@ -8,7 +8,6 @@ Two passes, then: one forward for the logprobs, the user's loss here, and one ba
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from weft.errors import APIResponseValidationError, WeftError
 from weft.loss_handle import LossHandle
+from weft.packages import imported
 from weft.runs.lane import Turn
 from weft.runs.run import Run
 from weft.runs.session import Session
@@ -47,10 +47,7 @@ class Differentiated:
 
 def require_torch() -> Any:
     """torch, or an error that says what to do."""
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        raise ImportError("forward_backward_custom differentiates your loss with torch: pip install torch") from None
+    return imported("torch", "forward_backward_custom differentiates your loss with torch: pip install torch")
 
 
 async def run_custom(run: Run, data: Sequence[Datum], loss_fn: CustomLoss, told: bool) -> ForwardBackwardOutput:

@@ -75,7 +75,7 @@ class Drawing:
                 transport, request_id = waiting.result()
                 body = CancelFutureRequest(request_id=request_id).model_dump_json().encode()
                 try:
-                    await transport.ask_once("POST", "/cancel_future", body)
+                    await transport.post_once("/cancel_future", body)
                 except WeftError as error:
                     log.debug("a stop was not told: %s", error)
                 await asyncio.wait((asyncio.ensure_future(self._ended()),), timeout=STOP_AGAIN_S)

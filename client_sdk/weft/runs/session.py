@@ -101,7 +101,7 @@ class Session:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                await self.transport.ask_once("POST", "/session_heartbeat", body)
+                await self.transport.post_once("/session_heartbeat", body)
             except APIStatusError as error:
                 if error.status_code == 410:
                     log.warning("the server has ended session %s", session_id)

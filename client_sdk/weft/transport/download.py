@@ -25,7 +25,7 @@ TRIES = 4
 Rename = Callable[[list[str]], Mapping[str, str]]
 
 
-async def download_files(urls: Mapping[str, str], folder: Path) -> list[Path]:
+async def download_files(urls: Mapping[str, str], folder: Path) -> None:
     """Fetch every URL to its relative path below `folder`. A file is there whole or not at all."""
     for name in urls:
         if not _inside(name):
@@ -34,24 +34,23 @@ async def download_files(urls: Mapping[str, str], folder: Path) -> list[Path]:
     timeout = httpx.Timeout(60.0, connect=5.0)
     async with httpx.AsyncClient(follow_redirects=True, timeout=timeout) as http:
 
-        async def fetch(name: str, url: str) -> Path:
+        async def fetch(name: str, url: str) -> None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             async with slots:
                 await _fetch(http, url, target)
-            return target
 
-        return list(await asyncio.gather(*(fetch(name, url) for name, url in sorted(urls.items()))))
+        await asyncio.gather(*(fetch(name, url) for name, url in sorted(urls.items())))
 
 
-async def download_archive(url: str, folder: Path, rename: Rename) -> list[Path]:
+async def download_archive(url: str, folder: Path, rename: Rename) -> None:
     """Fetch a tar and unpack those of its files that `rename` names into `folder`; nothing of it can land outside."""
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
         archive = Path(scratch) / "archive.tar"
         async with httpx.AsyncClient(follow_redirects=True, timeout=httpx.Timeout(60.0, connect=5.0)) as http:
             await _fetch(http, url, archive)
-        return await asyncio.to_thread(_unpack, archive, folder, rename)
+        await asyncio.to_thread(_unpack, archive, folder, rename)
 
 
 def _inside(name: str) -> bool:
@@ -59,7 +58,7 @@ def _inside(name: str) -> bool:
     return bool(path.name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
 
-def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
+def _unpack(archive: Path, folder: Path, rename: Rename) -> None:
     """Files alone and their bytes alone, as tarfile's filter "data" would: Python 3.11.2, Debian 12's, has none. They
     are unpacked beside the archive and moved once all are there, so a full disk leaves `folder` as it was."""
     unpacked: dict[Path, Path] = {}
@@ -80,7 +79,6 @@ def _unpack(archive: Path, folder: Path, rename: Rename) -> list[Path]:
     for whole, part in unpacked.items():
         whole.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, whole)
-    return [*unpacked]
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:

@@ -253,12 +253,11 @@ class Transport:
         call = Call(method, path, body, params=params, **options)
         return parse(await self.send(call), answer)
 
-    async def ask_once(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
+    async def post_once(self, path: str, body: bytes) -> None:
         """Send without retries; the typed error if the answer is not good."""
-        response = await self.once(Call(method, path, body, timeout_s=10.0))
+        response = await self.once(Call("POST", path, body, timeout_s=10.0))
         if not response.is_success:
             raise error_of(response)
-        return response
 
 
 def status_of(failure: APIStatusError | APIConnectionError, *, restarts: bool) -> int | None:

@@ -12,6 +12,8 @@ from weft.wire.error import WireError
 
 #: Values that are shown of a list.
 MOST = 8
+#: Characters of a bad value that an error quotes.
+QUOTED = 80
 
 
 def shown(values: Sequence[Any]) -> str:
@@ -35,10 +37,11 @@ def arguments(**names: str) -> Iterator[None]:
 def _line(problem: Any, names: dict[str, str]) -> str:
     first, *rest = problem["loc"] or ("arguments",)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
-    given = "" if isinstance(problem["input"], dict) else f", got {_brief(problem['input'])}"
+    given = "" if isinstance(problem["input"], dict) else f", got {quote(problem['input'])}"
     return f"{names.get(str(first), first)}{place}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{given}"
 
 
-def _brief(value: Any) -> str:
+def quote(value: object) -> str:
+    """A value as an error may show it: on one line, and not longer than a line."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= QUOTED else text[: QUOTED - 3] + "..."

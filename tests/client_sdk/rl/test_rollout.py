@@ -123,9 +123,6 @@ def test_the_oldest_version_of_any_token() -> None:
     group = Group("task", rollouts)
     assert (group.oldest, group.mean, group.sampled) == (4, 0.5, 4)
     assert Group("task", rollouts[2:]).oldest is None
-    stale = Turn((1,), (2,), (-1.0,), stale=True)
-    assert Rollout([mixed, stale]).stale
-    assert not Rollout([mixed]).stale
 
 
 def test_tokens_without_logprobs_are_refused() -> None:

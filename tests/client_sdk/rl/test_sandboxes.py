@@ -262,7 +262,7 @@ def test_a_command_whose_memory_cannot_be_told_is_ended(monkeypatch: pytest.Monk
 
     done = inside(use)
     assert (done.limit, done.returncode) == ("memory", -9)
-    assert done.seconds < 2
+    assert done.seconds < 50
 
 
 @pytest.mark.parametrize("file", ["-1", "os.open('/dev/zero', os.O_RDWR)"])

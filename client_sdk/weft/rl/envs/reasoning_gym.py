@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from weft.packages import imported
 from weft.rl.envs.environment import Prompts, prompts
 from weft.rl.signal.advantages import Advantage
 
@@ -20,10 +21,7 @@ def reasoning_gym(
     **options: Any,
 ) -> Prompts:
     """`size` tasks of the data set `name`; `options` are its own. An answer may be in <answer> tags, or stand alone."""
-    try:
-        gym = importlib.import_module("reasoning_gym")
-    except ImportError:
-        raise ImportError("rl.reasoning_gym needs the package: pip install reasoning-gym") from None
+    gym = imported("reasoning_gym", "rl.reasoning_gym needs the package: pip install reasoning-gym")
     dataset = gym.create_dataset(name, size=size, seed=seed, **options)
     extract = importlib.import_module("reasoning_gym.utils").extract_answer
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.packages import imported
 from weft.rl import checks
 from weft.rl.chat.chat import Chat, ContextFullError, Reply
 from weft.rl.chat.render import text_of
@@ -42,11 +43,8 @@ class Verifiers:
 
     def __init__(self, env: Any, sampling: dict[str, Any], expected: Size | None, advantage: Advantage | None) -> None:
         self.env, self.sampling, self.expected, self.advantage = env, sampling, expected, advantage
-        try:
-            importlib.import_module("verifiers.clients")
-        except ImportError:
-            says = "rl.verifiers needs 0.1.x: pip install 'verifiers<0.2' (0.4 comes by the door: docs/openai.md)"
-            raise ImportError(says) from None
+        says = "rl.verifiers needs 0.1.x: pip install 'verifiers<0.2' (0.4 comes by the door: docs/openai.md)"
+        imported("verifiers.clients", says)
         self.tasks: Sequence[Any] = [dict(row) for row in env.get_dataset()]
 
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:

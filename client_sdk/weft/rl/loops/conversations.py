@@ -62,3 +62,9 @@ def supervised(ids: Sequence[int], trained: Sequence[bool]) -> Datum:
     weights = np.asarray(trained[1:], np.float32)
     inputs = {"target_tokens": list(ids[1:]), "weights": weights}
     return Datum(ModelInput.from_ints(list(ids[:-1])), inputs)
+
+
+def scaled(datum: Datum, by: float) -> Datum:
+    """The datum, each of its weights times `by`."""
+    weights: Any = datum.loss_fn_inputs["weights"].to_numpy()
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights * np.float32(by)})

@@ -20,7 +20,7 @@ from weft.rl import checks
 from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.loops import money
-from weft.rl.loops.conversations import in_row, supervised
+from weft.rl.loops.conversations import in_row, scaled, supervised
 from weft.rl.loops.rollouts import sampler_limits
 from weft.rl.loops.supervised import Recipe, Shown, go, wait
 from weft.rl.loops.train import Report
@@ -107,7 +107,7 @@ def dpo(
         h = beta * margins
         pull = beta / (1 + np.exp(h)) / len(batch)
         weighted = [
-            _weighted(datum, sign * float(p))
+            scaled(datum, sign * float(p))
             for pair, p in zip(batch, pull, strict=True)
             for datum, sign in ((pair.chosen, 1.0), (pair.rejected, -1.0))
         ]
@@ -158,9 +158,3 @@ def _sums(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]]) -> list[f
 
 def _margin(reference: tuple[float, float], chosen: float, rejected: float) -> float:
     return (chosen - reference[0]) - (rejected - reference[1])
-
-
-def _weighted(datum: Datum, by: float) -> Datum:
-    weights: Any = datum.loss_fn_inputs["weights"].to_numpy()
-    weights = weights * np.float32(by)
-    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights})

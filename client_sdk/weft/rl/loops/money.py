@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.errors import WeftError
+from weft.money import amount_nusd
 from weft.plan.estimate import CostEstimate, EstimatedRow
 from weft.rl import checks
 from weft.rl.chat.purse import Purse
@@ -14,26 +15,21 @@ from weft.rl.loops.rollouts import Groups
 from weft.run_weights import base_model_of
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
-from weft.wire.account.limits import PricesResponse
 from weft.wire.account.usage import UsageKind
 
 NUSD = 10**9
-
-
-async def prices(run: TrainingClient) -> PricesResponse:
-    return await run.create_rest_client().get_prices(base_model_of(await run.get_info_async()))
 
 
 async def purse(run: TrainingClient, budget_usd: float | None, earlier: Sequence[str], elsewhere_nusd: int) -> Purse:
     """A purse at the prices of now. Earlier lives of the loop have cost what their runs were billed, the most that a
     killed one has left under way can cost, and elsewhere."""
     limit = None if budget_usd is None else round(budget_usd * NUSD)
-    rates = dict[str, int](**(await prices(run)).rates_uusd_per_mtok)
     rest, spent = run.create_rest_client(), elsewhere_nusd
+    priced = await rest.get_prices(base_model_of(await run.get_info_async()))
     for run_id in earlier:
         usage = await rest.get_usage(run_id)
         spent += usage.total_nusd + usage.held_nusd
-    return Purse(rates, limit, spent, elsewhere_nusd=elsewhere_nusd)
+    return Purse(dict[str, int](**priced.rates_uusd_per_mtok), limit, spent, elsewhere_nusd=elsewhere_nusd)
 
 
 async def prices_of(sampler: SamplingClient) -> Purse:
@@ -74,9 +70,10 @@ def estimate(
         tokens["prefill"] += share * prompts
         tokens["sample"] += share * size.drawn
         tokens["train"] += share * whole
-    rows = [_row(kind, round(count), priced.rates_uusd_per_mtok[kind]) for kind, count in tokens.items() if count]
+    rows = [
+        EstimatedRow(kind, round(count), rate, amount_nusd(round(count), rate))
+        for kind, count in tokens.items()
+        if count
+        for rate in [priced.rates_uusd_per_mtok[kind]]
+    ]
     return CostEstimate(priced.base_model, priced.price_version, rows, exact=False)
-
-
-def _row(kind: UsageKind, tokens: int, rate: int) -> EstimatedRow:
-    return EstimatedRow(kind, tokens, rate, (tokens * rate * 1000 + 500_000) // 1_000_000)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from weft.rl import checks
 from weft.rl.chat.purse import Purse
+from weft.rl.loops.conversations import scaled
 from weft.rl.loops.supervised import Recipe, Shown, go
 from weft.rl.loops.train import Report
 from weft.training_client import TrainingClient
@@ -28,8 +27,8 @@ def sft(
     def backward(batch: Sequence[Datum], purse: Purse) -> Shown:
         tokens = _weight(batch)
         purse.pay(purse.price(train=sum(datum.model_input.length for datum in batch)) + len(batch))
-        scaled = [_scaled(datum, 1 / _whole(tokens)) for datum in batch]
-        computed = run.forward_backward(scaled, "cross_entropy")
+        weighted = [scaled(datum, 1 / _whole(tokens)) for datum in batch]
+        computed = run.forward_backward(weighted, "cross_entropy")
         return lambda: {"loss": computed.result().metrics["loss:sum"], "tokens": tokens}
 
     def between(step: int, last: bool, purse: Purse) -> dict[str, float]:
@@ -53,9 +52,3 @@ def _weight(data: Sequence[Datum]) -> float:
 def _whole(weight: float) -> float:
     """What a sum is divided by: nothing where data weigh nothing, or less."""
     return weight if weight > 0 else 1.0
-
-
-def _scaled(datum: Datum, by: float) -> Datum:
-    weights: Any = datum.loss_fn_inputs["weights"].to_numpy()
-    weights = weights * np.float32(by)
-    return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights})

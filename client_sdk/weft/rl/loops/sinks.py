@@ -13,6 +13,8 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from weft.packages import imported
+
 logger = logging.getLogger("weft")
 
 
@@ -44,10 +46,7 @@ def close(sinks: Sequence[Sink]) -> None:
 
 
 def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ImportError(f"this sink needs the package: pip install {name}") from None
+    return imported(name, f"this sink needs the package: pip install {name}")
 
 
 class Progress:

@@ -13,12 +13,12 @@ over the positions where m is not 0, whatever it weighs: `custom/tokens:sum`, ho
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from typing import Any, Literal, ParamSpec
 
+from weft.packages import imported
 from weft.rl import checks
 from weft.rl.losses.loss import Loss
 
@@ -44,10 +44,7 @@ def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
 
 
 def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        raise ImportError("this loss is traced with torch: pip install torch (ppo, cispo, ... need none)") from None
+    return imported("torch", "this loss is traced with torch: pip install torch (ppo, cispo, ... need none)")
 
 
 def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | None = None) -> Any:
@@ -107,22 +104,19 @@ def intellect3(
     """
     checks.one_of("level", level, ("token", "sequence"))
 
-    def body(lp: Tensor, q: Tensor, a: Tensor, m: Tensor) -> Any:
+    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         torch = _torch()
-        log_rho = lp - q
-        on = (m != 0).float()
+        log_rho = logprobs - q
+        on = (mask != 0).float()
         rho = torch.exp(log_rho)
         if level == "sequence":
             whole = torch.exp(torch.clamp((on * log_rho).sum(), max=10.0)).detach()
-            rho = whole * torch.exp(lp - lp.detach())
+            rho = whole * torch.exp(logprobs - logprobs.detach())
             drop = _outside(rho, low, high)
-            return _result(-(1 - drop) * rho / on.sum() * a, lp, q, m, drop)
+            return _result(-(1 - drop) * rho / on.sum() * advantages, logprobs, q, mask, drop)
         vetoed = ((on * (rho < veto).float()).sum() > 0).float().detach()
         drop = torch.clamp(_outside(rho, low, high) + vetoed, max=1.0)
-        return _result(-_kept_ratio(log_rho, drop) * a, lp, q, m, drop)
-
-    def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        return body(logprobs, q, advantages, mask)
+        return _result(-_kept_ratio(log_rho, drop) * advantages, logprobs, q, mask, drop)
 
     return Loss("intellect3", _named(fn, "intellect3"))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 import time
 from typing import Any
 
+from weft.packages import imported
 from weft.rl.sandboxes.sandbox import FOLDER, Done, Limits, Quota, SandboxError, Snapshot, absolute
 
 
@@ -19,10 +19,7 @@ class Modal:
     def __init__(
         self, app: str, *, most: int, image: Any = None, limits: Limits | None = None, lifetime_s: int = 3600
     ) -> None:
-        try:
-            self._modal = importlib.import_module("modal")
-        except ImportError as error:
-            raise ImportError("Modal's sandboxes need its client: pip install modal") from error
+        self._modal = imported("modal", "Modal's sandboxes need its client: pip install modal")
         self.app, self.most, self.image, self.lifetime_s = app, most, image, lifetime_s
         self.limits, self.open = limits or Limits(), 0
 

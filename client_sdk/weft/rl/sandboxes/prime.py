@@ -4,13 +4,13 @@ that needs an account)."""
 from __future__ import annotations
 
 import base64
-import importlib
 import math
 import shlex
 import time
 import uuid
 from typing import Any
 
+from weft.packages import imported
 from weft.rl.sandboxes.sandbox import FOLDER, Done, Limits, Quota, SandboxError, Snapshot, absolute
 
 #: All of IPv4: the client's own way to say that there is no network.
@@ -23,10 +23,7 @@ class Prime:
     what nobody has closed. Of `limits`, processes and files are Prime's own, disk and memory the container's."""
 
     def __init__(self, image: str, *, most: int, limits: Limits | None = None, lifetime_s: int = 3600) -> None:
-        try:
-            self._prime = importlib.import_module("prime_sandboxes")
-        except ImportError as error:
-            raise ImportError("Prime's sandboxes need its client: pip install prime-sandboxes") from error
+        self._prime = imported("prime_sandboxes", "Prime's sandboxes need its client: pip install prime-sandboxes")
         self.image, self.most, self.lifetime_s = image, most, lifetime_s
         self.limits, self.open = limits or Limits(), 0
         self.client = self._prime.AsyncSandboxClient()

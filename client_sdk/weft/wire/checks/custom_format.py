@@ -16,7 +16,7 @@ from typing import Any
 from weft.wire.checks.batches import Reads
 from weft.wire.checks.custom_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 from weft.wire.checks.custom_shapes import CustomLossError
-from weft.wire.checks.problem import quote
+from weft.wire.shown import quote
 
 MAX_INPUTS = 16
 MAX_NODES = 512

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-B = TypeVar("B", bound=BaseModel)
+from weft.wire.shown import QUOTED
 
-#: Characters of a bad value that a problem quotes.
-QUOTED = 80
+B = TypeVar("B", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,6 @@ class Problem:
     def within(self, place: str) -> Problem:
         """The same problem, of a part of something larger."""
         return replace(self, where=f"{place}.{self.where}" if self.where else place)
-
-
-def quote(value: object) -> str:
-    """A value as an error may show it: on one line, and not longer than a line."""
-    text = repr(value)
-    return text if len(text) <= QUOTED else text[: QUOTED - 3] + "..."
 
 
 def bounds(least: int | None, most: int | None) -> str:

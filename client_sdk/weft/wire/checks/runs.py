@@ -6,8 +6,10 @@ import re
 from collections.abc import Collection, Iterator
 
 from weft.wire.base import MAX_SEED, MIN_SEED, SEEDS
-from weft.wire.checks.problem import Problem, bounds, quote
+from weft.wire.checks.problem import Problem, bounds
+from weft.wire.shown import quote
 from weft.wire.training import AdamParams
+from weft.wire.weights import NAME_PATTERN
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
@@ -24,7 +26,6 @@ _WITHOUT = {
     "missing, and the step; all other gradients since the last step are there",
 }
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}", re.ASCII)
 _USE = {ADAMW: "step it with adam_params", DIMUON: "step it with optimizer_params of the type dimuon"}
 
 
@@ -81,6 +82,6 @@ def ttl_problems(ttl_seconds: int | None, least: int | None, most: int | None) -
 
 def name_problems(name: str) -> Iterator[Problem]:
     """The name of a checkpoint. Dots alone are refused because clients take them out of URLs."""
-    if _NAME.fullmatch(name) is None or not name.strip("."):
+    if len(name) > 256 or re.fullmatch(NAME_PATTERN, name) is None:
         rule = "1 to 256 characters of A-Z a-z 0-9 . _ - (and not only dots)"
         yield Problem("name", f"{quote(name)} must be {rule}", rule, name)

@@ -20,7 +20,6 @@ import msgspec
 import pytest
 import torch
 
-from bench.memory import TINY
 from tests.forked import Forked
 from tests.workers.model.models import packed, reference
 from workers.model.base import holder, shared
@@ -29,6 +28,7 @@ from workers.model.base.shared import base_decoder
 from workers.model.base.weights import ModelWeightsError, load_decoder
 from workers.model.decoder import Decoder, PackedAttend
 from workers.model.device import ModelDevice
+from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[4]
 FILES = "tests.workers.model.base.file_memory"
@@ -90,7 +90,7 @@ sys.stdin.read()
 class Client:
     """A worker, as far as its weights go."""
 
-    def __init__(self, folder: Path, model: Path = TINY) -> None:
+    def __init__(self, folder: Path, model: Path = TINY_PATH) -> None:
         self.process: Forked | subprocess.Popen[str] = Forked("-c", CLIENT, str(model), str(folder))
 
     def said(self) -> tuple[str, float]:
@@ -120,7 +120,7 @@ def test_held_weights_have_the_bits_of_a_copy(family: str, tmp_path: Path, folde
 
 def test_one_loads_for_all_who_come_at_once_and_the_death_of_any_leaves_it_to_the_others(folder: Path) -> None:
     clients = [Client(folder) for _ in range(4)]
-    total = float(load_decoder(TINY).embed.double().sum())
+    total = float(load_decoder(TINY_PATH).embed.double().sum())
     said = [client.said() for client in clients]
     assert sorted(how for how, _ in said) == ["loaded", "opened", "opened", "opened"]
     assert {found for _, found in said} == {total}
@@ -213,7 +213,7 @@ def test_the_memory_of_a_holder_is_free_for_whoever_it_refuses(folder: Path, mon
     monkeypatch.setattr(shared, "held", refused)
     monkeypatch.setattr(shared, "load_decoder", load)
     monkeypatch.setattr(shared, "MEMORY_WITHIN_S", 200.0)
-    _, how = base_decoder(TINY, CPU, folder)
+    _, how = base_decoder(TINY_PATH, CPU, folder)
     assert "in another container" in how
     assert not there  # two copies at once may not fit
 
@@ -269,7 +269,8 @@ def test_two_models_and_two_dtypes_have_a_holder_each(tmp_path: Path, folder: Pa
     reference("qwen3").save_pretrained(tmp_path / "model")
     half = ModelDevice(CPU.device, torch.bfloat16)
     hows = [
-        base_decoder(path, where, folder)[1] for path, where in ((TINY, CPU), (tmp_path / "model", CPU), (TINY, half))
+        base_decoder(path, where, folder)[1]
+        for path, where in ((TINY_PATH, CPU), (tmp_path / "model", CPU), (TINY_PATH, half))
     ]
     assert all(how.startswith("loaded, for all") for how in hows)
     assert len(holders(folder)) == 3
@@ -277,10 +278,10 @@ def test_two_models_and_two_dtypes_have_a_holder_each(tmp_path: Path, folder: Pa
 
 def test_other_bytes_than_the_name_says_are_refused(tmp_path: Path, folder: Path) -> None:
     """As when a checkpoint is replaced, or the server updated, while a worker starts."""
-    load = holder.Load.of(TINY, CPU, FILES)
+    load = holder.Load.of(TINY_PATH, CPU, FILES)
     with pytest.raises(CannotShare, match="has changed since the worker looked"):
         holder.held(folder, msgspec.structs.replace(load, name="0" * 32))
-    shutil.copytree(TINY, tmp_path / "model")
+    shutil.copytree(TINY_PATH, tmp_path / "model")
     model = holder.Load.of(tmp_path / "model", CPU, FILES)
     assert model.name != load.name
     os.utime(tmp_path / "model" / "config.json", (1, 1))
@@ -291,11 +292,11 @@ def test_what_cannot_be_shared_is_a_copy_of_its_own_and_the_log_says_why(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "closed").touch()
-    decoder, how = base_decoder(TINY, CPU, folder)
+    decoder, how = base_decoder(TINY_PATH, CPU, folder)
     assert "a copy of its own" in how
     assert "invalid device context" in caplog.text
     assert 'with base_dir = "" it has one for each' in caplog.text
-    assert torch.equal(decoder.embed, load_decoder(TINY).embed)
+    assert torch.equal(decoder.embed, load_decoder(TINY_PATH).embed)
     until(lambda: not holders(folder))  # its memory is wanted
     reference("llama").save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
@@ -303,7 +304,7 @@ def test_what_cannot_be_shared_is_a_copy_of_its_own_and_the_log_says_why(
     with pytest.raises(ModelWeightsError, match="missing"):
         base_decoder(tmp_path / "model", CPU, folder)
     assert "ModelWeightsError" in caplog.text
-    _, how = base_decoder(TINY, CPU, folder / "nowhere")
+    _, how = base_decoder(TINY_PATH, CPU, folder / "nowhere")
     assert "set base_dir" in how
 
 
@@ -323,7 +324,7 @@ def test_only_processes_that_see_each_other_share(folder: Path, monkeypatch: pyt
 def test_real_namespaces_and_users(folder: Path) -> None:
     client = Client(folder)
     client.said()
-    apart = ["unshare", "--ipc", sys.executable, "-c", CLIENT, str(TINY), str(folder)]
+    apart = ["unshare", "--ipc", sys.executable, "-c", CLIENT, str(TINY_PATH), str(folder)]
     found = subprocess.run(apart, cwd=ROOT, text=True, capture_output=True, input="")
     if "unshare failed" in found.stderr or "Operation not permitted" in found.stderr:
         pytest.skip("no namespaces here")

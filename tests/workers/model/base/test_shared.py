@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.memory import TINY, Host, Worker, forget_pages, make_model, pair, planned
+from bench.memory import Host, forget_pages, make_model, pair, planned
+from bench.parts.worker import Worker
 from tests.forked import Forked
 from tests.workers.model.models import packed, random_adapter, reference
 from workers.model.base.files import CannotShare, hold, leave_files, own_folder, remove_unused, stored_bytes
@@ -25,6 +26,7 @@ from workers.model.base.weights import ModelWeightsError, load_decoder
 from workers.model.decoder import Decoder, LoraRows, PackedAttend
 from workers.model.device import ModelDevice
 from workers.model.logprobs import target_logprobs
+from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
@@ -94,7 +96,7 @@ decoder.embed.data.zero_()
 
 
 def test_nobody_can_write_to_what_others_read(folder: Path) -> None:
-    command = [sys.executable, "-c", WRITE, str(TINY), str(folder)]
+    command = [sys.executable, "-c", WRITE, str(TINY_PATH), str(folder)]
     writer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert (writer.stdout, writer.returncode) == (b"there\n", -signal.SIGSEGV)
 
@@ -251,7 +253,7 @@ def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: 
     model = tmp_path / "model"
     weights = make_model(model, 200)
     host = Host(model, tmp_path / "data", str(folder))
-    with pair(Host(TINY, tmp_path / "data", "")) as both:
+    with pair(Host(TINY_PATH, tmp_path / "data", "")) as both:
         fixed = sum(map(without_libraries, both))
     forget_pages(model)
     with pair(host) as (trainer, generator):
