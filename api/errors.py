@@ -69,7 +69,7 @@ class ApiError(Exception):
         self.headers = {**self.every, **(headers or {})}
 
     def response(self) -> Response:
-        body = body_of(self.detail, self.code, self.request_id) | self.amounts
+        body = {**body_of(self.detail, self.code, self.request_id), **self.amounts}
         return JSONResponse(body, self.status, self.headers)
 
 
