@@ -58,18 +58,19 @@ class ApiError(Exception):
 
     status = 500
     code = "internal"
+    #: Headers that every one of its kind has, and amounts beside the text.
+    every: Mapping[str, str] = {}
+    amounts: Mapping[str, int] = {}
 
     def __init__(self, detail: str, *, request_id: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
         self.detail = detail
         self.request_id = request_id
-        self.headers = dict(headers or {})
+        self.headers = {**self.every, **(headers or {})}
 
     def response(self) -> Response:
-        return self.answer()
-
-    def answer(self, **more: int) -> Response:
-        return JSONResponse(body_of(self.detail, self.code, self.request_id) | more, self.status, self.headers)
+        body = {**body_of(self.detail, self.code, self.request_id), **self.amounts}
+        return JSONResponse(body, self.status, self.headers)
 
 
 def body_of(detail: str, code: str, request_id: str | None = None) -> dict[str, Any]:
@@ -94,9 +95,7 @@ class InvalidToken(Unauthenticated):
     """A token that is no longer good, or never was. Clients exchange their key for another one on this header."""
 
     code = "invalid_token"
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"www-authenticate": 'Bearer error="invalid_token"'})
+    every: Mapping[str, str] = {"www-authenticate": 'Bearer error="invalid_token"'}
 
 
 class Forbidden(ApiError):
@@ -197,18 +196,13 @@ class PaymentRequired(ApiError):
             "held_nusd": why.held_nusd,
         }
 
-    def response(self) -> Response:
-        return self.answer(**self.amounts)
-
 
 class Busy(ApiError):
     """The organisation has as much queued as it may: try again, with the same sequence number."""
 
     status = 429
     code = "queue_full"
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"retry-after": "1"})
+    every: Mapping[str, str] = {"retry-after": "1"}
 
 
 class OverQuota(ApiError):
@@ -244,9 +238,7 @@ class Unavailable(ApiError):
 
     status = 503
     code = "draining"
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"retry-after": "1"})
+    every: Mapping[str, str] = {"retry-after": "1"}
 
 
 class CannotStore(Unavailable):

@@ -280,6 +280,7 @@ class OwnershipSettings(_Section):
     draw_kw: Annotated[float, Field(ge=0)] = 10.926
     usd_per_kwh: Annotated[float, Field(ge=0)] = 0.087
     load: Annotated[float, Field(ge=0, le=1)] = 0.80
+    #: Power usage effectiveness: total power, with cooling and losses, over the power of the computers.
     pue: Annotated[float, Field(ge=1)] = 1.35
     space_usd_per_kw_month: Annotated[float, Field(ge=0)] = 150.0
     other_usd_per_month: Annotated[float, Field(ge=0)] = 170.0

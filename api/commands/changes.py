@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from api.commands.places import database_of, refuse
 from store.database.caller import OPERATOR, acting_as
 from store.database.sure import write_surely
-from store.people.organisations import NoSuch, PeopleError
+from store.people.organisations import NoSuch
 from store.tables import Membership, Organisation, User
 
 T = TypeVar("T")
@@ -20,10 +20,7 @@ T = TypeVar("T")
 
 def change(data_dir: Path | None, config: Path | None, work: Callable[[Session], T], may_be_new: bool = False) -> T:
     with database_of(config, data_dir, may_be_new) as database, acting_as(OPERATOR):
-        try:
-            return write_surely(database, work)
-        except PeopleError as error:
-            refuse(str(error))
+        return write_surely(database, work)
 
 
 def organisation(session: Session, name: str) -> Organisation:

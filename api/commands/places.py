@@ -62,11 +62,13 @@ def is_new(settings: Settings) -> bool:
 
 @contextmanager
 def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = False) -> Iterator[Database]:
-    """Of a data folder that is there, unless it `may_be_new`: a slip of the pen makes no empty one to look into."""
+    """Of a data folder that is there, unless it `may_be_new`: a slip of the pen makes no empty one to look into. What
+    is wrong with what was asked of it (PeopleError) is told in one line, too."""
     from sqlalchemy.exc import OperationalError
 
     from api.server.serve import CannotServe, open_database
     from store.database.sure import Unsure
+    from store.people.organisations import PeopleError
 
     settings = settings_of(config, data_dir)
     if is_new(settings) and not may_be_new:
@@ -77,6 +79,8 @@ def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = F
         refuse(str(error))
     try:
         yield database
+    except PeopleError as error:
+        refuse(str(error))
     except OperationalError as error:  # a disk or a server that takes nothing, or nothing from this user
         refuse(f"the database of {settings.data_dir} does not do it: {error.orig}")
     except Unsure as error:

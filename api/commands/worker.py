@@ -22,24 +22,26 @@ log = logging.getLogger(__name__)
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
-    from api.server.serve import CannotServe, read_cards, trace_as, with_plan
+    from api.server.serve import CannotServe, read_cards
+    from api.server.workers.memory_plan import planned
     from api.server.workers.worker_programs import lone_worker
     from store.blobs.opening import check_blobs
     from store.settings import SettingsError
+    from workers.model.planning.plan import DoesNotFit
 
     settings = settings_of(config, data_dir, redis_url=redis)
     if not settings.redis_url:
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     say_as(settings, role)
     try:
-        trace_as(role)
+        tracing.configure(role)
         tracing.stop()  # the program that takes this one's place begins anew
         check_blobs(settings)
         cards = read_cards(settings.models)
-        settings, tables = with_plan(settings, cards, role)
+        settings, tables = planned(settings, cards, role)
         models = {name: card.path for name, card in cards.items()}
         program = lone_worker(settings, models, role)
-    except (CannotServe, SettingsError) as error:
+    except (CannotServe, SettingsError, tracing.TracingError, DoesNotFit) as error:
         refuse(str(error))
     for table in tables:
         log.info("the plan of memory (docs/operating.md):\n%s", table)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -106,6 +109,12 @@ def minute(at: datetime) -> Markup:
 def as_data(value: Any) -> Markup:
     """JSON for an attribute; quoted, so that a hostile name stays text."""
     return escape(json.dumps(value, separators=(",", ":")))
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\r\n").writerows(rows)
+    return out.getvalue()
 
 
 def csv_cell(value: object) -> str:

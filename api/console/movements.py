@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
+from itertools import islice
 from typing import Literal
 
 from sqlalchemy import func, select, text
@@ -55,27 +56,18 @@ def movements(session: Session, org_id: str, before: date | None = None) -> tupl
 
 def _days(session: Session, org_id: str, before: date | None) -> tuple[list[date], date | None]:
     """The days of a page, and the last of them if there are more after it. Each costs two looks into an index."""
-    found: list[date] = []
-    for day in _backwards(session, org_id, before):
-        if len(found) == DAYS:
-            return found, found[-1]
-        found.append(day)
-    return found, None
+    found = list(islice(_backwards(session, org_id, before), DAYS + 1))
+    return found[:DAYS], found[DAYS - 1] if len(found) > DAYS else None
 
 
 def _backwards(session: Session, org_id: str, before: date | None) -> Iterator[date]:
     entries = select(func.max(LedgerEntry.at)).where(LedgerEntry.org_id == org_id, _NOT_USAGE)
     hours = select(func.max(UsageHour.hour)).where(UsageHour.org_id == org_id)
     while True:
+        asked = entries, hours
         if before is not None:
-            start = _start(before)
-            found = (
-                session.scalar(entries.where(LedgerEntry.at < start)),
-                session.scalar(hours.where(UsageHour.hour < start)),
-            )
-        else:
-            found = session.scalar(entries), session.scalar(hours)
-        latest = max((at for at in found if at is not None), default=None)
+            asked = entries.where(LedgerEntry.at < _start(before)), hours.where(UsageHour.hour < _start(before))
+        latest = max(filter(None, map(session.scalar, asked)), default=None)
         if latest is None:
             return
         before = latest.astimezone(UTC).date()

@@ -147,20 +147,18 @@ def cookie_name(request: Request) -> str:
 
 
 def give_cookie(request: Request, response: Response, sid: str) -> None:
-    response.set_cookie(
-        cookie_name(request),
-        sid,
-        max_age=int(sessions.ABSOLUTE.total_seconds()),
-        path="/",
-        secure=request.url.scheme == "https",
-        httponly=True,
-        samesite="lax",
-    )
+    set_cookie(request, response, cookie_name(request), sid, int(sessions.ABSOLUTE.total_seconds()))
 
 
-def take_cookie(request: Request, response: Response) -> None:
+def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int) -> None:
+    """A cookie for this server alone, which no script reads."""
     secure = request.url.scheme == "https"
-    response.delete_cookie(cookie_name(request), path="/", secure=secure, httponly=True, samesite="lax")
+    response.set_cookie(name, value, max_age_s, path="/", secure=secure, httponly=True, samesite="lax")
+
+
+def take_cookie(request: Request, response: Response, name: str) -> None:
+    secure = request.url.scheme == "https"
+    response.delete_cookie(name, path="/", secure=secure, httponly=True, samesite="lax")
 
 
 def _split(url: str) -> SplitResult:

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from api.doctor.findings import Finding, ok, warning, wrong
+from api.server.serve import other_server
+from api.state.polls import OTHER_FILES
 from store.blobs.room import LEAST_FREE_BYTES, NoRoom, Room
 from store.settings import Settings
 
 #: Free bytes below which an operator should look for room, before anything is refused.
 SHORT_BYTES = 40 * LEAST_FREE_BYTES
-#: Files that are open beside connections (`api.server.connections`).
-_OTHER_FILES = 256
 _ROOMS = Path(__file__).resolve().parents[2]
 
 
@@ -83,30 +83,18 @@ def permissions(settings: Settings) -> Iterator[Finding]:
 
 def open_files(settings: Settings) -> Iterator[Finding]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.front.max_connections + _OTHER_FILES
+    wanted = settings.front.max_connections + OTHER_FILES
     if limit != resource.RLIM_INFINITY and limit < wanted:
-        says = f"a process may open {limit} files: {max(0, limit - _OTHER_FILES)} connections at a time"
+        says = f"a process may open {limit} files: {max(0, limit - OTHER_FILES)} connections at a time"
         yield warning("open files", says, f"ulimit -n {wanted} (systemd: LimitNOFILE), or lower front.max_connections")
     else:
         yield ok("open files", f"enough for {settings.front.max_connections} connections")
 
 
-def serving(settings: Settings) -> str:
-    """The number of the process that serves this folder; "" when none does."""
-    lock = settings.data_dir / "server.lock"
-    if not lock.exists():
-        return ""
-    with lock.open("rb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return stream.read(20).decode() or "?"
-    return ""
-
-
 def server(settings: Settings) -> Iterator[Finding]:
-    process = serving(settings)
-    yield ok("server", f"process {process} serves this folder" if process else "none serves this folder alone")
+    process = other_server(settings.data_dir)
+    says = "none serves this folder alone" if process is None else f"process {process} serves this folder"
+    yield ok("server", says)
 
 
 def computing(settings: Settings) -> Iterator[Finding]:

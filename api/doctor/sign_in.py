@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from sqlalchemy import create_engine, select
+from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.doctor.findings import Finding, ok, warning, wrong
 from api.doctor.stores import apart_s
+from store.backup.databases import opened
 from store.people.oidc_settings import SECRET, OidcError, OidcSettings
 from store.settings import Settings
 from store.tables import Organisation
@@ -106,14 +107,11 @@ def _clock(oidc: OidcSettings) -> Iterator[Finding]:
 def _groups(settings: Settings) -> Iterator[Finding]:
     """Organisations that groups lead to and that are not there."""
     named = {rule.organisation for rule in settings.oidc.groups}
-    engine = create_engine(settings.effective_database_url)
     try:
-        with engine.connect() as connection:
+        with opened(settings.effective_database_url) as engine, engine.connect() as connection:
             there = set(connection.scalars(select(Organisation.name).where(Organisation.name.in_(named))))
     except SQLAlchemyError:
         return  # no tables yet; what is wrong with the database is said elsewhere
-    finally:
-        engine.dispose()
     if missing := sorted(named - there):
         says = f"oidc.groups lead to organisations that are not there: {', '.join(missing)}"
         yield warning(ABOUT, says, f"weftd org create {missing[0]!r}, or mend the name")

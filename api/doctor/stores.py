@@ -6,17 +6,18 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, make_url, select, text
+from sqlalchemy import Connection, Engine, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.doctor.findings import Finding, ok, warning, wrong
-from api.doctor.machine import nearest, serving
+from api.doctor.machine import nearest
+from api.server.serve import other_server
 from migrations.upgrade import UnknownRevision, head, refuse_unknown, revision_of
-from store.backup.databases import check_sqlite, is_empty, is_sqlite
+from store.backup.databases import check_sqlite, is_empty, is_sqlite, opened
 from store.backup.files import BadBackup
 from store.database.commit_mark import CommitMark, LostCommits
 from store.database.row_security import SERVICE_ROLE, may_use
@@ -35,11 +36,8 @@ def database(settings: Settings) -> Iterator[Finding]:
         if is_sqlite(url):
             yield from _sqlite(settings)
             return
-        engine = create_engine(url, connect_args={"connect_timeout": 5})
-        try:
+        with opened(url, connect_args={"connect_timeout": 5}) as engine:
             yield _revision(engine, _postgres(engine))
-        finally:
-            engine.dispose()
     except (SQLAlchemyError, ImportError) as error:
         says = str(getattr(error, "orig", error)).splitlines()[0]
         remedy = "look at database_url (WEFT_DATABASE_URL) and the server that it names"
@@ -60,11 +58,8 @@ def _sqlite(settings: Settings) -> Iterator[Finding]:
     except (LostCommits, BadBackup) as error:
         yield wrong("database", str(error), "weftd restore a backup into a new folder, or do as it says")
         return
-    engine = create_engine(url)
-    try:
+    with opened(url) as engine:
         yield _revision(engine, f"{file.name} is whole")
-    finally:
-        engine.dispose()
 
 
 def _postgres(engine: Engine) -> str:
@@ -108,7 +103,7 @@ def login(settings: Settings) -> Iterator[Finding]:
 
 def jobs(settings: Settings) -> Iterator[Finding]:
     """While a service runs, its jobs do."""
-    if not (settings.redis_url or serving(settings)):
+    if not settings.redis_url and other_server(settings.data_dir) is None:
         return
     with _connected(settings) as connection:
         beat = connection.scalar(select(JobRun.succeeded_at).where(JobRun.name == "heartbeat"))
@@ -126,15 +121,13 @@ def redis(settings: Settings) -> Iterator[Finding]:
 
     from scheduler.links.redis_clients import pooled
 
-    client = pooled(settings.redis_url)
     try:
-        facts = client.info()
+        with closing(pooled(settings.redis_url)) as client:
+            facts = client.info()
         policy, version = facts.get("maxmemory_policy", ""), str(facts.get("redis_version", "0"))
     except RedisError as error:
         yield wrong("redis", f"does not answer: {error}", "look at redis_url (WEFT_REDIS_URL) and the Redis it names")
         return
-    finally:
-        client.close()
     if int(version.partition(".")[0]) < 7:
         yield wrong("redis", f"is version {version}", "use Redis 7 or newer")
     elif facts.get("cluster_enabled"):
@@ -192,19 +185,12 @@ def _database_time(settings: Settings) -> float:
 def _redis_time(url: str) -> float:
     from scheduler.links.redis_clients import pooled
 
-    client = pooled(url)
-    try:
+    with closing(pooled(url)) as client:
         seconds, micros = client.time()
         return float(seconds) + float(micros) / 1e6
-    finally:
-        client.close()
 
 
 @contextmanager
 def _connected(settings: Settings) -> Iterator[Connection]:
-    engine = create_engine(settings.effective_database_url)
-    try:
-        with engine.connect() as connection:
-            yield connection
-    finally:
-        engine.dispose()
+    with opened(settings.effective_database_url) as engine, engine.connect() as connection:
+        yield connection

@@ -109,8 +109,16 @@ class Provider:
         return Tokens(given[0], given[1])
 
     def method(self, metadata: Metadata) -> str:
-        """How the client proves itself at the token endpoint. Raises ProviderError: the provider takes neither way."""
-        return "none" if self._secret is None else _method(metadata)
+        """How the client proves itself at the token endpoint, of the two ways of RFC 6749, section 2.3.1. Raises
+        ProviderError: the provider takes neither."""
+        offered = metadata.token_endpoint_auth_methods_supported
+        found = "none" if self._secret is None else next((way for way in METHODS if way in offered), None)
+        if found is None:
+            raise ProviderError(
+                f"the provider takes a client's secret by {', '.join(offered)[:200] or 'no method'}, and Weft gives it "
+                f"by {' or '.join(METHODS)}: allow one of them for this client"
+            )
+        return found
 
     async def keys(self) -> dict[str, Any]:
         """The provider's JWK Set as it is now. Raises ProviderError."""
@@ -165,18 +173,6 @@ def read_metadata(settings: OidcSettings, found: dict[str, Any]) -> Metadata:
             "they must be the same to the letter"
         )
     return metadata
-
-
-def _method(metadata: Metadata) -> str:
-    """How the client proves itself, of the two ways of RFC 6749, section 2.3.1. Raises ProviderError."""
-    offered = metadata.token_endpoint_auth_methods_supported
-    for method in METHODS:
-        if method in offered:
-            return method
-    raise ProviderError(
-        f"the provider takes a client's secret by {', '.join(offered)[:200] or 'no method'}, and Weft gives it by "
-        f"{' or '.join(METHODS)}: allow one of them for this client"
-    )
 
 
 async def _bounded(reply: httpx.Response, url: str) -> bytes:

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api.server.vitals import counter, gauge, histogram
+from api.server.vitals import alone, counter, gauge, histogram
 from billing.money.alerts import MoneyGauges
 from billing.money.wallets import NUSD_PER_USD
 from scheduler.jobs.catalogue import JOBS
@@ -42,9 +42,9 @@ def render(meters: Meters, stats: Mapping[str, Any], stored: Stored | None, othe
     families = [*_operations(meters, stats), *_replicas(stats), *_refusals(meters), *others]
     families.append(_gauge("weft_database_up", "Whether the database answered just now.", stored is not None))
     if stored is not None:
-        waiting: dict[tuple[str, ...], float] = {(kind,): age_s for kind, age_s in stored.waiting_s.items()}
         about = "Age of the oldest operation that has not ended."
-        families += [*_money(stored.money), gauge("weft_op_oldest_age_seconds", about, ["kind"], waiting)]
+        oldest = gauge("weft_op_oldest_age_seconds", about, ["kind"], alone(stored.waiting_s))
+        families += [*_money(stored.money), oldest]
     return generate_latest(_Families(families)).decode()
 
 
@@ -90,7 +90,7 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
     started: dict[tuple[str, ...], float] = {(one["role"],): one["restarts"] for one in stats.get("workers", [])}
     settling = histogram("weft_settle_lag_seconds", "From computed to told.", [], {(): meters.settling})
     return [
-        counter("weft_ops_submitted_total", "Operations accepted.", ["kind"], _alone(meters.submitted)),
+        counter("weft_ops_submitted_total", "Operations accepted.", ["kind"], alone(meters.submitted)),
         counter("weft_ops_ended_total", "Operations ended.", ["kind", "state"], meters.ended),
         _by_kind("weft_op_queue_seconds", "From acceptance to a worker.", meters.queue),
         _by_kind("weft_op_exec_seconds", "In workers' hands.", meters.execution),
@@ -132,8 +132,8 @@ def _replicas(stats: Mapping[str, Any]) -> Iterable[Metric]:
 def _refusals(meters: Meters) -> list[Metric]:
     about = "Operations refused by a wallet or a budget."
     return [
-        counter("weft_budget_denied_total", about, ["scope"], _alone(meters.denied)),
-        counter("weft_rate_limited_total", "Requests told to wait.", ["reason"], _alone(meters.rate_limited)),
+        counter("weft_budget_denied_total", about, ["scope"], alone(meters.denied)),
+        counter("weft_rate_limited_total", "Requests told to wait.", ["reason"], alone(meters.rate_limited)),
         _counter("weft_webhook_duplicates_total", "Webhooks that came again.", meters.webhook_duplicates),
     ]
 
@@ -157,10 +157,6 @@ def _money(money: MoneyGauges) -> list[Metric]:
         gauge("weft_job_every_seconds", "How often a job is to run.", ["name"], due),
         gauge("weft_alert_raised_timestamp_seconds", raised, ["kind"], alerts),
     ]
-
-
-def _alone(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(name,): count for name, count in counts.items()}
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

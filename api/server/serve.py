@@ -28,7 +28,7 @@ from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
 from store import tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
-from store.settings import PaymentsSettings, Settings, SettingsError
+from store.settings import Settings, SettingsError
 from workers.model.card import ModelCard, read_card
 from workers.model.planning.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
@@ -49,16 +49,28 @@ class CannotServe(RuntimeError):
     """The server cannot start."""
 
 
+@contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds, whose text is for the operator, are a CannotServe."""
+    try:
+        yield
+    except kinds as error:
+        raise CannotServe(str(error)) from None
+
+
+@refusing(SettingsError, tracing.TracingError, DoesNotFit)
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a graceful drain.
 
     What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
     refused, and the first worker imports torch while this process imports the rest of itself. The others follow then:
     on two cores they would only keep both from being there."""
-    trace_as("weft-api")
+    tracing.configure("weft-api")
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
-        check_payments(settings.payments)
+        from billing.payments.client import stripe_secrets
+
+        stripe_secrets(settings.payments)
     check_oidc(settings.oidc)
     check_store(settings)
     cards = read_cards(settings.models)
@@ -69,8 +81,9 @@ def serve(settings: Settings) -> int:
     with alone, listening(settings.host, settings.port) as sock, metrics as metrics_sock:
         tables: list[str] = []
         if not settings.redis_url:
-            settings, tables = with_plan(settings, cards)
-        programs = [] if settings.redis_url else worker_programs(settings, cards)
+            settings, tables = planned(settings, cards)
+        paths = {name: card.path for name, card in cards.items()}
+        programs = [] if settings.redis_url else embedded_workers(settings, paths)
         with _nursery(programs) as nursery:
             return _serve(settings, cards, prices, sock, metrics_sock, nursery, tables)
 
@@ -123,23 +136,6 @@ def _serve(
         tracing.stop()
 
 
-def trace_as(program: str) -> None:
-    """Send traces, where they are asked for. Raises CannotServe."""
-    try:
-        tracing.configure(program)
-    except tracing.TracingError as error:
-        raise CannotServe(str(error)) from None
-
-
-def check_payments(settings: PaymentsSettings) -> None:
-    from billing.payments.client import stripe_secrets
-
-    try:
-        stripe_secrets(settings)
-    except SettingsError as error:
-        raise CannotServe(str(error)) from None
-
-
 def check_oidc(settings: OidcSettings) -> None:
     """Raises CannotServe when the settings for sign-in cannot be used. The provider is asked when somebody comes."""
     if not settings.on:
@@ -161,45 +157,22 @@ def check_store(settings: Settings) -> None:
             "server_secret: replicas that share no folder need one secret for the links and tokens that they sign: set "
             "WEFT_SERVER_SECRET to the same for all, for example to what `openssl rand -hex 32` prints"
         )
-    try:
+    with refusing(SettingsError):
         check_blobs(settings)
-    except SettingsError as error:
-        raise CannotServe(str(error)) from None
 
 
 def claim_store(settings: Settings, database: Database) -> None:
     """Raises CannotServe when the prefix of the object store is another service's."""
     from store.blobs.owner import claim_prefix
 
-    try:
+    with refusing(SettingsError, OSError):
         claim_prefix(settings, database)
-    except (SettingsError, OSError) as error:
-        raise CannotServe(str(error)) from None
 
 
 def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
     """The cards of the models to serve, or of the built-in one when none is named."""
-    try:
+    with refusing(OSError, ValueError):  # UnsupportedModel is one
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
-    except (OSError, ValueError) as error:  # UnsupportedModel is one
-        raise CannotServe(str(error)) from None
-
-
-def with_plan(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "") -> tuple[Settings, list[str]]:
-    """The settings, with what they leave to the memory of this machine, and the tables. Raises CannotServe when they do
-    not fit it."""
-    try:
-        return planned(settings, cards, alone)
-    except (DoesNotFit, SettingsError) as error:
-        raise CannotServe(str(error)) from None
-
-
-def worker_programs(settings: Settings, cards: Mapping[str, ModelCard]) -> list[WorkerProgram]:
-    """The worker processes that the settings ask for. Raises CannotServe when they cannot be started here."""
-    try:
-        return embedded_workers(settings, {name: card.path for name, card in cards.items()})
-    except SettingsError as error:
-        raise CannotServe(str(error)) from None
 
 
 def _unusable(settings: Settings, error: Exception) -> CannotServe:

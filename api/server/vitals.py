@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
@@ -64,14 +63,15 @@ def _http(traffic: Traffic) -> Iterable[Metric]:
     about = "From a request's headers to the end of its answer; polls wait for results."
     yield histogram("weft_http_request_seconds", about, by_route, traffic.seconds)
     yield GaugeMetricFamily("weft_http_requests_in_flight", "Requests being answered.", traffic.in_flight)
-    received, sent = _by_route(traffic.received_bytes), _by_route(traffic.sent_bytes)
+    received, sent = alone(traffic.received_bytes), alone(traffic.sent_bytes)
     yield counter("weft_http_received_bytes_total", "Bodies of requests.", ["route"], received)
     yield counter("weft_http_sent_bytes_total", "Bodies of answers.", ["route"], sent)
     yield histogram("weft_loop_lag_seconds", "How late the event loop is.", [], {(): traffic.loop_lag})
 
 
-def _by_route(counts: Counter[str]) -> dict[tuple[str, ...], float]:
-    return {(route,): count for route, count in counts.items()}
+def alone(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    """By the values of one label."""
+    return {(name,): count for name, count in counts.items()}
 
 
 def _connections(gate: Gate | None) -> Iterable[Metric]:

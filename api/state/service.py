@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
-from sqlalchemy import text
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse
@@ -33,6 +32,7 @@ from api.who.lanes import Lane
 from api.who.principal import Principal
 from api.who.signing import Signer
 from api.who.tokens import Tokens
+from migrations.upgrade import revision_in
 from store import tables
 from store.blobs.contract import Blobs
 from store.database.caller import caller
@@ -145,8 +145,7 @@ class Service:
 
         def read() -> str | None:
             with self.database.read() as session:
-                found: str | None = session.scalar(text("SELECT version_num FROM alembic_version"))
-                return found
+                return revision_in(session.connection())
 
         return OneAtATime(lambda: run_in_threadpool(read))
 

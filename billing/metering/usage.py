@@ -9,9 +9,7 @@ from sqlalchemy import func, literal, select
 from sqlalchemy.orm import Session
 
 from store.tables import Operation, Sampler, UsageHour
-from store.tables.base import any_index_but
-
-_HALF = 1 << 32
+from store.tables.base import any_index_but, halves, whole
 
 
 @dataclass(frozen=True)
@@ -27,20 +25,18 @@ class UsageRow:
 
 def summary(session: Session, org_id: str, run_id: str | None = None, since: datetime | None = None) -> list[UsageRow]:
     """Usage of an organisation by run, kind and base model, of one run only or since an hour if asked. An organisation
-    has hundreds of thousands of hours in a year, so the database adds them up: in two halves, for SQLite's SUM fails
-    beyond 64 bits."""
+    has hundreds of thousands of hours in a year, so the database adds them up."""
     hour = UsageHour
     key = (hour.run_id, hour.kind, hour.base_model)
-    halves = (part for column in (hour.quantity, hour.amount_nusd) for part in (column.op("/")(_HALF), column % _HALF))
-    query = select(*key, *map(func.sum, halves)).where(hour.org_id == org_id).group_by(*key)
+    query = select(*key, *halves(hour.quantity, hour.amount_nusd)).where(hour.org_id == org_id).group_by(*key)
     if run_id is not None:
         query = query.where(hour.run_id == run_id)
     if since is not None:
         query = query.where(hour.hour >= since)
     return sorted(
         (
-            UsageRow(run or None, kind, base_model, _whole(quantities, quantity), _whole(amounts, amount))
-            for run, kind, base_model, quantities, quantity, amounts, amount in session.execute(query)
+            UsageRow(run or None, kind, base_model, whole(*sums[:2]), whole(*sums[2:]))
+            for run, kind, base_model, *sums in session.execute(query)
         ),
         key=lambda row: (row.run_id or "", row.kind, row.base_model),
     )
@@ -56,8 +52,3 @@ def held_nusd(session: Session, org_id: str, run_id: str | None = None) -> int:
         samplers = select(Sampler.id).where(Sampler.run_id == run_id)
         query = query.where(op.lane.in_(samplers.union_all(select(literal(run_id)))))
     return int(session.execute(query).scalar_one())
-
-
-def _whole(upper: int, lower: int) -> int:
-    """PostgreSQL's sums are of another type."""
-    return int(upper) * _HALF + int(lower)

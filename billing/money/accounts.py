@@ -255,7 +255,7 @@ class Accounts:
     def _read_grants(self, org_ids: list[str]) -> None:
         query = _GRANTS.where(_G.org_id.in_(org_ids), _G.remaining_nusd > 0)
         grants = [GrantRow(*row) for row in self._connection.execute(query)]
-        for grant in sorted(grants, key=_burning_order):
+        for grant in sorted(grants, key=burning_order):
             self._grants[grant.org_id].append(grant)
 
     def _limits(self, payer: Payer, at: datetime) -> list[tuple[BudgetLimit, PeriodRow]]:
@@ -351,7 +351,7 @@ def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> N
         raise OutOfMoney(budget.scope, limit, figures, remedy, amount_nusd, left, period.held_nusd)
 
 
-def _burning_order(grant: GrantRow) -> tuple[bool, bool, datetime, str]:
+def burning_order(grant: GrantRow | CreditGrant) -> tuple[bool, bool, datetime, str]:
     """Sort key: promotions first, then by expiry; grants that never expire last."""
     return grant.kind != "promo", grant.expires_at is None, grant.expires_at or grant.created_at, grant.id
 

@@ -115,8 +115,12 @@ def states(session: Session, org_id: str, now: datetime | None = None) -> list[B
         alerts = select(BudgetAlert).filter_by(budget_id=budget.id, start=start).order_by(BudgetAlert.pct)
         counts = (period.spent_nusd, period.held_nusd) if period is not None else (0, 0)
         found.append(BudgetState(budget, start, *counts, tuple(session.scalars(alerts))))
-    order = {scope: place for place, scope in enumerate(SCOPES)}
-    return sorted(found, key=lambda state: (order[_scope(state.budget)], state.budget.scope_id, state.budget.period))
+
+    def place(state: BudgetState) -> tuple[int, str, str]:
+        of = state.budget
+        return SCOPES.index(of.scope), of.scope_id, of.period
+
+    return sorted(found, key=place)
 
 
 def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int]:
@@ -166,7 +170,3 @@ def _following(month: datetime) -> datetime:
 def _sum(session: Session, amounts: Any) -> int:
     """In Python: SQLite's SUM fails beyond 64 bits."""
     return sum(session.scalars(amounts.execution_options(yield_per=10_000)))
-
-
-def _scope(budget: Budget) -> Scope:
-    return next(scope for scope in SCOPES if scope == budget.scope)

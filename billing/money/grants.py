@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.money import ledger
-from billing.money.accounts import Accounts, Payer
+from billing.money.accounts import Accounts, Payer, burning_order
 from store.database.bulk import take_locks
 from store.database.db import Database
 from store.tables import CreditGrant, LedgerEntry
@@ -72,11 +72,8 @@ def take(session: Session, org_id: str, amount_nusd: int, memo: str) -> LedgerEn
         memo=memo,
     )
     assert entry is not None  # the reference is new
-    grant = CreditGrant
-    spent = (grant.kind != "promo", grant.expires_at.is_(None), grant.expires_at, grant.created_at)
-    for found in session.scalars(
-        select(grant).where(grant.org_id == org_id, grant.remaining_nusd > 0).order_by(*spent)
-    ):
+    left = session.scalars(select(CreditGrant).filter_by(org_id=org_id).where(CreditGrant.remaining_nusd > 0))
+    for found in sorted(left, key=burning_order):
         part = min(amount_nusd, found.remaining_nusd)
         found.remaining_nusd -= part
         amount_nusd -= part

@@ -16,7 +16,7 @@ from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments.client import NUSD_PER_CENT
 from billing.payments.customers import OF_METERS
-from billing.payments.meters import METERS, invoiced_nusd, unput_uusd
+from billing.payments.meters import METERS, invoiced_nusd, is_closed, unput_uusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import check
 from store.database.bulk import insert_into
@@ -48,7 +48,7 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
     if now < end_of(period_start) + CLOSE_AFTER:
         return False
     with database.read() as session:
-        if _closed(session, org_id, period_start):
+        if is_closed(session, org_id, period_start):
             return False
         blocked, total_nusd = _unfinished(session, org_id, period_start), invoiced_nusd(session, org_id, period_start)
         if not (blocked or total_nusd):
@@ -71,10 +71,6 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
         return session.scalar(row.on_conflict_do_nothing().returning(Invoice.id)) is not None
 
     return database.write_now(write)
-
-
-def _closed(session: Session, org_id: str, period_start: datetime) -> bool:
-    return session.scalar(select(Invoice.id).filter_by(org_id=org_id, period_start=period_start)) is not None
 
 
 def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:

@@ -63,7 +63,7 @@ def put_into_outbox(session: Session, org_id: str, customer_id: str, now: dateti
     """Put new usage of an organisation into the outbox: of this month, and of the last one until it is invoiced. Call
     it in a write. Returns the number of rows."""
     this = period_of(now)
-    periods = [this] if _invoiced(session, org_id, period_before(this)) else [period_before(this), this]
+    periods = [this] if is_closed(session, org_id, period_before(this)) else [period_before(this), this]
     return sum(_put(session, org_id, customer_id, meter, period, now) for period in periods for meter in METERS)
 
 
@@ -105,9 +105,9 @@ def _beyond_uusd(session: Session, org_id: str, meter: str, period: datetime, cu
     return used_nusd(session, org_id, period, METERS[meter]) // NUSD_PER_UUSD - (cursor.sent_uusd if cursor else 0)
 
 
-def _invoiced(session: Session, org_id: str, period_start: datetime) -> bool:
-    query = select(Invoice.id).where(Invoice.org_id == org_id, Invoice.period_start == period_start)
-    return session.scalar(query) is not None
+def is_closed(session: Session, org_id: str, period_start: datetime) -> bool:
+    """Whether a month has its invoice."""
+    return session.scalar(select(Invoice.id).filter_by(org_id=org_id, period_start=period_start)) is not None
 
 
 def _put(session: Session, org_id: str, customer_id: str, meter: str, period: datetime, now: datetime) -> int:

@@ -37,20 +37,6 @@ REFUSED_WAIT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class MeterEvent:
-    """A row of the outbox that a sender has claimed."""
-
-    row_id: int
-    identifier: str
-    meter: str
-    customer_id: str
-    value_uusd: int
-    occurred_at: datetime
-    attempts: int
-    resend_until: datetime
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The outcome of an attempt; `state` is sent, again (after `wait`) or refused (an alert is raised)."""
 
@@ -59,14 +45,14 @@ class Verdict:
     wait: timedelta = timedelta(0)
 
 
-def claim(session: Session, now: datetime, limit: int) -> list[MeterEvent]:
+def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
     """Take rows that may be sent now, at most one of each organisation and meter. Call it in a write of its own,
     committed before anything is sent, so that the time of the first attempt is known even after a crash."""
     row = StripeOutbox
     heads = select(func.min(row.id)).where(row.state != "sent").group_by(row.org_id, row.meter)
     query = select(row).where(row.id.in_(heads), row.state == "pending", is_due(row.next_attempt_at, now))
     query = query.order_by(row.next_attempt_at, row.id).limit(limit).with_for_update(skip_locked=True)
-    events = []
+    claimed = []
     for found in session.scalars(query):
         if found.first_sent_at is not None and now - found.first_sent_at >= RESEND_WINDOW:
             found.state, found.last_error = "reconcile", "not confirmed within the window of its identifier"
@@ -74,36 +60,24 @@ def claim(session: Session, now: datetime, limit: int) -> list[MeterEvent]:
         found.first_sent_at = found.first_sent_at or now
         found.last_sent_at, found.next_attempt_at = now, now + CLAIM
         found.attempts += 1
-        events.append(_event(found, found.first_sent_at))
-    return events
+        claimed.append(found)
+    return claimed
 
 
-def _event(row: StripeOutbox, first_sent_at: datetime) -> MeterEvent:
-    return MeterEvent(
-        row.id,
-        row.identifier,
-        row.meter,
-        row.customer_id,
-        row.value_uusd,
-        row.occurred_at,
-        row.attempts,
-        first_sent_at + RESEND_WINDOW,
-    )
-
-
-def send(client: StripeClient, event: MeterEvent, now: Callable[[], datetime]) -> Verdict:
+def send(client: StripeClient, claimed: StripeOutbox, now: Callable[[], datetime]) -> Verdict:
     """Make one attempt. There is no Idempotency-Key, with which Stripe would repeat a stored error for a day."""
     import stripe
 
-    if now() >= event.resend_until:  # this process was suspended since the claim
+    assert claimed.first_sent_at is not None
+    if now() >= claimed.first_sent_at + RESEND_WINDOW:  # this process was suspended since the claim
         return Verdict("again", "too late for its identifier")
     try:
         client.v1.billing.meter_events.create(
             {
-                "event_name": event_name(event.meter),
-                "identifier": event.identifier,
-                "timestamp": int(event.occurred_at.timestamp()),
-                "payload": {"stripe_customer_id": event.customer_id, "value": str(event.value_uusd)},
+                "event_name": event_name(claimed.meter),
+                "identifier": claimed.identifier,
+                "timestamp": int(claimed.occurred_at.timestamp()),
+                "payload": {"stripe_customer_id": claimed.customer_id, "value": str(claimed.value_uusd)},
             }
         )
     except stripe.InvalidRequestError as error:
@@ -111,13 +85,13 @@ def send(client: StripeClient, event: MeterEvent, now: Callable[[], datetime]) -
     except (stripe.AuthenticationError, stripe.PermissionError) as error:
         return Verdict("refused", _said(error), REFUSED_WAIT)
     except stripe.StripeError as error:  # 429, 5xx, no answer: it may or may not have arrived
-        return Verdict("again", _said(error), _backoff(event.attempts, error))
+        return Verdict("again", _said(error), _backoff(claimed.attempts, error))
     return Verdict("sent")
 
 
-def settle(session: Session, event: MeterEvent, verdict: Verdict, now: datetime) -> None:
+def settle(session: Session, claimed: StripeOutbox, verdict: Verdict, now: datetime) -> None:
     """Store the outcome of an attempt. Call it in a write."""
-    row = session.get_one(StripeOutbox, event.row_id, with_for_update=True)
+    row = session.get_one(StripeOutbox, claimed.id, with_for_update=True)
     if row.state == "sent":
         return
     row.last_error = verdict.error or None

@@ -16,7 +16,7 @@ import msgspec
 from sqlalchemy import Text, cast, select
 from sqlalchemy.orm import Session
 
-from billing.reports.spending import halves, whole
+from billing.reports.spending import SUMS, both
 from billing.reports.tco import GpuHour, divide, pool_usd, usd_per_mtok
 from store.tables import Operation, Organisation, UsageHour
 
@@ -137,11 +137,11 @@ def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pai
     columns = (row.org_id, row.base_model, row.kind)
     # The table's key is by organisation and then hour: with them named, these hours alone are read.
     every = row.org_id.in_(select(Organisation.id))
-    query = select(*columns, *halves()).where(every, row.hour >= since, row.hour < until).group_by(*columns)
+    query = select(*columns, *SUMS).where(every, row.hour >= since, row.hour < until).group_by(*columns)
     paid: defaultdict[Pair, int] = defaultdict(int)
     tokens: defaultdict[Pair, int] = defaultdict(int)
     for org_id, base_model, kind, *sums in session.execute(query):
-        quantity, amount_nusd = whole(*sums)
+        quantity, amount_nusd = both(*sums)
         paid[org_id, base_model] += amount_nusd
         tokens[org_id, base_model] += quantity if kind in COMPUTED else 0
     return paid, tokens

@@ -17,15 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, func, select
+from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from billing.money.budgets import derived
 from store.database.db import Database
 from store.tables import Budget, BudgetPeriod, LedgerEntry, Operation, UsageEvent, UsageHour, Wallet
-
-#: Sums are computed in two halves, each of which fits into 64 bits.
-_HALF = 10**9
+from store.tables.base import halves, whole
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,8 @@ def drift_nusd(drifts: Iterable[Drift]) -> int:
 
 def _wallets(session: Session, org_id: str | None) -> list[Drift]:
     entry, op, wallet = LedgerEntry, Operation, Wallet
-    ledger = _sums(session, _of(org_id, entry.org_id, select(entry.org_id, *_halves(entry.amount_nusd))), entry.org_id)
-    open_ops = select(op.org_id, *_halves(op.hold_nusd)).where(op.state == "queued", op.hold_nusd != 0)
+    ledger = _sums(session, _of(org_id, entry.org_id, select(entry.org_id, *halves(entry.amount_nusd))), entry.org_id)
+    open_ops = select(op.org_id, *halves(op.hold_nusd)).where(op.state == "queued", op.hold_nusd != 0)
     held = _sums(session, _of(org_id, op.org_id, open_ops), op.org_id)
     drifts = []
     rows = session.execute(_of(org_id, wallet.org_id, select(wallet.org_id, wallet.balance_nusd, wallet.held_nusd)))
@@ -83,9 +81,9 @@ def _wallets(session: Session, org_id: str | None) -> list[Drift]:
 def _settlements(session: Session, org_id: str | None) -> list[Drift]:
     """Each usage entry against its events, and events without an entry."""
     event, entry = UsageEvent, LedgerEntry
-    query = select(event.org_id, event.settlement, *_halves(event.amount_nusd))
+    query = select(event.org_id, event.settlement, *halves(event.amount_nusd))
     rows = session.execute(_of(org_id, event.org_id, query).group_by(event.org_id, event.settlement))
-    spent = {(owner, ref): -_whole(*halves) for owner, ref, *halves in rows}
+    spent = {(owner, ref): -whole(*sums) for owner, ref, *sums in rows}
     posted = select(entry.org_id, entry.ref_id, entry.amount_nusd).where(entry.type == "usage")
     entries: Counter[tuple[str, str | None]] = Counter()
     for owner, ref_id, amount in session.execute(_of(org_id, entry.org_id, posted)):
@@ -102,11 +100,11 @@ def _hours(session: Session, org_id: str | None) -> list[Drift]:
     event, hour = UsageEvent, UsageHour
     kept, summed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
     key: list[Any] = [hour.org_id, hour.run_id, hour.session_id, hour.kind, hour.price_version]
-    query = select(*key, func.sum(hour.events), *_halves(hour.quantity), *_halves(hour.amount_nusd))
+    query = select(*key, func.sum(hour.events), *halves(hour.quantity, hour.amount_nusd))
     for row in session.execute(_of(org_id, hour.org_id, query).group_by(*key)):
         _count(kept, row, len(key))
     key = [event.org_id, func.coalesce(event.run_id, ""), event.session_id, event.kind, event.price_version]
-    query = select(*key, func.count(), *_halves(event.quantity), *_halves(event.amount_nusd))
+    query = select(*key, func.count(), *halves(event.quantity, event.amount_nusd))
     for row in session.execute(_of(org_id, event.org_id, query).group_by(*key)):
         _count(summed, row, len(key))
     return [
@@ -117,10 +115,10 @@ def _hours(session: Session, org_id: str | None) -> list[Drift]:
 
 
 def _count(counter: Counter[tuple[Any, ...]], row: Row[Any], length: int) -> None:
-    key, (events, *halves) = tuple(row[:length]), row[length:]
+    key, (events, *sums) = tuple(row[:length]), row[length:]
     counter[*key, "events"] += int(events)
-    counter[*key, "quantity"] += _whole(*halves[:2])
-    counter[*key, "nUSD"] += _whole(*halves[2:])
+    counter[*key, "quantity"] += whole(*sums[:2])
+    counter[*key, "nUSD"] += whole(*sums[2:])
 
 
 def _budgets(session: Session, org_id: str | None) -> list[Drift]:
@@ -138,14 +136,5 @@ def _of(org_id: str | None, column: Any, query: Any) -> Any:
     return query if org_id is None else query.where(column == org_id)
 
 
-def _halves(column: Any) -> list[ColumnElement[int]]:
-    """Sums of the upper and of the lower part, exact at any size: in both databases n == n / half * half + n % half."""
-    return [func.sum(column.op("/")(_HALF)), func.sum(column % _HALF)]
-
-
-def _whole(upper: Any, lower: Any) -> int:
-    return int(upper or 0) * _HALF + int(lower or 0)
-
-
 def _sums(session: Session, query: Any, column: Any) -> Counter[str]:
-    return Counter({owner: _whole(*halves) for owner, *halves in session.execute(query.group_by(column))})
+    return Counter({owner: whole(*sums) for owner, *sums in session.execute(query.group_by(column))})

@@ -1,8 +1,7 @@
 """Spending reports: by day, kind, model, project, key, user and run. Read only.
 
 Read from the hourly sums, which are updated in the commit of the usage itself, so any grouping agrees with the ledger
-to the nano-dollar. Days are UTC. The database computes sums in two halves, because SQLite's SUM fails beyond 64
-bits.
+to the nano-dollar. Days are UTC.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sqlalchemy import ColumnElement, Select, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from store.tables import UsageEvent, UsageHour
-from store.tables.base import any_index_but
+from store.tables.base import any_index_but, halves, whole
 
 Dimension = Literal["kind", "model", "project", "key", "user", "run"]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
@@ -26,8 +25,8 @@ DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 TOKEN_KINDS = ("train", "prefill", "cached_prefill", "sample")
 #: Those that are what one comes for; prompts are read for their sake.
 GOT_KINDS = ("train", "sample")
-
-_HALF = 1 << 24
+#: For `both`.
+SUMS = halves(UsageHour.quantity, UsageHour.amount_nusd)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
     """Cost of each day by kind, in order; days without usage have no row."""
     columns = (_day(session), UsageHour.kind)
     rows = session.execute(_within(org_id, window, *columns).group_by(*columns))
-    found = [DayRow(_date(at), kind, *whole(*sums)) for at, kind, *sums in rows]
+    found = [DayRow(_date(at), kind, *both(*sums)) for at, kind, *sums in rows]
     return sorted(found, key=lambda row: (row.day, row.kind))
 
 
@@ -104,7 +103,7 @@ def by_dimension(session: Session, org_id: str, window: Window, dimension: Dimen
     """Cost by the values of `dimension` and by kind, in no particular order."""
     column = _column(dimension)
     rows = session.execute(_within(org_id, window, column, UsageHour.kind).group_by(column, UsageHour.kind))
-    return [ShareRow(str(value) if value else None, kind, *whole(*sums)) for value, kind, *sums in rows]
+    return [ShareRow(str(value) if value else None, kind, *both(*sums)) for value, kind, *sums in rows]
 
 
 def by_day_and(session: Session, org_id: str, window: Window, dimension: Dimension) -> list[DayShareRow]:
@@ -112,7 +111,7 @@ def by_day_and(session: Session, org_id: str, window: Window, dimension: Dimensi
     columns = (_day(session), _column(dimension), UsageHour.kind)
     rows = session.execute(_within(org_id, window, *columns).group_by(*columns))
     found = [
-        DayShareRow(_date(at), str(value) if value else None, kind, *whole(*sums)) for at, value, kind, *sums in rows
+        DayShareRow(_date(at), str(value) if value else None, kind, *both(*sums)) for at, value, kind, *sums in rows
     ]
     return sorted(found, key=lambda row: (row.day, row.name or "", row.kind))
 
@@ -136,9 +135,9 @@ def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, 
     """What runs have used so far, including samples from their weights."""
     spent: dict[str, Spent] = {}
     columns = (UsageHour.run_id, UsageHour.kind)
-    query = select(*columns, *halves()).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
+    query = select(*columns, *SUMS).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
     for run_id, kind, *sums in session.execute(query.group_by(*columns)):
-        quantity, amount = whole(*sums)
+        quantity, amount = both(*sums)
         so_far = spent.get(run_id, Spent())
         tokens = so_far.tokens + (quantity if kind in TOKEN_KINDS else 0)
         spent[run_id] = Spent(tokens, so_far.amount_nusd + amount)
@@ -149,9 +148,9 @@ def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequenc
     """What a run had used by each of `times`."""
     event = UsageEvent
     tokens_of = case((event.kind.in_(TOKEN_KINDS), event.quantity), else_=0)
-    query = select(event.recorded_at, *_halves(tokens_of, event.amount_nusd))
+    query = select(event.recorded_at, *halves(tokens_of, event.amount_nusd))
     query = query.where(any_index_but(event.org_id) == org_id, event.run_id == run_id).group_by(event.recorded_at)
-    rows = [(at, *whole(*sums)) for at, *sums in session.execute(query.order_by(event.recorded_at))]
+    rows = [(at, *both(*sums)) for at, *sums in session.execute(query.order_by(event.recorded_at))]
     instants = [at for at, _, _ in rows]
     tokens = [0, *accumulate(quantity for _, quantity, _ in rows)]
     amounts = [0, *accumulate(amount for _, _, amount in rows)]
@@ -164,10 +163,10 @@ def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequenc
 def spent_until(session: Session, org_id: str, run_id: str, at: datetime) -> Spent:
     """What a run had used by `at`: `spent_by`, of one instant."""
     event = UsageEvent
-    query = select(event.kind, *halves(event)).where(
+    query = select(event.kind, *halves(event.quantity, event.amount_nusd)).where(
         any_index_but(event.org_id) == org_id, event.run_id == run_id, event.recorded_at <= at
     )
-    rows = [(kind, *whole(*sums)) for kind, *sums in session.execute(query.group_by(event.kind))]
+    rows = [(kind, *both(*sums)) for kind, *sums in session.execute(query.group_by(event.kind))]
     return Spent(
         sum(quantity for kind, quantity, _ in rows if kind in TOKEN_KINDS), sum(amount for _, _, amount in rows)
     )
@@ -181,7 +180,7 @@ def narrowed(window: Window, dimension: Dimension, value: str | None) -> Window:
 def _within(org_id: str, window: Window, *columns: Any) -> Select[Any]:
     start = datetime.combine(window.first, time(), UTC)
     end = datetime.combine(window.last + timedelta(days=1), time(), UTC)
-    query = select(*columns, *halves())
+    query = select(*columns, *SUMS)
     query = query.where(UsageHour.org_id == org_id, UsageHour.hour >= start, UsageHour.hour < end)
     for dimension, value in window.match:
         query = query.where(_column(dimension) == _stored(dimension, value))
@@ -201,20 +200,9 @@ def _stored(dimension: Dimension, value: str | None) -> str | int:
     return int(value) if value and value.isdecimal() and len(value) < 19 else 0 if value is None else -1
 
 
-def halves(table: type[UsageEvent] | type[UsageHour] = UsageHour) -> list[ColumnElement[int]]:
-    """Sums of the upper and the lower part of quantity and amount; together they are exact at any size."""
-    return _halves(table.quantity, table.amount_nusd)
-
-
-def _halves(*columns: ColumnElement[int] | InstrumentedAttribute[int]) -> list[ColumnElement[int]]:
-    # In both databases n == (n / half) * half + n % half, whatever the sign.
-    return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
-
-
-def whole(*sums: Any) -> tuple[int, int]:
+def both(*sums: Any) -> tuple[int, int]:
     """Quantity and amount, of the sums of their `halves`."""
-    upper_quantity, quantity, upper_amount, amount = (int(half) for half in sums)
-    return upper_quantity * _HALF + quantity, upper_amount * _HALF + amount
+    return whole(*sums[:2]), whole(*sums[2:])
 
 
 def _day(session: Session) -> ColumnElement[Any]:

@@ -20,55 +20,30 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True)
 class Server:
-    """The costs of a server with `gpus` GPUs. The defaults are the comparison's figures for H100."""
+    """What a server costs that is as the settings say."""
 
-    price_usd: float = 361_255.0
-    gpus: int = 8
-    interest_per_year: float = 0.1025
-    months: int = 72
-    draw_kw: float = 10.926
-    usd_per_kwh: float = 0.087
-    load: float = 0.80
-    #: Power usage effectiveness: total power, with cooling and losses, over the power of the computers.
-    pue: float = 1.35
-    space_usd_per_kw_month: float = 150.0
-    other_usd_per_month: float = 170.0
-
-    @classmethod
-    def of(cls, owned: OwnershipSettings) -> Server:
-        return cls(
-            owned.server_usd,
-            owned.gpus_per_server,
-            owned.interest_per_year,
-            owned.months,
-            owned.draw_kw,
-            owned.usd_per_kwh,
-            owned.load,
-            owned.pue,
-            owned.space_usd_per_kw_month,
-            owned.other_usd_per_month,
-        )
+    owned: OwnershipSettings
 
     @property
     def capital_usd_per_month(self) -> float:
-        return annuity(self.interest_per_year, self.months, self.price_usd)
+        return annuity(self.owned.interest_per_year, self.owned.months, self.owned.server_usd)
 
     @property
     def electricity_usd_per_kw_month(self) -> float:
-        return self.usd_per_kwh * self.load * self.pue * HOURS_PER_MONTH
+        return self.owned.usd_per_kwh * self.owned.load * self.owned.pue * HOURS_PER_MONTH
 
     @property
     def power_usd_per_month(self) -> float:
         """Electricity and space."""
-        return (self.electricity_usd_per_kw_month + self.space_usd_per_kw_month) * self.draw_kw
+        return (self.electricity_usd_per_kw_month + self.owned.space_usd_per_kw_month) * self.owned.draw_kw
 
     @property
     def running_usd_per_month(self) -> float:
-        return self.power_usd_per_month + self.other_usd_per_month
+        return self.power_usd_per_month + self.owned.other_usd_per_month
 
     @property
     def gpu_hour(self) -> GpuHour:
-        hours = self.gpus * HOURS_PER_MONTH
+        hours = self.owned.gpus_per_server * HOURS_PER_MONTH
         return GpuHour(self.capital_usd_per_month / hours, self.running_usd_per_month / hours)
 
 

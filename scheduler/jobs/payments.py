@@ -18,10 +18,9 @@ from sqlalchemy.orm import Session
 from billing.payments import customers, events, inbox, invoices, meters, sender, summaries
 from billing.payments.client import stripe_client
 from billing.payments.periods import period_before, period_of
-from billing.payments.sender import MeterEvent
 from scheduler.jobs.registry import JobContext, Result, job
 from scheduler.jobs.running import ask
-from store.tables import JobRun
+from store.tables import JobRun, StripeOutbox
 
 if TYPE_CHECKING:
     from stripe import StripeClient, StripeError
@@ -89,7 +88,7 @@ def send_meter_events(context: JobContext) -> Result:
             claimed = context.database.write_now(partial(sender.claim, now=context.now(), limit=SENDERS))
             if not claimed:
                 break
-            states = list(pool.map(lambda event: _send(context, client, event), claimed))
+            states = list(pool.map(lambda row: _send(context, client, row), claimed))
             counts.update(states)
             if "sent" not in states:
                 break  # Stripe is not well, or not ours today: the next run tries again
@@ -97,9 +96,9 @@ def send_meter_events(context: JobContext) -> Result:
     return dict(counts)
 
 
-def _send(context: JobContext, client: StripeClient, event: MeterEvent) -> str:
-    verdict = sender.send(client, event, context.now)
-    context.database.write_now(partial(sender.settle, event=event, verdict=verdict, now=context.now()))
+def _send(context: JobContext, client: StripeClient, claimed: StripeOutbox) -> str:
+    verdict = sender.send(client, claimed, context.now)
+    context.database.write_now(partial(sender.settle, claimed=claimed, verdict=verdict, now=context.now()))
     return verdict.state
 
 

@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import create_engine, func, inspect, make_url, select, table, text
+from sqlalchemy import Engine, create_engine, func, inspect, make_url, select, table, text
 from sqlalchemy.orm import Session
 
 from store.backup.files import BadBackup
@@ -22,6 +23,16 @@ from store.database.row_security import make_roles
 
 #: Of SQLite: a database. Of PostgreSQL: pg_dump's custom format.
 SQLITE_FILE, DUMP_FILE = "weft.db", "weft.dump"
+
+
+@contextmanager
+def opened(url: str, **options: Any) -> Iterator[Engine]:
+    """For a few questions: its connections are closed with the block."""
+    engine = create_engine(url, **options)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
 
 
 def is_sqlite(url: str) -> bool:
@@ -37,26 +48,20 @@ def saved(url: str, target: Path) -> Iterator[Session]:
     """Save the database in `target`; yields a session on the state that is saved, before what takes long."""
     if is_sqlite(url):
         _copy_sqlite(Path(make_url(url).database or ""), target)
-        engine = create_engine(f"sqlite:///{target}")
         try:
-            with Session(engine) as session:
+            with opened(f"sqlite:///{target}") as engine, Session(engine) as session:
                 yield session
         finally:
-            engine.dispose()
             check_sqlite(target)
         return
-    engine = create_engine(url, isolation_level="REPEATABLE READ")
-    try:
-        with Session(engine) as session:
-            for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):  # as pg_dump does for itself
-                session.execute(text(f"SET LOCAL {limit} = 0"))
-            snapshot = session.scalar(text("SELECT pg_export_snapshot()"))
-            yield session
-            # Row-level security is obeyed instead of refused: the login sees all, as a member of weft_service.
-            options = ("--format=custom", "--no-owner", "--enable-row-security", f"--snapshot={snapshot}")
-            _postgres("pg_dump", url, *options, f"--file={target}")
-    finally:
-        engine.dispose()
+    with opened(url, isolation_level="REPEATABLE READ") as engine, Session(engine) as session:
+        for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):  # as pg_dump does for itself
+            session.execute(text(f"SET LOCAL {limit} = 0"))
+        snapshot = session.scalar(text("SELECT pg_export_snapshot()"))
+        yield session
+        # Row-level security is obeyed instead of refused: the login sees all, as a member of weft_service.
+        options = ("--format=custom", "--no-owner", "--enable-row-security", f"--snapshot={snapshot}")
+        _postgres("pg_dump", url, *options, f"--file={target}")
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
@@ -92,28 +97,19 @@ def put_back(url: str, source: Path) -> dict[str, int]:
         check_sqlite(source)
         os.replace(source, target)
     else:
-        engine = create_engine(url)
-        with engine.begin() as connection:
+        with opened(url) as engine, engine.begin() as connection:
             make_roles(connection)
-        engine.dispose()
         _postgres("pg_restore", url, "--no-owner", "--exit-on-error", "--single-transaction", str(source))
-    engine = create_engine(url)
-    try:
-        with Session(engine) as session:
-            return rows_of(session)
-    finally:
-        engine.dispose()
+    with opened(url) as engine, Session(engine) as session:
+        return rows_of(session)
 
 
 def is_empty(url: str) -> bool:
     """Whether nothing is there that a restored database would lie over."""
     if is_sqlite(url):
         return not Path(make_url(url).database or "").exists()
-    engine = create_engine(url)
-    try:
+    with opened(url) as engine:
         return not inspect(engine).get_table_names()
-    finally:
-        engine.dispose()
 
 
 def _postgres(program: str, url: str, *options: str) -> None:

@@ -94,7 +94,6 @@ def chain_hash(entry: Mapping[str, Any]) -> str:
 class Verdict:
     """`head` is the last hash; kept elsewhere, it proves later that no row was cut off the end."""
 
-    org_id: str
     entries: int
     head: str
     problems: tuple[str, ...]
@@ -112,7 +111,7 @@ def verify(session: Session, org_id: str, known_head: str | None = None) -> Verd
         last = values["hash"]
     if known_head is not None and all(values["hash"] != known_head for values in rows):
         problems.append(f"the entry with hash {known_head} is gone: the end of the log was cut off")
-    return Verdict(org_id, len(rows), last, tuple(problems))
+    return Verdict(len(rows), last, tuple(problems))
 
 
 def _rows(session: Session, org_id: str) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from sqlalchemy.engine import make_url
@@ -81,9 +82,6 @@ class CommitMark:
             return 0
 
     def _count(self) -> int:
-        connection = sqlite3.connect(self._database)
-        try:
+        with closing(sqlite3.connect(self._database)) as connection:
             (count,) = connection.execute("PRAGMA user_version").fetchone()
-        finally:
-            connection.close()
         return int(count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, ColumnElement, DateTime, Integer, MetaData, TypeDecorator
+from sqlalchemy import JSON, BigInteger, ColumnElement, DateTime, Integer, MetaData, TypeDecorator, func
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute
 
 #: SQLite only auto-increments an INTEGER primary key.
@@ -33,6 +33,20 @@ def any_index_but(column: InstrumentedAttribute[str]) -> ColumnElement[str]:
     """The column, in a condition that its index is not to be used for. SQLite, which keeps no statistics, may take the
     index of an organisation's rows where that of a run's is meant, and look through all that it ever did."""
     return column.concat("")
+
+
+_HALF = 1 << 32
+
+
+def halves(*columns: ColumnElement[int] | InstrumentedAttribute[int]) -> list[ColumnElement[int]]:
+    """Sums of the upper and of the lower part of each column, for `whole`: SQLite's SUM fails beyond 64 bits. In both
+    databases n == n / half * half + n % half, whatever the sign."""
+    return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
+
+
+def whole(upper: int | None, lower: int | None) -> int:
+    """The exact sum, of its `halves`; of no rows, 0. PostgreSQL's sums are of another type."""
+    return int(upper or 0) * _HALF + int(lower or 0)
 
 
 class Base(DeclarativeBase):

@@ -348,7 +348,7 @@ LISTENS = """
 import json, sys
 import api.server.workers.machines, api.server.serve
 from api.server.listener import Server
-api.server.serve.worker_programs = lambda settings, cards: []
+api.server.serve.embedded_workers = lambda settings, models: []
 api.server.workers.machines.embedded_workers = lambda settings, models: []
 startup = Server.startup
 async def listens(self, sockets=None):

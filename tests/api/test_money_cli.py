@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from click.testing import CliRunner, Result
+from sqlalchemy import select
 
 from api.cli import weftd
 from migrations.upgrade import migrate
 from store.database.db import Database
+from store.tables import AuditEntry
 from tests.keys import create_key
 
 
@@ -28,7 +30,7 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
     assert made.exit_code == 0
     listed = run(tmp_path, "budget", "list", *acme).output
     assert listed.startswith(f"{made.output.strip()}\tkey 1\tmonth\thard\tlimit 100.000000000\tspent 0.000000000")
-    assert run(tmp_path, "budget", "set", *acme, "--usd", "1", "--key", "2").exit_code == 1
+    assert run(tmp_path, "budget", "set", *acme, "--usd", "1", "--key", "2").exit_code == 2
     assert run(tmp_path, "budget", "remove", *acme, made.output.strip()).exit_code == 0
     assert run(tmp_path, "billing", "reconcile").output == "the books agree\n"
     assert run(tmp_path, "credit", "refund", *acme, "--operation", "none").exit_code == 2
@@ -38,4 +40,23 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
     assert run(tmp_path, "credit", "take", *acme, "--usd", "0", "--memo", "x").exit_code == 2
     for amount in ("ten", "-1", "0.0000000001", "nan", "1e30"):
         assert run(tmp_path, "credit", "grant", *acme, "--usd", amount).exit_code == 2
-    assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 1
+    assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 2
+
+
+def test_what_an_operator_does_with_money_is_the_operator_s_in_the_audit_log(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/weft.db")
+    migrate(database)
+    database.write_now(lambda session: create_key(session, "acme"))
+    for command in (
+        ("credit", "grant", "--usd", "10"),
+        ("credit", "take", "--usd", "1", "--memo", "by mistake"),
+        ("budget", "set", "--usd", "100"),
+        ("billing", "mode", "prepaid"),
+    ):
+        assert run(tmp_path, *command, "--org", "acme").exit_code == 0
+    with database.read() as session:
+        noted = session.execute(select(AuditEntry.event, AuditEntry.actor).order_by(AuditEntry.id)).all()
+    database.close()
+    assert noted[1:] == [
+        (event, "operator") for event in ("credit_granted", "credit_taken", "budget_set", "wallet_mode_set")
+    ]

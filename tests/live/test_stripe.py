@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 import stripe
@@ -16,8 +16,8 @@ from stripe import StripeClient
 from billing.payments import checkout, customers, sender, setup, summaries
 from billing.payments.client import stripe_client
 from billing.payments.periods import period_of
-from billing.payments.sender import MeterEvent
 from store.settings import PaymentsSettings
+from store.tables import StripeOutbox
 
 KEY = os.environ.get("STRIPE_TEST_KEY", "")
 pytestmark = [
@@ -47,10 +47,10 @@ def customer(client: StripeClient) -> Iterator[str]:
     client.v1.customers.delete(made.id)
 
 
-def _event(customer: str, value: int) -> MeterEvent:
+def _event(customer: str, value: int) -> StripeOutbox:
     now = datetime.now(UTC)
-    identifier = f"live:{uuid.uuid4().hex}"
-    return MeterEvent(0, identifier, "train", customer, value, now, 1, now + timedelta(hours=1))
+    facts = {"identifier": f"live:{uuid.uuid4().hex}", "meter": "train", "customer_id": customer, "value_uusd": value}
+    return StripeOutbox(**facts, occurred_at=now, attempts=1, first_sent_at=now)
 
 
 def _clock() -> datetime:

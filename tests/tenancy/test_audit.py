@@ -64,7 +64,7 @@ def test_a_chain_of_each_organisation(any_database: Database) -> None:
         (3, ()),
         (2, ()),
     ]
-    assert verdict(any_database, "nobody") == Verdict("nobody", 0, "", ())
+    assert verdict(any_database, "nobody") == Verdict(0, "", ())
     # What a script gives that has not found the file in which it kept the head.
     assert "is gone" in verdict(any_database, "a", "").problems[0]
 

@@ -9,10 +9,10 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import click
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
+from api.commands.changes import change, organisation
 from api.commands.places import database_of, refuse, settings_of, where
 from billing.money.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
 from billing.money.grants import GrantKind, give, take
@@ -22,9 +22,8 @@ from billing.payments.meters import change_mode
 from billing.reports.reconcile import check
 from store.database import audit
 from store.database.db import Database
-from store.database.sure import write_surely
+from store.people.organisations import NoSuch
 from store.settings import PaymentsSettings, SettingsError
-from store.tables import Organisation
 
 _NUSD = Decimal(10**9)
 _MOST_NUSD = 2**62
@@ -41,13 +40,6 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     if not amount.is_finite() or amount != int(amount) or not 0 <= amount < _MOST_NUSD:
         raise click.BadParameter(f"{value!r}: must be 0 or more, with nine decimals at most")
     return int(amount)
-
-
-def _org_id(session: Session, name: str) -> str:
-    org_id = session.scalar(select(Organisation.id).where(Organisation.name == name))
-    if org_id is None:
-        raise click.ClickException(f"no organisation named {name!r}")
-    return org_id
 
 
 def _note(session: Session, org_id: str, event: str, target: str, **detail: object) -> None:
@@ -75,13 +67,12 @@ def grant(
         refuse("--usd must be more than 0")
 
     def write(session: Session) -> str:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
         made = give(session, org_id, amount_nusd, kind=kind, expires_at=expires, memo=memo)
         _note(session, org_id, "credit_granted", made.id, amount_nusd=amount_nusd, kind=kind)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
-    with database_of(config, data_dir) as database:
-        click.echo(write_surely(database, write))
+    click.echo(change(data_dir, config, write))
 
 
 @credit.command("take")
@@ -97,13 +88,12 @@ def take_(data_dir: Path | None, config: Path | None, org: str, amount_nusd: int
         refuse("--usd must be more than 0")
 
     def write(session: Session) -> str:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
         entry = take(session, org_id, amount_nusd, memo)
         _note(session, org_id, "credit_taken", entry.ref_id, amount_nusd=amount_nusd)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
-    with database_of(config, data_dir) as database:
-        click.echo(write_surely(database, write))
+    click.echo(change(data_dir, config, write))
 
 
 @credit.command()
@@ -115,15 +105,14 @@ def refund(data_dir: Path | None, config: Path | None, org: str, operation_id: s
     """Give back what an operation has cost. What was metered stays."""
 
     def write(session: Session) -> int | None:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
         entry = refund_operation(session, org_id, operation_id, memo)
         if entry is None:
             return None
         _note(session, org_id, "credit_refunded", operation_id, amount_nusd=entry.amount_nusd)
         return entry.amount_nusd
 
-    with database_of(config, data_dir) as database:
-        amount = write_surely(database, write)
+    amount = change(data_dir, config, write)
     if amount is None:
         refuse(f"operation {operation_id!r} of {org} was refunded before, or has cost nothing")
     click.echo(f"{org}\trefunded {usd(amount)}")
@@ -157,17 +146,16 @@ def set_(
         refuse("give --project or --key, not both: a budget is of one of them")
 
     def write(session: Session) -> str:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
         scope: Scope = "project" if project is not None else "key" if key_id is not None else "org"
         scope_id = project or (str(key_id) if key_id is not None else org_id)
         if not owns(session, org_id, scope, scope_id):
-            raise click.ClickException(f"no {scope} {scope_id!r} in {org}")
+            raise NoSuch(f"no {scope} {scope_id!r} in {org}")
         made = set_budget(session, org_id, scope, scope_id, period, limit_nusd, hard=not soft)
         _note(session, org_id, "budget_set", f"{scope}:{scope_id}", limit_nusd=limit_nusd, period=period, hard=not soft)
         return made.id
 
-    with database_of(config, data_dir) as database:
-        click.echo(write_surely(database, write))
+    click.echo(change(data_dir, config, write))
 
 
 @budget.command("list")
@@ -176,7 +164,7 @@ def set_(
 def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Show the budgets of an organisation, with what is spent, held and left of each."""
     with database_of(config, data_dir) as database, database.read() as session:
-        for state in states(session, _org_id(session, org)):
+        for state in states(session, organisation(session, org).id):
             of = state.budget
             spent, held, left = (usd(n) for n in (state.spent_nusd, state.held_nusd, state.left_nusd))
             kind = "hard" if of.hard else "soft"
@@ -192,15 +180,14 @@ def remove(data_dir: Path | None, config: Path | None, org: str, budget_id: str)
     """Remove a budget."""
 
     def write(session: Session) -> bool:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
         removed = remove_budget(session, org_id, budget_id)
         if removed:
             _note(session, org_id, "budget_removed", budget_id)
         return removed
 
-    with database_of(config, data_dir) as database:
-        if not write_surely(database, write):
-            refuse(f"no budget {budget_id!r} of {org}: see weftd budget list")
+    if not change(data_dir, config, write):
+        refuse(f"no budget {budget_id!r} of {org}: see weftd budget list")
 
 
 @click.group()
@@ -218,17 +205,17 @@ def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overd
     payments are enabled, one that pays after becomes a customer at Stripe first."""
 
     def write(session: Session) -> str:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
         wallet = change_mode(session, org_id, mode, overdraft_nusd, datetime.now(UTC))
         _note(session, org_id, "wallet_mode_set", org_id, mode=mode, overdraft_nusd=overdraft_nusd)
         left = available_nusd(wallet)
         return f"{org}\t{mode}\tbalance {usd(wallet.balance_nusd)}\tavailable {'any' if left is None else usd(left)}"
 
     payments = settings_of(config, data_dir).payments
-    with database_of(config, data_dir) as database:
-        if mode == "postpaid" and payments.enabled:
+    if mode == "postpaid" and payments.enabled:
+        with database_of(config, data_dir) as database:
             _enrol(database, payments, org)
-        click.echo(write_surely(database, write))
+    click.echo(change(data_dir, config, write))
 
 
 def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
@@ -238,7 +225,7 @@ def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
     from billing.payments.customers import enrol
 
     with database.read() as session:
-        org_id = _org_id(session, org)
+        org_id = organisation(session, org).id
     try:
         enrol(stripe_client(payments), database, org_id, payments.price_ids, datetime.now(UTC))
     except SettingsError as error:
@@ -258,7 +245,7 @@ def reconcile(data_dir: Path | None, config: Path | None, org: str | None, as_js
     """Hold the books against themselves. Exit code 1 if anything differs by a nano-dollar."""
     with database_of(config, data_dir) as database:
         with database.read() as session:
-            org_id = _org_id(session, org) if org else None
+            org_id = organisation(session, org).id if org else None
         drifts = check(database, org_id)
     if as_json:
         click.echo(json.dumps({"drifts": [vars(drift) for drift in drifts]}))

@@ -44,7 +44,7 @@ def tco(
     except ValueError as error:
         raise click.UsageError(f"--days: {error}") from None
     owned = settings.ownership
-    hour = Server.of(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)
+    hour = Server(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)
     until = datetime.now(UTC)
     since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)
     with database_of(config, data_dir) as database, database.read() as session:

@@ -11,7 +11,6 @@ from sqlalchemy import select
 from api.commands.changes import organisation
 from api.commands.places import database_of, refuse, where
 from store.database import audit as log
-from store.people.organisations import PeopleError
 from store.tables import Organisation
 
 
@@ -31,11 +30,8 @@ def verify(data_dir: Path | None, config: Path | None, org: str | None, head: st
         refuse("--head needs --org: every organisation has a chain of its own")
     good = True
     with database_of(config, data_dir) as database, database.read() as session:
-        try:
-            query = select(Organisation).order_by(Organisation.created_at, Organisation.id)
-            orgs = [organisation(session, org)] if org is not None else list(session.scalars(query))
-        except PeopleError as error:
-            refuse(str(error))
+        query = select(Organisation).order_by(Organisation.created_at, Organisation.id)
+        orgs = [organisation(session, org)] if org is not None else list(session.scalars(query))
         for row in orgs:
             verdict = log.verify(session, row.id, head)
             click.echo(f"{row.name}\t{verdict.entries}\t{verdict.head or '-'}")

@@ -69,7 +69,7 @@ def export(data_dir: Path | None, config: Path | None, name: str, target: Path) 
         files = files_of(partial)
         write_sums(partial, {file: digest_of(partial / file) for file in files})
         partial.rename(target)
-    except (OSError, PeopleError) as error:
+    except OSError as error:
         refuse(f"nothing was exported: {error}")
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
-from api.commands.places import database_of, refuse, where
+from api.commands.places import database_of, where
 from store.people import organisations
 from store.tables import Project
 
@@ -49,9 +49,6 @@ def archive(data_dir: Path | None, config: Path | None, org: str, project_id: st
 def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Show the id, name and state of an organisation's projects."""
     with database_of(config, data_dir) as database, database.read() as session:
-        try:
-            org_id = organisation(session, org).id
-        except organisations.PeopleError as error:
-            refuse(str(error))
+        org_id = organisation(session, org).id
         for row in session.scalars(select(Project).filter_by(org_id=org_id).order_by(Project.name)):
             click.echo(f"{row.id}\t{row.name}\t{'archived' if row.archived_at else 'active'}")

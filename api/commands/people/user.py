@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, member_id, organisation
 from api.commands.people.login_link import login_link
-from api.commands.places import database_of, refuse, where
+from api.commands.places import database_of, where
 from store.people import identities, organisations
 from store.people.roles import ROLES
 
@@ -48,11 +48,7 @@ def create(data_dir: Path | None, config: Path | None, org: str, email: str, rol
 def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
     """Show the id, e-mail and role of an organisation's members."""
     with database_of(config, data_dir) as database, database.read() as session:
-        try:
-            rows = organisations.members(session, organisation(session, org).id)
-        except organisations.PeopleError as error:
-            refuse(str(error))
-        for member, person in rows:
+        for member, person in organisations.members(session, organisation(session, org).id):
             click.echo(f"{person.id}\t{person.email}\t{member.role}")
 
 

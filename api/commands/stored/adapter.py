@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import click
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from api.commands.changes import organisation
 from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
 from billing.metering import storage
 from store import tables
 from store.database import audit
+from store.database.caller import OPERATOR, acting_as
 from store.database.sure import write_surely
 from workers.model.adapters.imported import CannotImport, Imported, read_adapter
 
@@ -52,11 +53,9 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
     except ApiError as error:
         refuse(error.detail)
     ref = f"weights/{uuid.uuid4().hex}"
-    with database_of(config, data_dir) as database:
+    with database_of(config, data_dir) as database, acting_as(OPERATOR):
         with database.read() as session:
-            org_id = session.scalar(select(tables.Organisation.id).where(tables.Organisation.name == org))
-        if org_id is None:
-            refuse(f"no organisation named {org!r}")
+            org_id = organisation(session, org).id
         blobs = blobs_to_change(settings, database)
         with blobs.new_folder(ref) as target:
             found.write(target, card.name)

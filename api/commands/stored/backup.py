@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session
 from weft.version import __version__
 
 from api.commands.places import refuse, settings_of, where
@@ -89,7 +87,7 @@ def _backup(settings: Settings, target: Path) -> tuple[About, int]:
 
 
 def _filled(settings: Settings, bucket: Bucket | None, target: Path) -> tuple[About, int]:
-    from migrations.upgrade import refuse_unknown
+    from migrations.upgrade import refuse_unknown, revision_in
     from scheduler.journal.ending.references import needed_files
 
     url = settings.effective_database_url
@@ -99,7 +97,7 @@ def _filled(settings: Settings, bucket: Bucket | None, target: Path) -> tuple[Ab
         kept.unlink(missing_ok=True)
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         with saved(url, kept) as session:
-            refuse_unknown(revision := _revision(session), "the database")
+            refuse_unknown(revision := str(revision_in(session.connection())), "the database")
             needed = needed_files(session)
             _copy(settings, bucket, target, sums, _missing(target, needed))
             rows = rows_of(session)
@@ -221,10 +219,6 @@ def _about(source: Path) -> About:
         return About(**json.loads((source / _ABOUT).read_text()))
     except (OSError, TypeError, ValueError) as error:
         raise BadBackup(f"{source / _ABOUT} cannot be read: {error}") from None
-
-
-def _revision(session: Session) -> str:
-    return str(session.scalar(text("SELECT version_num FROM alembic_version")))
 
 
 def _told(work: Callable[[], T], place: Path) -> T:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -15,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
-from api.console.formats import csv_cell
+from api.console.formats import csv_cell, csv_text
 from api.console.movements import movements
 from api.console.render import console_router, page
 from api.console.security import ViewerDep, need_fresh
@@ -99,7 +97,7 @@ async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> StreamingRespons
 
 async def _entries(service: Service, org_id: str) -> AsyncIterator[str]:
     """A part at a time: there may be millions."""
-    yield _lines([["id", "at", "type", "amount_usd", "ref_type", "ref_id", "memo"]])
+    yield csv_text([["id", "at", "type", "amount_usd", "ref_type", "ref_id", "memo"]])
     last = 0
 
     def read(session: Session) -> list[LedgerEntry]:
@@ -108,18 +106,12 @@ async def _entries(service: Service, org_id: str) -> AsyncIterator[str]:
 
     while rows := await service.read(read):
         last = rows[-1].id
-        yield _lines([_cells(row) for row in rows])
+        yield csv_text([_cells(row) for row in rows])
 
 
 def _cells(row: LedgerEntry) -> list[object]:
     texts = [csv_cell(row.ref_type), csv_cell(row.ref_id), csv_cell(row.memo)]
     return [row.id, row.at.isoformat(), row.type, usd(row.amount_nusd), *texts]
-
-
-def _lines(rows: list[list[object]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\r\n").writerows(rows)
-    return out.getvalue()
 
 
 def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:

@@ -104,7 +104,7 @@ async def logout(request: Request, service: ServiceDep, viewer: ViewerDep) -> Re
     sid = request.cookies.get(cookie_name(request), "")
     await service.database.write(lambda session: sessions.sign_out(session, sid))
     response = Response(status_code=204, headers={"hx-redirect": await _away(service, viewer)})
-    take_cookie(request, response)
+    take_cookie(request, response, cookie_name(request))
     return response
 
 

@@ -40,7 +40,7 @@ async def cost_of_ownership(
 
     def read(session: Session) -> dict[str, Any]:
         with unrestricted(session):
-            server = Server.of(owned)
+            server = Server(owned)
             found = ownership(session, since, until, gpu_hour=server.gpu_hour, gpus=owned.gpus, machines=owned.machines)
             names = {row.id: row.name for row in session.scalars(select(Organisation))}
         margins = sorted(found.margins, key=lambda row: row.margin_usd)

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from api.console import sessions
 from api.console.entering import Entered, enter
 from api.console.render import console_router, page
-from api.console.security import check_same_site, cookie_name, give_cookie, local_path
+from api.console.security import check_same_site, cookie_name, give_cookie, local_path, set_cookie, take_cookie
 from api.errors import Forbidden, NotFound, Unavailable
 from api.http.access import declare
 from api.oidc.refusals import NotProved, ProviderError, Unwelcome
@@ -65,15 +65,7 @@ async def begin(
         raise Unavailable(AWAY.format(contact=service.settings.oidc.contact)) from None
     part = "hx-request" in request.headers
     response = Response(status_code=204, headers={"hx-redirect": to}) if part else RedirectResponse(to, 303)
-    response.set_cookie(
-        flow_cookie(request),
-        cookie,
-        max_age=COOKIE_LIFE_S,
-        path="/",
-        secure=request.url.scheme == "https",
-        httponly=True,
-        samesite="lax",
-    )
+    set_cookie(request, response, flow_cookie(request), cookie, COOKIE_LIFE_S)
     return response
 
 
@@ -84,8 +76,7 @@ async def callback(request: Request, service: ServiceDep) -> Response:
     response = await _answered(request, service, _signing_in(service))
     if response.status_code >= 400:
         service.attempts.note(request)
-    secure = request.url.scheme == "https"
-    response.delete_cookie(flow_cookie(request), path="/", secure=secure, httponly=True, samesite="lax")
+    take_cookie(request, response, flow_cookie(request))
     return response
 
 

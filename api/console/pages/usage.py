@@ -3,8 +3,6 @@ be passed on; the same view comes as CSV."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console import series
-from api.console.formats import csv_cell
+from api.console.formats import csv_cell, csv_text
 from api.console.lists import Pages, Text, names
 from api.console.render import console_router, page
 from api.console.security import Viewer, ViewerDep
@@ -153,15 +151,13 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
 
     def read(session: Session) -> str:
         _check(session, viewer, chosen)
-        out = io.StringIO()
-        table = csv.writer(out, lineterminator="\r\n")
-        table.writerow(["day", chosen.split, "name", "kind", "quantity", "amount_usd"])
+        table: list[list[object]] = [["day", chosen.split, "name", "kind", "quantity", "amount_usd"]]
         rows = spending.by_day_and(session, viewer.org_id, chosen.window, chosen.split)
         called = _called(session, viewer, chosen.split, {row.name for row in rows})
         for row in rows:
             cells = [csv_cell(row.name or ""), csv_cell(called[row.name]), csv_cell(row.kind)]
-            table.writerow([row.day.isoformat(), *cells, row.quantity, usd(row.amount_nusd)])
-        return out.getvalue()
+            table.append([row.day.isoformat(), *cells, row.quantity, usd(row.amount_nusd)])
+        return csv_text(table)
 
     text = await service.read(read)
     name = f"weft-usage-{chosen.window.first}-{chosen.window.last}-by-{chosen.split}.csv"

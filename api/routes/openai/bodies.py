@@ -103,20 +103,30 @@ class StreamOptions(Door):
     include_usage: bool | None = None
 
 
-class Sampling(Door):
-    """What completions and chats share. `return_token_ids`, `return_tokens_as_token_ids`, `skip_special_tokens`,
-    `stop_token_ids`, `top_k`, `prompt_logprobs` and `return_routed_experts` are vLLM's, `max_staleness` is ours
-    (docs/sampling.md)."""
+class Drawing(Door):
+    """How tokens are drawn, wherever one may ask for it. `top_k` and `stop_token_ids` are vLLM's."""
 
-    model: str
-    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
-    n: Positive | None = None
     seed: Seed | None = None
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
+
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        if self.stop and self.stop_token_ids:
+            name = f"{within}stop"
+            raise Refused(f"{name}, stop_token_ids: only one of them can be honoured", name, "unsupported_parameter")
+
+
+class Sampling(Drawing):
+    """What completions and chats share. `return_token_ids`, `return_tokens_as_token_ids`, `skip_special_tokens`,
+    `prompt_logprobs` and `return_routed_experts` are vLLM's, `max_staleness` is ours (docs/sampling.md)."""
+
+    model: str
+    max_tokens: Count | None = None
+    n: Positive | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
@@ -128,8 +138,6 @@ class Sampling(Door):
 
     def refuse_unknown(self, within: str = "") -> None:
         super().refuse_unknown(within)
-        if self.stop and self.stop_token_ids:
-            raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
         if self.stream_options is not None:
             if not self.stream:
                 raise Refused("stream_options: only with stream: true", "stream_options")
@@ -191,7 +199,7 @@ class Format(Door):
     unused = set()
 
 
-class ResponsesBody(Door):
+class ResponsesBody(Drawing):
     """OpenAI's Responses API, of which nothing is kept: `input` is the whole conversation. `seed`, `stop`,
     `stop_token_ids`, `top_k`, `return_token_ids`, `max_staleness` and `chat_template_kwargs` are as in a chat."""
 
@@ -205,16 +213,10 @@ class ResponsesBody(Door):
     input: str | Annotated[Objects, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Integer | None = None
     top_logprobs: Count | None = None
     include: Strings | None = None
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    seed: Seed | None = None
-    stop: Stops | None = None
-    stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     tools: Objects | None = None
     parallel_tool_calls: bool | None = None
@@ -222,8 +224,6 @@ class ResponsesBody(Door):
     max_staleness: Count | None = None
 
     def refuse_unknown(self, within: str = "") -> None:
-        if self.stop and self.stop_token_ids:
-            raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
         for name in ("previous_response_id", "conversation"):
             if (self.model_extra or {}).get(name) is not None:
                 said = f"{name}: no response is kept here; send the whole conversation as input"
@@ -242,7 +242,7 @@ class ResponsesBody(Door):
         return str((self.model_extra or {}).get("tool_choice") or "auto")
 
 
-class GenerateParams(Door):
+class GenerateParams(Drawing):
     """vLLM's sampling parameters. `logprobs` above 1 asks for as many likeliest tokens beside each."""
 
     neutral = {
@@ -258,20 +258,8 @@ class GenerateParams(Door):
     }
     n: Positive | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Integer | None = None
-    seed: Seed | None = None
-    stop: Stops | None = None
-    stop_token_ids: StopTokens | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
-
-    def refuse_unknown(self, within: str = "") -> None:
-        super().refuse_unknown(within)
-        if self.stop and self.stop_token_ids:
-            name = f"{within}stop"
-            raise Refused(f"{name}, stop_token_ids: only one of them can be honoured", name, "unsupported_parameter")
 
     @property
     def top(self) -> int:

@@ -17,7 +17,7 @@ from api.http.auth import PrincipalDep
 from api.http.events import EventStream
 from api.routes.openai.answers import Form, whole
 from api.routes.openai.asking import Asked, ask
-from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling, body_of
+from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, Drawing, ResponsesBody, Sampling, body_of
 from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
@@ -116,11 +116,11 @@ async def _chat(
     return await answered(asked, form, body)
 
 
-def stops_of(body: Sampling | ResponsesBody) -> tuple[str, ...]:
+def stops_of(body: Drawing) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
+def params_of(body: Drawing, most: int | None, target: Target) -> SamplingParams:
     """Stop strings and stop tokens stop beside the model's own end, and in a chat beside the template's, with which a
     base model that has learned to chat ends its answers: its own end is that of a text."""
     own = target.card.eos_token_ids

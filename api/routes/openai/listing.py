@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -39,7 +39,7 @@ async def list_models(service: ServiceDep, who: PrincipalDep) -> Response:
 
 
 @router.get("/v1/models/{name:path}", **declare(scope="sample", limit="call"))
-async def get_model(name: str, request: Request, service: ServiceDep, who: PrincipalDep) -> Response:
+async def get_model(name: str, service: ServiceDep, who: PrincipalDep) -> Response:
     target = await target_of(service, who, name)
     return Response(orjson.dumps(_shown(name, target.card)), media_type="application/json")
 

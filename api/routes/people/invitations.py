@@ -83,11 +83,4 @@ def _base(service: Service, request: Request) -> str:
 
 
 def _shown(row: tables.Invitation) -> InvitationRow:
-    return InvitationRow(
-        id=row.id,
-        role=row.role,
-        email=row.email,
-        made_by=row.made_by,
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-    )
+    return InvitationRow.model_validate(row, from_attributes=True)

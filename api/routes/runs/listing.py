@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from weft.wire.rest import Cursor, TrainingRun, TrainingRunsResponse
@@ -15,7 +15,7 @@ from api.checks.runs import check_text
 from api.errors import NotFound, quote
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
-from api.routes.stored.checkpoints import NEWEST_FIRST, count, describe
+from api.routes.stored.checkpoints import NEWEST_FIRST, Limit, Offset, count, describe
 from api.state.service import ServiceDep
 from api.who.lookup import live_checkpoints, run_by_id, visible
 from api.who.session_search import DEFAULT_PROJECT, text_values
@@ -23,8 +23,6 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0, le=2**31)]
 #: "owned" is what was made with the key that asks; "accessible" is all that it sees.
 Scope = Literal["owned", "accessible"]
 

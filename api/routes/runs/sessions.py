@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
-from sqlalchemy import Select, func, select
+from fastapi import APIRouter, Request
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 from weft.wire.rest import Cursor, GetSessionResponse, ListSessionsResponse
 from weft.wire.service import (
@@ -31,6 +31,8 @@ from api.http.access import LOOKING, WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
 from api.operations.paying import need_room
+from api.routes.runs.listing import Scope
+from api.routes.stored.checkpoints import Limit, Offset, count
 from api.state.liveness import end, runs_of
 from api.state.service import ServiceDep
 from api.who.lookup import session_by_id, visible
@@ -46,11 +48,6 @@ router = APIRouter(prefix="/api/v1")
 
 MAX_TAGS = 64
 MAX_DETAIL = 4096
-
-Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0, le=2**31)]
-#: "owned" is what was made with the key that asks; "accessible" is all that it sees.
-Scope = Literal["owned", "accessible"]
 
 
 @router.post("/create_session", response_model_exclude_none=True, **declare(scope=WORKING, limit="call"))
@@ -150,7 +147,7 @@ async def sessions(
 
     def read(session: Session) -> ListSessionsResponse:
         query = _in_scope(select(tables.Session.id), who, access_scope)
-        total = session.scalar(select(func.count()).select_from(query.subquery())) or 0
+        total = count(session, query)
         newest = (tables.Session.created_at.desc(), tables.Session.id.desc())
         page = session.scalars(query.order_by(*newest).limit(limit).offset(offset))
         return ListSessionsResponse(sessions=list(page), cursor=Cursor(offset=offset, limit=limit, total_count=total))

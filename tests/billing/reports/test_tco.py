@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 
 from billing.reports.tco import Server, break_even_tokens_per_s, divide, pool_usd, usd_per_mtok
+from store.settings import OwnershipSettings
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def averages(bills: list[Bill]) -> list[float]:
 
 
 def test_capital_running_costs_and_the_gpu_hour() -> None:
-    server = Server()
+    server = Server(OwnershipSettings())
     assert server.capital_usd_per_month == pytest.approx(6738.18, abs=0.005)
     assert server.electricity_usd_per_kw_month == pytest.approx(68.59, abs=0.005)
     assert server.power_usd_per_month == pytest.approx(2388.27, abs=0.2)  # printed from unrounded kilowatts
@@ -158,7 +159,8 @@ def test_when_discarded_rollouts_are_paid_for_too() -> None:
 
 
 def test_a_server_without_interest_is_paid_back_in_equal_parts() -> None:
-    assert Server(price_usd=7200, interest_per_year=0, months=72).capital_usd_per_month == 100
+    owned = OwnershipSettings(server_usd=7200, interest_per_year=0, months=72)
+    assert Server(owned).capital_usd_per_month == 100
 
 
 def test_costs_are_divided_by_use() -> None:
