@@ -134,8 +134,8 @@ class Sampling(Door):
             if not self.stream:
                 raise Refused("stream_options: only with stream: true", "stream_options")
             self.stream_options.refuse_unknown("stream_options.")
-        for name in ("prompt_logprobs", "return_routed_experts"):  # no chunk has a place for them
-            if self.stream and getattr(self, name) not in (None, False):
+        for name in ("prompt_logprobs", "return_routed_experts", "echo"):  # no chunk has a place for them
+            if self.stream and getattr(self, name, None) not in (None, False):
                 raise Refused(f"{name}: only without stream: true", name, "unsupported_parameter")
 
     @property
@@ -178,10 +178,18 @@ class ChatTokensBody(ChatBody):
 
 
 class CompletionBody(Sampling):
-    neutral = {name: values for name, values in NEUTRAL.items() if name != "add_special_tokens"}
+    neutral = {name: values for name, values in NEUTRAL.items() if name not in ("add_special_tokens", "echo")}
     prompt: str | Tokens | Annotated[Strings, Field(min_length=1)] | Annotated[list[Tokens], Field(fail_fast=True)]
     add_special_tokens: bool | None = None
     logprobs: Count | None = None
+    echo: bool | None = None
+
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        if self.echo and (self.n or 1) > 1:
+            raise Refused("echo: only with n: 1; send one request for each completion", "echo", "unsupported_parameter")
+        if self.echo and self.prompt_logprobs is not None:
+            raise Refused("echo, prompt_logprobs: only one of them can be honoured", "echo", "unsupported_parameter")
 
 
 class Format(Door):
