@@ -34,13 +34,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "include_stop_str_in_output": (False,),
     "add_special_tokens": (False,),
-    "ignore_eos": (False,),
     "min_tokens": (0,),
     "add_generation_prompt": (True,),
 }
 #: Fields that say something to others than the sampler: taken and not used.
 UNUSED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("cache_salt", "priority", "spaces_between_special_tokens", "include_reasoning", "request_id"),
 }
 
@@ -97,16 +96,27 @@ def _shown(value: Any) -> str:
     return "such a list" if isinstance(value, list) else "such an object"
 
 
+def check_stops(body: Any, within: str = "") -> None:
+    """Raise Refused for ends of a sample that cannot be had together: stop strings stand beside the model's own end."""
+    for other in ("stop_token_ids", "ignore_eos"):
+        if body.stop and getattr(body, other, None):
+            what = f"{within}stop, {other}: only one of them can be honoured"
+            raise Refused(what, f"{within}stop", "unsupported_parameter")
+
+
 class StreamOptions(Door):
-    neutral = {"include_obfuscation": (True, False), "continuous_usage_stats": (False,)}
+    """`continuous_usage_stats` is vLLM's: with `include_usage` every chunk says what was drawn so far."""
+
+    neutral = {"include_obfuscation": (True, False)}
     unused = set()
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampling(Door):
-    """What completions and chats share. `return_token_ids`, `return_tokens_as_token_ids`, `skip_special_tokens`,
-    `stop_token_ids`, `top_k`, `prompt_logprobs` and `return_routed_experts` are vLLM's, `max_staleness` is ours
-    (docs/sampling.md)."""
+    """What completions and chats share. `ignore_eos`, `return_token_ids`, `return_tokens_as_token_ids`,
+    `skip_special_tokens`, `stop_token_ids`, `top_k`, `prompt_logprobs` and `return_routed_experts` are vLLM's,
+    `max_staleness` is ours (docs/sampling.md)."""
 
     model: str
     max_tokens: Count | None = None
@@ -117,6 +127,7 @@ class Sampling(Door):
     seed: Seed | None = None
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
@@ -128,8 +139,7 @@ class Sampling(Door):
 
     def refuse_unknown(self, within: str = "") -> None:
         super().refuse_unknown(within)
-        if self.stop and self.stop_token_ids:
-            raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
+        check_stops(self)
         if self.stream_options is not None:
             if not self.stream:
                 raise Refused("stream_options: only with stream: true", "stream_options")
@@ -141,6 +151,10 @@ class Sampling(Door):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_so_far(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ChatBody(Sampling):
@@ -199,12 +213,19 @@ class Format(Door):
     unused = set()
 
 
+class Reasoning(Door):
+    """What the Responses API has as `reasoning`. Of none there is no summary."""
+
+    neutral = {"summary": ("auto", "concise", "detailed")}
+    unused = set()
+
+
 class ResponsesBody(Door):
     """OpenAI's Responses API, of which nothing is kept: `input` is the whole conversation. `seed`, `stop`,
     `stop_token_ids`, `top_k`, `return_token_ids`, `max_staleness` and `chat_template_kwargs` are as in a chat."""
 
     neutral = {
-        **{"background": (False,), "store": (False,), "truncation": ("disabled",), "reasoning": ({},)},
+        **{"background": (False,), "store": (False,), "truncation": ("disabled",)},
         **{"previous_response_id": (), "conversation": (), "prompt": ()},
         **{"tool_choice": ("auto", "none"), "max_tool_calls": ()},
     }
@@ -219,6 +240,7 @@ class ResponsesBody(Door):
     top_logprobs: Count | None = None
     include: Strings | None = None
     text: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
@@ -230,8 +252,7 @@ class ResponsesBody(Door):
     max_staleness: Count | None = None
 
     def refuse_unknown(self, within: str = "") -> None:
-        if self.stop and self.stop_token_ids:
-            raise Refused("stop, stop_token_ids: only one of them can be honoured", "stop", "unsupported_parameter")
+        check_stops(self)
         for name in ("previous_response_id", "conversation"):
             if (self.model_extra or {}).get(name) is not None:
                 said = f"{name}: no response is kept here; send the whole conversation as input"
@@ -239,6 +260,8 @@ class ResponsesBody(Door):
         super().refuse_unknown(within)
         check_tools(self.tools or (), "")
         Format.model_validate(self.text or {}).refuse_unknown("text.")
+        if self.reasoning is not None:
+            self.reasoning.refuse_unknown("reasoning.")
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
             raise Refused(f"top_logprobs: only with include: [{LOGPROBS!r}]", "top_logprobs")
         for name in self.include or ():
@@ -272,14 +295,13 @@ class GenerateParams(Door):
     seed: Seed | None = None
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
+    ignore_eos: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
 
     def refuse_unknown(self, within: str = "") -> None:
         super().refuse_unknown(within)
-        if self.stop and self.stop_token_ids:
-            name = f"{within}stop"
-            raise Refused(f"{name}, stop_token_ids: only one of them can be honoured", name, "unsupported_parameter")
+        check_stops(self, within)
 
     @property
     def top(self) -> int:

@@ -137,13 +137,16 @@ def stops_of(body: Sampling | ResponsesBody) -> tuple[str, ...]:
 
 def params_of(body: Any, most: int | None, target: Target) -> SamplingParams:
     """Stop strings and stop tokens stop beside the model's own end, and in a chat beside the template's, with which a
-    base model that has learned to chat ends its answers: its own end is that of a text."""
+    base model that has learned to chat ends its answers: its own end is that of a text. `ignore_eos` leaves stop tokens
+    alone."""
     own = target.card.eos_token_ids
     chat = isinstance(body, ChatBody | ResponsesBody)
     ends = [token for token in target.text.ends if token not in own] if chat else []
     stop: Any = list(stops_of(body)) or None
     if stop:
         stop += map(target.text.word, ends)
+    elif getattr(body, "ignore_eos", None):
+        stop = sorted({*(body.stop_token_ids or ())})
     elif body.stop_token_ids or ends:
         stop = sorted({*own, *ends, *(body.stop_token_ids or ())})
     try:
@@ -173,5 +176,5 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
 
 async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
     if body.stream:
-        return EventStream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
+        return EventStream(chunks(asked, form, body.n or 1, include_usage=body.include_usage, so_far=body.usage_so_far))
     return await asked.answer(lambda result: whole(form, asked.request_id, asked.target.name, asked.prompt, result))
