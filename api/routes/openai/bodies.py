@@ -3,10 +3,12 @@ name: nothing is ignored in silence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 from weft.wire.base import Count, Integer, Positive, Seed
 from weft.wire.inputs import Token
 
@@ -55,6 +57,20 @@ ADVICE = {
 
 #: What `include` may ask for in the Responses API.
 LOGPROBS = "message.output_text.logprobs"
+
+
+def form(words: str) -> WrapValidator:
+    """Of a value that may have several forms: what it must be, in place of all that each of them is not."""
+
+    def check(value: Any, inner: Callable[[Any], Any]) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("form", words) from None
+
+    return WrapValidator(check)
+
+
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 #: The first element that is wrong ends it: each of two million errors would take hundreds of bytes.
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -65,7 +81,9 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MOST_OTHERS = 65_536
 #: What of `stop` is looked at; the server's own limit is told where it is checked. Of both forms at once: each form
 #: that a value is not of would keep a copy of it.
-Stops = Annotated[str | Strings, Field(max_length=4096)]
+Stops = Annotated[
+    str | Strings, Field(max_length=4096), form("must be a text, or a list of texts with at most 4096 items")
+]
 StopTokens = Annotated[Tokens, Field(max_length=4096)]
 
 
@@ -193,9 +211,12 @@ class ChatTokensBody(ChatBody):
 
 class CompletionBody(Sampling):
     neutral = {name: values for name, values in NEUTRAL.items() if name not in ("add_special_tokens", "echo")}
-    prompt: str | Tokens | Annotated[Strings, Field(min_length=1)] | Annotated[list[Tokens], Field(fail_fast=True)]
+    prompt: Annotated[
+        str | Tokens | Annotated[Strings, Field(min_length=1)] | Annotated[list[Tokens], Field(fail_fast=True)],
+        form("must be a text, a list of tokens (whole numbers from 0), or a list of one of these"),
+    ]
     add_special_tokens: bool | None = None
-    logprobs: Count | None = None
+    logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
     echo: bool | None = None
 
     def refuse_unknown(self, within: str = "") -> None:
@@ -231,7 +252,9 @@ class ResponsesBody(Door):
     }
     unused = UNUSED - {"store"}
     model: str
-    input: str | Annotated[Objects, Field(min_length=1)]
+    input: Annotated[
+        str | Annotated[Objects, Field(min_length=1)], form("must be a text, or a list of one or more items (objects)")
+    ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
