@@ -77,7 +77,9 @@ class Asked:
 
     async def result(self) -> SampleResult:
         """The result; raises ClientDisconnect when the client is gone."""
-        ending = asyncio.ensure_future(sampled(self.service, self.who, self.request_id, self._restarting))
+        ending = asyncio.ensure_future(
+            sampled(self.service, self.who, self.request_id, self._restarting, unserved=False)
+        )
         gone = asyncio.ensure_future(disconnected(self.request))
         try:
             await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +117,8 @@ class Asked:
         """Its tokens as they are drawn, then its result. Who leaves the block before that has left, though they have
         asked for no part yet: a client may be gone while the first words are written."""
         gone = asyncio.ensure_future(disconnected(self.request))
-        parts = drawn(self.service, self.who, self.request_id, until=gone, restarting=self._restarting)
+        how: dict[str, Any] = {"until": gone, "restarting": self._restarting, "unserved": False}
+        parts = drawn(self.service, self.who, self.request_id, **how)
         over = False
 
         async def read() -> AsyncIterator[DrawnTokens | SampleResult]:
