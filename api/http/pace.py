@@ -21,7 +21,7 @@ from store.people.secret import digest
 #: Requests that begin in one turn of the event loop; each takes a millisecond or two until it waits for something.
 EACH_TURN = 8
 #: Never wait: they ask nothing.
-PROBES = frozenset({"/healthz", "/api/v1/healthz"})
+PROBES = frozenset({"/health", "/healthz", "/api/v1/healthz"})
 
 #: The organisation of a key that is known, by the key's SHA-256.
 KnownOrg = Callable[[str], str | None]

@@ -47,14 +47,29 @@ class DrawnAnew(ApiError):
         )
 
 
+class Unserved(Unavailable):
+    """Whoever cannot be told why they wait is not kept waiting for a worker that may never come."""
+
+    code = "no_generator"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no generator here has the base model of this request: send it again later, or ask the operator for a "
+            "generator that has it"
+        )
+
+
 #: What is told when the server stops first.
 RESTARTING = "the server is restarting: the operation is kept"
 
 
-async def ended(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> Outcome:
+async def ended(
+    service: Service, who: Principal, request_id: str, restarting: str = RESTARTING, *, unserved: bool = True
+) -> Outcome:
     """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first,
     which says that it is `restarting`, or when database or disk do not answer. Of an error of theirs a stream that has
-    begun could tell nothing."""
+    begun could tell nothing. Without `unserved` raises Unserved
+    where no generator has had its model for LOOK_S."""
     while True:
         waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
         try:
@@ -67,6 +82,8 @@ async def ended(service: Service, who: Principal, request_id: str, restarting: s
             found = await service.threads.run(who.org_id, partial(service.journal.answers.whole, found))
         if isinstance(found, Outcome):
             return found
+        if isinstance(found, Waiting) and found.unserved and not unserved:
+            raise Unserved
         if not isinstance(found, Waiting):
             raise Gone(found.why, request_id=request_id)
 
@@ -79,8 +96,10 @@ def result_of(outcome: Outcome, request_id: str) -> SampleResult:
     return decode_sample_response(outcome.payload)
 
 
-async def sampled(service: Service, who: Principal, request_id: str, restarting: str = RESTARTING) -> SampleResult:
-    outcome = await ended(service, who, request_id, restarting)
+async def sampled(
+    service: Service, who: Principal, request_id: str, restarting: str = RESTARTING, *, unserved: bool = True
+) -> SampleResult:
+    outcome = await ended(service, who, request_id, restarting, unserved=unserved)
     if len(outcome.payload) <= LARGE_BYTES:
         return result_of(outcome, request_id)
     return await service.long_reads.run(who.org_id, partial(result_of, outcome, request_id))
@@ -93,6 +112,7 @@ async def drawn(
     timeout_s: float | None = None,
     until: asyncio.Future[None] | None = None,
     restarting: str = RESTARTING,
+    unserved: bool = True,
 ) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
     """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
     Raises TimeoutError when it has not ended `timeout_s` later, ClientDisconnect when `until` comes first, and
@@ -100,7 +120,7 @@ async def drawn(
     loop = asyncio.get_running_loop()
     deadline = None if timeout_s is None else loop.time() + timeout_s
     stream = await service.journal.streams.follow(request_id)
-    ending = asyncio.ensure_future(sampled(service, who, request_id, restarting))
+    ending = asyncio.ensure_future(sampled(service, who, request_id, restarting, unserved=unserved))
     told, replaced = defaultdict[int, list[int]](list), stream.replaced
     try:
         while not ending.done():

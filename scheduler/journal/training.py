@@ -337,7 +337,8 @@ def queued_for(worker: str, ahead: int, base_model: str, *, attached: bool, serv
     if not attached:
         return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {place}")
     if not serves:
-        return Waiting("paused_capacity", f"no {worker} here has its base model {base_model}: it waits until one has")
+        reason = f"no {worker} here has its base model {base_model}: it waits until one has"
+        return Waiting("paused_capacity", reason, unserved=True)
     return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
 
 

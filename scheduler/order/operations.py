@@ -67,10 +67,11 @@ class NewOperation(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Not finished yet, and why."""
+    """Not finished yet, and why. `unserved`: workers are there, and none of them has its base model."""
 
     state: Literal["active", "paused_capacity"]
     reason: str
+    unserved: bool = False
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,53 @@ def test_a_prompt_in_any_of_openais_forms_is_the_same(client: openai.OpenAI, htt
     assert found.choices[0].text == plain.choices[0].text
 
 
+@pytest.mark.parametrize("prompt", ["3 + 5 = <|im_end|>na\u00efve", "3 + 5 =", [21, 13, 5]])
+def test_an_echo_tells_the_prompt_as_lm_eval_reads_it(
+    http: httpx.Client, service: weft.ServiceClient, prompt: Any
+) -> None:
+    """Its log-likelihoods are sums over the prompt's log-probabilities, without that of the token that it has drawn; a
+    continuation is greedy where each token's is the largest of those told."""
+    body = {"model": BASE_MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 2}
+    plain, answer = (http.post("/v1/completions", json=body | more).json() for more in ({}, {"echo": True} | IDS))
+    (choice,), tokens = answer["choices"], answer["prompt_token_ids"]
+    told = choice["logprobs"]
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+    logprobs = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:-1] == pytest.approx(logprobs[1:], abs=1e-6)
+    for own, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+        assert own <= max(top.values())
+    drawn = plain["choices"][0]
+    text = prompt if isinstance(prompt, str) else http.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
+    assert choice["text"] == text + drawn["text"]
+    assert told["text_offset"][-1] == len(text)
+    begin = [*told["text_offset"], len(choice["text"])]
+    words = {
+        choice["text"][start:end]: word for start, end, word in zip(begin, begin[1:], told["tokens"], strict=False)
+    }
+    assert all(said == word for said, word in words.items() if word != "\ufffd" and said)
+    assert {name: row[-1:] for name, row in told.items() if name != "text_offset"} == {
+        name: row for name, row in drawn["logprobs"].items() if name != "text_offset"
+    }
+    assert "prompt_logprobs" not in answer
+    nothing = http.post("/v1/completions", json=body | {"echo": True, "max_tokens": 0, "logprobs": None}).json()
+    assert (nothing["choices"][0]["text"], nothing["choices"][0]["logprobs"]) == (text, None)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"echo": True, "stream": True}, "echo"),
+        ({"echo": True, "n": 2}, "echo"),
+        ({"echo": True, "prompt_logprobs": 1}, "echo"),
+        ({"logprobs": 101}, "logprobs"),
+    ],
+)
+def test_a_refusal_of_a_completion_names_the_parameter(http: httpx.Client, more: dict[str, Any], param: str) -> None:
+    reply = http.post("/v1/completions", json={"model": BASE_MODEL, "prompt": "3"} | more)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
 def test_of_several_prompts_it_says_what_to_do(http: httpx.Client) -> None:
     for prompt in (["a", "b"], [[1], [2]]):
         refusal = http.post("/v1/completions", json={"model": BASE_MODEL, "prompt": prompt}).json()["error"]

@@ -174,6 +174,7 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
         "truncation": "disabled",
         "metadata": {"a": "b"},
         "user": "me",
+        "reasoning": {"summary": "auto", "effort": None},
         "previous_response_id": None,
     }
     assert respond(client, **more, text={"format": {"type": "text"}}).output_text == respond(client).output_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,42 @@ def test_generate(http: httpx.Client, sampler: weft.SamplingClient) -> None:
     assert answer["prompt_logprobs"][0] is None
     found = [row[str(token)]["logprob"] for row, token in zip(answer["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
     assert found == pytest.approx(direct.prompt_logprobs[1:], abs=1e-6)  # type: ignore[index]
+
+
+ENDLESS = {"ignore_eos": True, "temperature": 2.0, "seed": 3}
+
+
+def test_no_end_stops_what_is_to_ignore_it_as_load_tools_ask(http: httpx.Client) -> None:
+    """guidellm and vLLM's own bench want just so many tokens of each request."""
+    chat = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "3 + 5 ="}], "max_tokens": 600} | ENDLESS
+    text = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 1900} | ENDLESS
+    for path, body in (("chat/completions", chat), ("completions", text)):
+        ended, endless = (post(http, f"/v1/{path}", body | more) for more in ({"ignore_eos": False}, {}))
+        assert ended["choices"][0]["finish_reason"] == "stop"
+        assert endless["choices"][0]["finish_reason"] == "length"
+        assert endless["usage"]["completion_tokens"] == body["max_tokens"]
+    assert len(generate(http, PROMPT, **ENDLESS, max_tokens=1900)["choices"][0]["token_ids"]) == 1900
+    stop = generate(http, PROMPT, max_tokens=2)["choices"][0]["token_ids"][1]
+    assert generate(http, PROMPT, ignore_eos=True, stop_token_ids=[stop])["choices"][0]["token_ids"][-1] == stop
+    refusal = post(http, "/v1/completions", text | {"stop": ["x"]}, status=400)["error"]
+    assert refusal["message"] == "stop, ignore_eos: only one of them can be honoured"
+
+
+def test_every_chunk_tells_the_usage_so_far_where_asked_to(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": BASE_MODEL, "prompt": PROMPT, "max_tokens": 12, "stream": True, "stream_options": options}
+    lines = http.post("/v1/completions", json=body | {"return_token_ids": True, "ignore_eos": True}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    drawn = 0
+    for chunk in chunks:
+        drawn += sum(len(choice.get("token_ids", ())) for choice in chunk["choices"])
+        told = [chunk["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+        assert told == [len(PROMPT), drawn, len(PROMPT) + drawn]
+    assert drawn == 12
+
+
+def test_its_health_is_where_vllms_clients_look_for_it(weftd: Weftd) -> None:
+    assert httpx.get(weftd.url + "/health").status_code == 200
 
 
 def test_generate_nothing_scores_the_prompt(http: httpx.Client) -> None:

@@ -6,6 +6,7 @@ import base64
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ _DIGITS = np.frombuffer(
 class Form:
     """How an answer is to look. `logprobs` are told with `top` likeliest tokens at each place; `ids` are told too;
     `spelled`: special tokens are part of the text; `numbered`: logprobs name tokens by their ids; `one_call`: of
-    several calls of tools the first is told; `before`: tokens that the text goes on from."""
+    several calls of tools the first is told; `before`: tokens that the text goes on from; `echo`: the prompt, which the
+    text begins with."""
 
     text: ModelText
     chat: bool
@@ -42,6 +44,7 @@ class Form:
     numbered: bool = False
     one_call: bool = False
     before: tuple[int, ...] = ()
+    echo: str | None = None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.text.decode(tokens, special=self.spelled)
@@ -82,9 +85,29 @@ def whole(form: Form, request_id: str, model: str, prompt: list[int], result: Sa
     answer["usage"] = usage_of(prompt, result)
     if form.ids:
         answer["prompt_token_ids"] = prompt
-    if result.prompt_logprobs is not None:
+    if form.echo is not None:
+        _echo(form, form.echo, answer["choices"][0], prompt, result)
+    elif result.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs_of(prompt, result)
     return answer
+
+
+def _echo(form: Form, text: str, choice: Json, prompt: list[int], result: SampleResult) -> None:
+    """Put the prompt before a completion, and its log-probabilities, of which the first token has none, before those
+    of what was drawn."""
+    choice["text"] = text + choice["text"]
+    if not form.logprobs:
+        return
+    assert result.prompt_logprobs is not None
+    top = result.topk_prompt_logprobs
+    tops = [list(row or []) for row in top.tolist()] if top is not None else []
+    special = form.text.decode(prompt, special=True) == text  # else they were added, or are left out
+    places = Places(partial(form.text.decode, special=special))
+    read, drawn = logprobs_of(form, prompt, result.prompt_logprobs.tolist(), tops, places), choice["logprobs"]
+    drawn["text_offset"] = [len(text) + place for place in drawn["text_offset"]]
+    choice["logprobs"] = {name: read[name] + drawn[name] if drawn[name] is not None else None for name in drawn}
+    if form.top:
+        choice["logprobs"]["top_logprobs"][0] = None
 
 
 def choice_of(form: Form, index: int, sequence: SequenceResult) -> Json:

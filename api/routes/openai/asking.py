@@ -52,7 +52,7 @@ MOST_ROUTED = 1 << 24
 #: About what an answer takes of each token, log-probability and number of an expert that it tells, once it is written.
 TOKEN_BYTES, TOLD_BYTES, ROUTED_BYTES = 8, 64, 4
 #: What samples call otherwise.
-WORDS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "prompt_logprobs"}
+WORDS = {"num_samples": "n", "topk_prompt_logprobs": "prompt_logprobs"}
 #: A stop is told again so often until the sample has ended.
 STOP_AGAIN_S = 1.0
 
@@ -77,7 +77,9 @@ class Asked:
 
     async def result(self) -> SampleResult:
         """The result; raises ClientDisconnect when the client is gone."""
-        ending = asyncio.ensure_future(sampled(self.service, self.who, self.request_id, self._restarting))
+        ending = asyncio.ensure_future(
+            sampled(self.service, self.who, self.request_id, self._restarting, unserved=False)
+        )
         gone = asyncio.ensure_future(disconnected(self.request))
         try:
             await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +117,8 @@ class Asked:
         """Its tokens as they are drawn, then its result. Who leaves the block before that has left, though they have
         asked for no part yet: a client may be gone while the first words are written."""
         gone = asyncio.ensure_future(disconnected(self.request))
-        parts = drawn(self.service, self.who, self.request_id, until=gone, restarting=self._restarting)
+        how: dict[str, Any] = {"until": gone, "restarting": self._restarting, "unserved": False}
+        parts = drawn(self.service, self.who, self.request_id, **how)
         over = False
 
         async def read() -> AsyncIterator[DrawnTokens | SampleResult]:
@@ -207,10 +210,11 @@ async def ask(
     num_samples: int = 1,
     *,
     told: int = 0,
+    likeliest: str = "top_logprobs",
     **options: Any,
 ) -> Asked:
-    """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. Raises
-    Refused for what cannot be had."""
+    """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. `likeliest`
+    is what its door calls the number of likeliest tokens. Raises Refused for what cannot be had."""
     service.polls.check(who.org_id)
     model = service.limits.models[target.sampler.base_model]
     longest = model.context_length
@@ -224,7 +228,7 @@ async def ask(
     of_prompt = 1 + options.get("topk_prompt_logprobs", 0) if options.get("prompt_logprobs") else 0
     if (entries := num_samples * most * told + len(prompt) * of_prompt) > MOST_TOLD:
         raise Refused(
-            f"n x max_tokens x (1 + top_logprobs) + prompt x (1 + prompt_logprobs): {entries:,} log-probabilities in "
+            f"n x max_tokens x (1 + {likeliest}) + prompt x (1 + prompt_logprobs): {entries:,} log-probabilities in "
             f"one answer, the limit is {MOST_TOLD:,}: ask for fewer in each request",
             "max_tokens",
             "too_many_logprobs",
@@ -247,7 +251,7 @@ async def ask(
         prompt=ModelInput.from_ints(list(prompt)), sampling_params=params, num_samples=num_samples, **options
     )
     try:
-        request_id = await _accepted(service, who, target, priority, key, body)
+        request_id = await _accepted(service, who, target, priority, key, body, likeliest)
     except BaseException:
         if turn is not None:
             service.turns_coming.discard(turn)
@@ -266,7 +270,13 @@ def _check_stops(service: Service, target: Target, params: SamplingParams) -> No
 
 
 async def _accepted(
-    service: Service, who: Principal, target: Target, priority: str, key: str | None, body: SampleRequest
+    service: Service,
+    who: Principal,
+    target: Target,
+    priority: str,
+    key: str | None,
+    body: SampleRequest,
+    likeliest: str,
 ) -> str:
     seq = FIRST_SEQ + _number(who, key) if key else UNKEPT + secrets.randbits(61)
     lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
@@ -277,7 +287,7 @@ async def _accepted(
         limits = service.limits.model_copy(update={"max_stop_sequences": None})  # `_check_stops` has counted
         new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority, limits)
     except Invalid as error:
-        raise _in_their_words(error) from None
+        raise _in_their_words(error, likeliest) from None
     try:
         return await accept(service, target.submitter, new, repeat=lane is not None)
     except Invalid:
@@ -291,10 +301,10 @@ async def _accepted(
         ) from None
 
 
-def _in_their_words(error: Invalid) -> Refused:
+def _in_their_words(error: Invalid, likeliest: str) -> Refused:
     """A refusal of the sample, with the name that its parameter has at the doors."""
     field, colon, what = error.detail.partition(": ")
-    name = WORDS.get(field, field.removeprefix("sampling_params."))
+    name = {**WORDS, "topk_sample_logprobs": likeliest}.get(field, field.removeprefix("sampling_params."))
     return Refused(f"{name}{colon}{what}", name if colon else None)
 
 

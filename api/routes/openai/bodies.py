@@ -3,10 +3,12 @@ name: nothing is ignored in silence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 from weft.wire.base import Count, Integer, Positive, Seed
 from weft.wire.inputs import Token
 
@@ -34,13 +36,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "include_stop_str_in_output": (False,),
     "add_special_tokens": (False,),
-    "ignore_eos": (False,),
     "min_tokens": (0,),
     "add_generation_prompt": (True,),
 }
 #: Fields that say something to others than the sampler: taken and not used.
 UNUSED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("cache_salt", "priority", "spaces_between_special_tokens", "include_reasoning", "request_id"),
 }
 
@@ -56,6 +57,20 @@ ADVICE = {
 
 #: What `include` may ask for in the Responses API.
 LOGPROBS = "message.output_text.logprobs"
+
+
+def form(words: str) -> WrapValidator:
+    """Of a value that may have several forms: what it must be, in place of all that each of them is not."""
+
+    def check(value: Any, inner: Callable[[Any], Any]) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("form", words) from None
+
+    return WrapValidator(check)
+
+
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 #: The first element that is wrong ends it: each of two million errors would take hundreds of bytes.
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -66,7 +81,9 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MOST_OTHERS = 65_536
 #: What of `stop` is looked at; the server's own limit is told where it is checked. Of both forms at once: each form
 #: that a value is not of would keep a copy of it.
-Stops = Annotated[str | Strings, Field(max_length=4096)]
+Stops = Annotated[
+    str | Strings, Field(max_length=4096), form("must be a text, or a list of texts with at most 4096 items")
+]
 StopTokens = Annotated[Tokens, Field(max_length=4096)]
 
 
@@ -98,13 +115,16 @@ def _shown(value: Any) -> str:
 
 
 class StreamOptions(Door):
-    neutral = {"include_obfuscation": (True, False), "continuous_usage_stats": (False,)}
+    """`continuous_usage_stats` is vLLM's: with `include_usage` every chunk says what was drawn so far."""
+
+    neutral = {"include_obfuscation": (True, False)}
     unused = set()
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Drawing(Door):
-    """How tokens are drawn, wherever one may ask for it. `top_k` and `stop_token_ids` are vLLM's."""
+    """How tokens are drawn, wherever one may ask for it. `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -112,12 +132,14 @@ class Drawing(Door):
     seed: Seed | None = None
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
+    ignore_eos: bool | None = None
 
     def refuse_unknown(self, within: str = "") -> None:
         super().refuse_unknown(within)
-        if self.stop and self.stop_token_ids:
-            name = f"{within}stop"
-            raise Refused(f"{name}, stop_token_ids: only one of them can be honoured", name, "unsupported_parameter")
+        for other in ("stop_token_ids", "ignore_eos"):  # stop strings stand beside the model's own end
+            if self.stop and getattr(self, other):
+                what = f"{within}stop, {other}: only one of them can be honoured"
+                raise Refused(what, f"{within}stop", "unsupported_parameter")
 
 
 class Sampling(Drawing):
@@ -142,13 +164,17 @@ class Sampling(Drawing):
             if not self.stream:
                 raise Refused("stream_options: only with stream: true", "stream_options")
             self.stream_options.refuse_unknown("stream_options.")
-        for name in ("prompt_logprobs", "return_routed_experts"):  # no chunk has a place for them
-            if self.stream and getattr(self, name) not in (None, False):
+        for name in ("prompt_logprobs", "return_routed_experts", "echo"):  # no chunk has a place for them
+            if self.stream and getattr(self, name, None) not in (None, False):
                 raise Refused(f"{name}: only without stream: true", name, "unsupported_parameter")
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_so_far(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ChatBody(Sampling):
@@ -186,10 +212,21 @@ class ChatTokensBody(ChatBody):
 
 
 class CompletionBody(Sampling):
-    neutral = {name: values for name, values in NEUTRAL.items() if name != "add_special_tokens"}
-    prompt: str | Tokens | Annotated[Strings, Field(min_length=1)] | Annotated[list[Tokens], Field(fail_fast=True)]
+    neutral = {name: values for name, values in NEUTRAL.items() if name not in ("add_special_tokens", "echo")}
+    prompt: Annotated[
+        str | Tokens | Annotated[Strings, Field(min_length=1)] | Annotated[list[Tokens], Field(fail_fast=True)],
+        form("must be a text, a list of tokens (whole numbers from 0), or a list of one of these"),
+    ]
     add_special_tokens: bool | None = None
-    logprobs: Count | None = None
+    logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
+    echo: bool | None = None
+
+    def refuse_unknown(self, within: str = "") -> None:
+        super().refuse_unknown(within)
+        if self.echo and (self.n or 1) > 1:
+            raise Refused("echo: only with n: 1; send one request for each completion", "echo", "unsupported_parameter")
+        if self.echo and self.prompt_logprobs is not None:
+            raise Refused("echo, prompt_logprobs: only one of them can be honoured", "echo", "unsupported_parameter")
 
 
 class Format(Door):
@@ -199,23 +236,33 @@ class Format(Door):
     unused = set()
 
 
+class Reasoning(Door):
+    """What the Responses API has as `reasoning`. Of none there is no summary."""
+
+    neutral = {"summary": ("auto", "concise", "detailed")}
+    unused = set()
+
+
 class ResponsesBody(Drawing):
     """OpenAI's Responses API, of which nothing is kept: `input` is the whole conversation. `seed`, `stop`,
     `stop_token_ids`, `top_k`, `return_token_ids`, `max_staleness` and `chat_template_kwargs` are as in a chat."""
 
     neutral = {
-        **{"background": (False,), "store": (False,), "truncation": ("disabled",), "reasoning": ({},)},
+        **{"background": (False,), "store": (False,), "truncation": ("disabled",)},
         **{"previous_response_id": (), "conversation": (), "prompt": ()},
         **{"tool_choice": ("auto", "none"), "max_tool_calls": ()},
     }
     unused = UNUSED - {"store"}
     model: str
-    input: str | Annotated[Objects, Field(min_length=1)]
+    input: Annotated[
+        str | Annotated[Objects, Field(min_length=1)], form("must be a text, or a list of one or more items (objects)")
+    ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     top_logprobs: Count | None = None
     include: Strings | None = None
     text: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     tools: Objects | None = None
@@ -231,6 +278,8 @@ class ResponsesBody(Drawing):
         super().refuse_unknown(within)
         check_tools(self.tools or (), "")
         Format.model_validate(self.text or {}).refuse_unknown("text.")
+        if self.reasoning is not None:
+            self.reasoning.refuse_unknown("reasoning.")
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
             raise Refused(f"top_logprobs: only with include: [{LOGPROBS!r}]", "top_logprobs")
         for name in self.include or ():

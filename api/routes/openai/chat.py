@@ -71,23 +71,38 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         spelled=spelled,
         numbered=bool(body.return_tokens_as_token_ids),
         before=target.text.context_of(tokens, special=spelled),
+        echo=echo_of(body, target.text, tokens) if body.echo else None,
     )
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
+    options = _options(body, form) | {"likeliest": "logprobs"}
+    if body.echo and form.logprobs:
+        options |= {"prompt_logprobs": True, "topk_prompt_logprobs": top}
     asked = await ask(service, who, request, priority, target, tokens, params_of(body, most, target), body.n or 1,
-                      **_options(body, form))  # fmt: skip
+                      **options)  # fmt: skip
     return await answered(asked, form, body)
 
 
 def prompt_of(body: CompletionBody, text: ModelText) -> Sequence[int]:
     """The tokens of a completion's prompt; of text with those that the tokenizer adds by itself, unless told not to."""
+    prompt = _only(body)
+    if isinstance(prompt, str):
+        return text.encode(prompt, special=body.add_special_tokens is not False)
+    return prompt
+
+
+def echo_of(body: CompletionBody, text: ModelText, tokens: Sequence[int]) -> str:
+    """A completion's prompt as its answer repeats it: a text to the letter, so that a client can cut it off."""
+    prompt = _only(body)
+    return prompt if isinstance(prompt, str) else text.decode(tokens, special=body.skip_special_tokens is False)
+
+
+def _only(body: CompletionBody) -> str | list[int]:
     prompt: Any = body.prompt
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise Refused(f"prompt: {len(prompt)} prompts; send one request for each", "prompt")
         prompt = prompt[0]
-    if isinstance(prompt, str):
-        return text.encode(prompt, special=body.add_special_tokens is not False)
-    return cast(list[int], prompt)
+    return cast(str | list[int], prompt)
 
 
 async def _chat(
@@ -122,13 +137,16 @@ def stops_of(body: Drawing) -> tuple[str, ...]:
 
 def params_of(body: Drawing, most: int | None, target: Target) -> SamplingParams:
     """Stop strings and stop tokens stop beside the model's own end, and in a chat beside the template's, with which a
-    base model that has learned to chat ends its answers: its own end is that of a text."""
+    base model that has learned to chat ends its answers: its own end is that of a text. `ignore_eos` leaves stop tokens
+    alone."""
     own = target.card.eos_token_ids
     chat = isinstance(body, ChatBody | ResponsesBody)
     ends = [token for token in target.text.ends if token not in own] if chat else []
     stop: Any = list(stops_of(body)) or None
     if stop:
         stop += map(target.text.word, ends)
+    elif body.ignore_eos:
+        stop = sorted({*(body.stop_token_ids or ())})
     elif body.stop_token_ids or ends:
         stop = sorted({*own, *ends, *(body.stop_token_ids or ())})
     try:
@@ -158,5 +176,5 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
 
 async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
     if body.stream:
-        return EventStream(chunks(asked, form, body.n or 1, include_usage=body.include_usage))
+        return EventStream(chunks(asked, form, body.n or 1, include_usage=body.include_usage, so_far=body.usage_so_far))
     return await asked.answer(lambda result: whole(form, asked.request_id, asked.target.name, asked.prompt, result))

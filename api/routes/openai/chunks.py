@@ -18,8 +18,11 @@ from scheduler.links.messages import DrawnTokens
 DONE = event(b"[DONE]")
 
 
-async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    writer = _Writer(asked, form, num_samples, {"usage": None} if include_usage else {})
+async def chunks(
+    asked: Asked, form: Form, num_samples: int, *, include_usage: bool, so_far: bool = False
+) -> AsyncGenerator[bytes, None]:
+    """With `include_usage` the last chunk tells it; others say that they have none or, with `so_far`, how far it is."""
+    writer = _Writer(asked, form, num_samples, include_usage=include_usage, so_far=so_far)
     try:
         async with asked.parts() as parts:
             for choice in writer.opening():
@@ -38,16 +41,19 @@ async def chunks(asked: Asked, form: Form, num_samples: int, *, include_usage: b
 
 
 class _Writer:
-    """`every`: what each chunk has."""
-
-    def __init__(self, asked: Asked, form: Form, num_samples: int, every: Json) -> None:
-        self._asked, self._form, self._every = asked, form, every
+    def __init__(self, asked: Asked, form: Form, num_samples: int, *, include_usage: bool, so_far: bool) -> None:
+        self._asked, self._form, self._usage, self._so_far, self._drawn = asked, form, include_usage, so_far, 0
         self._texts = [form.stream() for _ in range(num_samples)]
         self._places = [form.places() for _ in range(num_samples)]
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:
         answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
-        return event(orjson.dumps({**answer, "choices": choices, **self._every, **more}))
+        answer["choices"] = choices
+        if self._usage:
+            read, drawn = len(self._asked.prompt), self._drawn
+            tokens = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+            answer["usage"] = tokens if self._so_far else None
+        return event(orjson.dumps(answer | more))
 
     def opening(self) -> list[Json]:
         if not self._form.chat and not self._form.ids:
@@ -61,6 +67,7 @@ class _Writer:
 
     def middle(self, part: DrawnTokens) -> Json:
         form = self._form
+        self._drawn += len(part.tokens)
         choice = self._choice(part.sample, self._text(self._texts[part.sample].push(part.tokens)))
         if form.logprobs:
             choice["logprobs"] = logprobs_of(form, *rows_of_part(part), self._places[part.sample])

@@ -42,6 +42,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         params_of(params, params.max_tokens, target),
         params.n or 1,
         told=1 + params.top,
+        likeliest="logprobs",
         topk_sample_logprobs=params.top,
         prompt_logprobs=True if params.prompt_logprobs is not None else None,
         topk_prompt_logprobs=params.prompt_logprobs or 0,

@@ -1,4 +1,5 @@
-"""A client that leaves a stream stops its sample, however little of the answer it has taken."""
+"""A client that leaves a stream stops its sample, however little of the answer it has taken; and so does being told
+that no generator has its model."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from starlette.types import Message
 from weft.wire import SamplingParams
 
 from api.http.events import EventStream
+from api.operations.streaming import Unserved
 from api.routes.openai.answers import Form
 from api.routes.openai.asking import Asked
 from api.routes.openai.bodies import ResponsesBody
@@ -18,6 +20,7 @@ from api.routes.openai.chunks import chunks
 from api.routes.openai.responses import _Stream
 from api.routes.openai.text import ModelText
 from api.state.afterwards import Afterwards
+from scheduler.order.operations import Waiting
 from workers.model.tiny import TINY_PATH
 
 
@@ -72,5 +75,52 @@ def test_before_the_first_token(door: str, taken: int) -> None:
         events = chunks(asked, form, 2, include_usage=False) if door == "chat" else _Stream(asked, form, body).events()
         await EventStream(events)({"type": "http"}, receive, send)
         await asyncio.wait_for(journal.cancelled.wait(), 5)
+
+    asyncio.run(go())
+
+
+class Nobodys(Journal):
+    """Of one sample, whose model no generator has."""
+
+    async def outcome(self, *_: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return None if self.cancelled.is_set() else Waiting("paused_capacity", "no generator here", unserved=True)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_who_waits_for_a_model_that_no_generator_has_is_told_so(keep: bool, streamed: bool) -> None:
+    """A client of OpenAI's API has no place to be told why it waits: it saw nothing until its own timeout."""
+
+    async def go() -> None:
+        journal = Nobodys()
+
+        async def follow(_request_id: str) -> Any:
+            return SimpleNamespace(changed=asyncio.Event(), replaced=0, beyond=lambda _told: [])
+
+        async def held(_org_id: str, waiting: Any, _otherwise: Any) -> Any:
+            return await waiting
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        journal.streams = SimpleNamespace(follow=follow)  # type: ignore[attr-defined]
+        polls = SimpleNamespace(hold=held, released=False)
+        service: Any = SimpleNamespace(journal=journal, afterwards=Afterwards(), polls=polls)
+        who: Any = SimpleNamespace(org_id="o")
+        request: Any = SimpleNamespace(receive=receive)
+        target: Any = SimpleNamespace(name="m")
+        asked = Asked(service, who, request, target, [1], SamplingParams(), "id", None, None, keep=keep)
+        if streamed:
+            form = Form(ModelText(TINY_PATH, 64), chat=False)
+            told = [part async for part in chunks(asked, form, 1, include_usage=False)]
+            assert [b'"code":"no_generator"' in part for part in told] == [True, False]
+        else:
+            with pytest.raises(Unserved, match="ask the operator for a generator that has it") as caught:
+                await asked.result()
+            assert (caught.value.status, caught.value.headers) == (503, {"retry-after": "1"})
+        if not keep:
+            await asyncio.wait_for(journal.cancelled.wait(), 5)
 
     asyncio.run(go())

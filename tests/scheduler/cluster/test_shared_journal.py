@@ -798,7 +798,7 @@ def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(play: 
         assert await two.result(request_id, 0.02) == Waiting("paused_capacity", nobody)
         one.queue.lease("here", ["other"], 2, 60)
         others = "no generator here has its base model m: it waits until one has"
-        assert await two.result(request_id, 0.02) == Waiting("paused_capacity", others)
+        assert await two.result(request_id, 0.02) == Waiting("paused_capacity", others, unserved=True)
         one.queue.lease("there", ["m", "other"], 0, 60)
         busy = "waiting for the generator, which is busy; it is next"
         assert await two.result(request_id, 0.02) == Waiting("active", busy)

@@ -62,7 +62,7 @@ def test_it_says_that_nobody_has_its_base_model(tmp_path: Path) -> None:
                     while not (told := await waiting(service.journal, request_id)).reason.startswith("no "):
                         pass
                 what = f"no {worker} here has its base model m: it waits until one has"
-                assert told == Waiting("paused_capacity", what)
+                assert told == Waiting("paused_capacity", what, unserved=True)
 
     go(scenario())
 
