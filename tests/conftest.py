@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import shutil
 import sys
 import uuid
 from collections.abc import Generator, Iterator
@@ -19,6 +18,7 @@ import pytest
 from migrations.upgrade import migrate
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
+from tests.migrated import database_in
 from tests.order import ByFile, place
 from tests.search import load_profile
 from tests.servers import OwnStore, PostgresServer, postgres_server, redis_server
@@ -95,17 +95,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 @pytest.fixture(scope="session")
 def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with all tables and no rows, to be copied."""
-    path = tmp_path_factory.mktemp("migrated") / "weft.db"
-    database = Database(f"sqlite:///{path}")
-    migrate(database)
-    database.close()
-    return path
+    folder = tmp_path_factory.mktemp("migrated")
+    database_in(folder).close()
+    return folder / "weft.db"
 
 
 @pytest.fixture
-def database(tmp_path: Path, migrated_sqlite: Path) -> Iterator[Database]:
-    path = shutil.copy(migrated_sqlite, tmp_path / "weft.db")
-    database = Database(f"sqlite:///{path}")
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = database_in(tmp_path)
     yield database
     database.close()
 

@@ -8,10 +8,9 @@ from click.testing import CliRunner, Result
 from sqlalchemy import select
 
 from api.cli import weftd
-from migrations.upgrade import migrate
-from store.database.db import Database
 from store.tables import AuditEntry
 from tests.keys import create_key
+from tests.migrated import database_in
 
 
 def run(folder: Path, *command: str) -> Result:
@@ -19,8 +18,7 @@ def run(folder: Path, *command: str) -> Result:
 
 
 def test_the_operator_s_part(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/weft.db")
-    migrate(database)
+    database = database_in(tmp_path)
     database.write_now(lambda session: create_key(session, "acme"))
     database.close()
     acme = ("--org", "acme")

@@ -17,6 +17,7 @@ from weft.cli import main
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.test_weft_sdk import client, train
+from tests.forked import run_forked
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
@@ -191,7 +192,7 @@ def test_a_download_that_is_killed_leaves_no_adapter_that_loads_as_another(
     for writes in range(20):
         folder = f"after-{writes}"
         arguments = [str(writes), "download", checkpoints["save_state"], *options, folder]
-        done = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environment, cwd=tmp_path, check=False)
+        done = run_forked("-c", KILLED, *arguments, env=environment)
         found = held_by(tmp_path / folder)
         if "adapter_config.json" in found:  # else no reader takes it
             assert [found.get(name) for name in adapter] == [whole[name] for name in adapter], writes

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import BIN, Weftd
+from tests.forked import run_forked
 from tests.pages import PAGES, runnable
 
 pytestmark = pytest.mark.server
@@ -108,9 +108,7 @@ def test_the_same_loop_by_tinker_s_own_client(weftd: Weftd) -> None:
     assert hubs == 1
     assert "weft." not in loop
     environment = os.environ | {"TINKER_BASE_URL": weftd.url, "TINKER_API_KEY": weftd.key("guides")}
-    done = subprocess.run(
-        [sys.executable, "-c", loop], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_forked("-c", loop, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 5
 

@@ -57,7 +57,7 @@ def fresh(service: weft.ServiceClient, seed: int = 0, rank: int = 8) -> weft.Tra
 
 def test_it_learns_and_its_numbers_are_on_the_server(service: weft.ServiceClient) -> None:
     run = fresh(service, rank=16)
-    report = rl.train(run, ONE_TURN, steps=20, groups=rl.Groups(batch=16, size=8), learning_rate=1e-3, sinks=[], seed=1)
+    report = rl.train(run, ONE_TURN, steps=12, groups=rl.Groups(batch=8, size=8), learning_rate=1e-3, sinks=[], seed=1)
     rewards = report.curve("reward")
     assert sum(rewards[-4:]) > 2 * sum(rewards[:4])
     assert report.steps[0]["ratio"] == pytest.approx(1, abs=1e-6)
@@ -82,7 +82,7 @@ def test_turns_of_own_code_join_and_are_on_policy_to_the_last_digit(
         fresh(service),
         rl.function(twice, sums()),
         steps=2,
-        groups=rl.Groups(batch=6, size=6),
+        groups=rl.Groups(batch=4, size=4),
         sampling=SamplingParams(temperature=temperature),
         learning_rate=1e-3,
         sinks=[],
@@ -252,7 +252,7 @@ def test_sft_then_distillation_to_it_halves_the_reverse_kl(service: weft.Service
     teacher = teacher_run.save_weights_and_get_sampling_client().result(60)
     student = fresh(service, seed=2, rank=16)
     report = rl.distill(
-        student, ONE_TURN, teacher, steps=20, groups=rl.Groups(batch=8, size=4), learning_rate=1e-3, sinks=[]
+        student, ONE_TURN, teacher, steps=10, groups=rl.Groups(batch=8, size=4), learning_rate=2e-3, sinks=[]
     )
     gaps = report.curve("reverse_kl")
     assert sum(gaps[-3:]) < 0.5 * sum(gaps[:3])

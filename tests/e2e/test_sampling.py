@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -22,6 +20,7 @@ from tinker import types
 from store.blobs.folder import FolderBlobs
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, assert_as_in_other_company, prompt, supervised
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.server, pytest.mark.filterwarnings("ignore::FutureWarning")]
 Official = Callable[..., Any]
@@ -253,8 +252,7 @@ print([sampler.sample(prompt, 1, params).result().sequences[0].tokens for _ in r
 def test_pickled_clients_sample_beside_the_original(official: Official, tmp_path: Path) -> None:
     sampler = base(official)
     (tmp_path / "sampler").write_bytes(pickle.dumps(sampler))
-    command = [sys.executable, "-c", CLONE, str(tmp_path / "sampler")]
-    clones = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    clones = [Forked("-c", CLONE, str(tmp_path / "sampler")) for _ in range(2)]
     params = types.SamplingParams(max_tokens=4, seed=3, stop=[])
     mine = sampler.sample(types.ModelInput.from_ints([50, 60, 70]), 1, params).result().sequences[0].tokens
     said = sorted(clone.communicate(timeout=60)[0].strip() for clone in clones)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,10 +20,9 @@ from billing.money.budgets import set_budget
 from billing.money.grants import give
 from billing.money.ledger import refund_operation
 from billing.prices import KINDS, amount_nusd, load_prices, most_for_sample, most_for_tokens
-from migrations.upgrade import migrate
 from store import tables
-from store.database.db import Database
 from tests.billing.conftest import START, Till, add_organisations
+from tests.migrated import database_in
 from tests.search import examples
 
 PAYER = Payer("a", "p", 7)
@@ -409,8 +409,7 @@ def test_a_summary_is_the_sum_of_first_endings(calls: list[tuple[str, str, int, 
     amounts: Counter[tuple[str, str, str]] = Counter()
     seen: set[int] = set()
     with tempfile.TemporaryDirectory() as folder:
-        database = Database(f"sqlite:///{folder}/weft.db")
-        migrate(database)
+        database = database_in(Path(folder))
         database.write_now(add_organisations)
         till = Till(database, TWO_PRICES)
         for org_id, run_id, number, used, day in calls:

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from billing.prices import load_prices
-from migrations.upgrade import migrate
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done, Pass, PassOver, PullPass, RunSpec
@@ -16,8 +15,8 @@ from scheduler.order.operations import NewOperation
 from scheduler.order.plans import BODY_ONLY, Create, ForwardBackward, Plan, Slice
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.database.db import Database
 from tests import rows
+from tests.migrated import database_in
 from tests.scheduler.dispatch.link import Link
 
 NOW = datetime.now(UTC)
@@ -49,8 +48,7 @@ async def a_pass(link: Link) -> Pass:
 
 def test_a_flood_of_steps_leaves_a_neighbours_pass_its_place(tmp_path: Path) -> None:
     async def scenario() -> None:
-        database = Database(f"sqlite:///{tmp_path / 'weft.db'}")
-        migrate(database)
+        database = database_in(tmp_path)
         runs = {"attacker": [f"s-attacker:train:{i}" for i in range(8)], "small": ["s-small:train:0"]}
 
         def make(session: object) -> None:

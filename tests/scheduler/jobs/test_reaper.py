@@ -10,15 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from migrations.upgrade import migrate
 from scheduler.jobs.reaper import Reaper
 from scheduler.journal.ending.references import in_use
 from scheduler.links.messages import RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Sample, Save, Source
 from store import tables
 from store.blobs.folder import FolderBlobs
-from store.database.db import Database
 from tests.keys import create_key
+from tests.migrated import database_in
 from tests.rows import run_row, session_row
 
 NOW = datetime.now(UTC)
@@ -31,8 +30,7 @@ def source(ref: str) -> Source:
 
 class World:
     def __init__(self, root: Path) -> None:
-        self.database = Database(f"sqlite:///{root / 'weft.db'}")
-        migrate(self.database)
+        self.database = database_in(root)
         self.blobs = FolderBlobs(root / "blobs")
         self.now = NOW
         self.reaper = Reaper(self.database, self.blobs, lambda: self.now)

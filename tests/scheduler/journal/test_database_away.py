@@ -21,7 +21,6 @@ from billing.money.accounts import OutOfMoney
 from billing.money.wallets import set_mode, wallet_of
 from billing.prices import KINDS, load_prices
 from billing.reports.reconcile import check
-from migrations.upgrade import migrate
 from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done, OpKind, RunSpec
 from scheduler.order import expected_cost
@@ -32,6 +31,7 @@ from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom
 from store.database.db import Database
+from tests.migrated import database_in
 from tests.rows import run_row, session_row
 from tests.servers import PostgresServer
 
@@ -170,8 +170,7 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
 
 def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_fails(tmp_path: Path) -> None:
     """By then their statements had run: to the session that ran them they were stored."""
-    database = Database(f"sqlite:///{tmp_path / 'weft.db'}")
-    migrate(database)
+    database = database_in(tmp_path)
     database.write_now(set_up)
     failures = [OperationalError("COMMIT", {}, Exception("disk I/O error"))] * 2
 

@@ -17,7 +17,6 @@ from sqlalchemy import select, update
 from weft.wire.binary.sample_codec import decode_sample_response
 
 from billing.prices import load_prices
-from migrations.upgrade import migrate
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.accepting.acceptance import Acceptance
@@ -51,8 +50,8 @@ from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import Room
-from store.database.db import Database
 from tests import rows
+from tests.migrated import database_in
 
 NOW = datetime.now(UTC)
 RUN = "s:train:0"
@@ -65,8 +64,7 @@ class Service:
     """A journal on a data folder, and the two desks."""
 
     def __init__(self, folder: Path, max_queued: int = 100, room: Room | None = None) -> None:
-        self.database = Database(f"sqlite:///{folder / 'weft.db'}")
-        migrate(self.database)
+        self.database = database_in(folder)
         self.blobs = FolderBlobs(folder / "blobs")
         self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
         self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)
