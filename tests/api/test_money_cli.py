@@ -42,8 +42,7 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
 
 
 def test_what_an_operator_does_with_money_is_the_operator_s_in_the_audit_log(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/weft.db")
-    migrate(database)
+    database = database_in(tmp_path)
     database.write_now(lambda session: create_key(session, "acme"))
     for command in (
         ("credit", "grant", "--usd", "10"),
