@@ -68,8 +68,7 @@ async def ended(
 ) -> Outcome:
     """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first,
     which says that it is `restarting`, or when database or disk do not answer. Of an error of theirs a stream that has
-    begun could tell nothing. Without `unserved` raises Unserved
-    where no generator has had its model for LOOK_S."""
+    begun could tell nothing. Without `unserved` raises Unserved where no generator has had its model for LOOK_S."""
     while True:
         waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
         try:

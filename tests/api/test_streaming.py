@@ -55,7 +55,7 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
     if drawn_before:
         stream.hear([cut(whole(0), 0, drawn_before)])
 
-    async def sampled(*_: object) -> SampleResult:
+    async def sampled(*_: object, **_options: object) -> SampleResult:
         await asyncio.sleep(0)
         return result
 
@@ -103,7 +103,7 @@ def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch
     stream.hear([cut(whole(0), 0, 5)])
     result = SampleResult([SequenceResult(np.array(other(0, MANY).tokens, np.int32), None, "length")])
 
-    async def sampled(*_: object) -> SampleResult:
+    async def sampled(*_: object, **_options: object) -> SampleResult:
         await over.wait()
         return result
 
@@ -153,7 +153,7 @@ def test_a_reader_that_leaves_leaves_no_task_behind(monkeypatch: pytest.MonkeyPa
     stream = TokenStream()
     stream.hear([whole(0)])
 
-    async def sampled(*_: object) -> SampleResult:
+    async def sampled(*_: object, **_options: object) -> SampleResult:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -177,7 +177,7 @@ def test_a_large_result_is_read_outside_the_event_loop(monkeypatch: pytest.Monke
         readers.append(threading.get_ident())
         return outcome.payload
 
-    async def ended(*_: object) -> Outcome:
+    async def ended(*_: object, **_options: object) -> Outcome:
         return outcome
 
     monkeypatch.setattr(streaming, "ended", ended)
