@@ -19,7 +19,7 @@ import pytest
 import redis
 from msgspec.structs import replace
 from sqlalchemy import func, select, update
-from sqlalchemy.exc import NoResultFound, OperationalError
+from sqlalchemy.exc import IntegrityError, NoResultFound, OperationalError
 from weft.wire import decode_sample_response
 
 from api.state.fetched import Fetched
@@ -32,6 +32,7 @@ from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import Shared, Term
+from scheduler.journal.accepting.acceptance import Taking
 from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import SMALL_BYTES, from_row
 from scheduler.journal.rows import pack as pack_op
@@ -264,6 +265,32 @@ def test_one_operation_sent_to_both_replicas_at_once_is_one(
 
     play(scenario)
     assert count(postgres_database, tables.Operation) == 5
+
+
+def test_a_repeat_is_the_operation_that_is_there_and_not_one_that_comes_too_late(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that arrive here while another replica accepts the same, one is inserted in vain. The other waited for it,
+    and failed with it."""
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        first = await two.journal.accept(sample(0))
+        acceptance = one.journal._admission._acceptance
+        write = acceptance._write
+
+        async def slowly(taking: Taking) -> None:
+            await asyncio.sleep(1)
+            await write(taking)
+
+        monkeypatch.setattr(acceptance, "_write", slowly)
+        asked = asyncio.create_task(acceptance.known(sample(0), maybe_stored=True))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(acceptance.take(sample(0), ()))
+        assert await asked == first
+        with pytest.raises(IntegrityError):
+            await late
+
+    play(scenario)
 
 
 def test_a_result_that_was_fetched_goes_for_all_replicas(
