@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from api.state.liveness import end_idle, runs_over, samples_over
 from api.state.service import Service
 from scheduler.journal.front import WORK_WAITS
+from scheduler.order.operations import Waiting
 from store.database.clock import clock as time_of
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ async def reap(service: Service, now: datetime | None = None) -> list[str]:
     for run_id in runs:
         service.journal.close_run(run_id)
     for org_id, op_id in samples:
-        await service.journal.cancel(org_id, op_id)
+        waiting = await service.journal.outcome(org_id, op_id, 0)
+        if isinstance(waiting, Waiting) and waiting.unserved:
+            await service.journal.cancel(org_id, op_id)
     if ended:
         log.info("ended %d idle sessions", len(ended))
     return ended

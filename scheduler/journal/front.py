@@ -13,8 +13,8 @@ from scheduler.journal.samples.streams import TokenStreams
 from scheduler.order.operations import Gone, NewOperation, Outcome, Waiting
 from store import tables
 
-#: Work that waits keeps a session whose client is silent for at most so long. When the session has ended, it is given
-#: up: nobody waits for it, and it would hold money for ever where its model is not served any more.
+#: Work that waits keeps a session whose client is silent for at most so long. So long after the session has ended it is
+#: given up: nobody waits for it, and it would hold money for ever where its model is not served any more.
 WORK_WAITS = timedelta(hours=24)
 
 

@@ -288,13 +288,14 @@ class Training:
         lane = self.runs.get(run_id)
         if lane is None:
             return
-        lane.closing = True
+        lane.closing, now = True, asyncio.get_running_loop().time()  # which nobody sets
+        lane.closing_since = now if lane.closing_since is None else lane.closing_since
         left = [op for op in self._open.values() if op.lane == run_id]
         for op in left:
             if lane.missing(op) is not None:
                 self._fail(op, f"the session ended before operation {lane.next_seq} of run {run_id} arrived", "user")
-        since = datetime.now(UTC) - WORK_WAITS
-        if any(op.accepted_at < since for op in left) and not any(op.running or op.settling for op in left):
+        over = now - lane.closing_since >= WORK_WAITS.total_seconds()
+        if over and left and not any(op.running or op.settling for op in left):
             hours = f"{WORK_WAITS.total_seconds() / 3600:.0f} hours"
             why = f"no trainer with {lane.spec.base_model} took it within {hours}, and its session has ended"
             self.close_for_good(lane, f"{why}: it was given up, and is not billed", "server")

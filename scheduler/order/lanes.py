@@ -111,6 +111,7 @@ class RunLane:
         self.broken: str | None = None  # why the run can do nothing more
         self.broken_category = "user"
         self.closing = False
+        self.closing_since: float | None = None  # by the event loop's clock
         self.paused = ""  # why nothing of it is queued for now
         self.setbacks = 0  # times that it was set aside, or a trainer lost over it, since it last got on
         self.gradients = Gradients()

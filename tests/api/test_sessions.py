@@ -296,6 +296,8 @@ class TestReaping:
     ) -> None:
         """A restarted server serves other models: what was queued for this one would hold its user's money for ever."""
         SampleDesk(world.journal)
+        monkeypatch.setattr(SampleDesk, "attached", True)
+        monkeypatch.setattr(SampleDesk, "serves", lambda *_: False)
         session = world.session()
         made = world.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL})
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}

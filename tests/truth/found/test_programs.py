@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.truth.programs import Bad, Batch, Create, ForwardBackward, SaveSampler, SaveState, Step, TwoPass
+from tests.truth.programs import Bad, Batch, Create, EndSession, ForwardBackward, SaveSampler, SaveState, Step, TwoPass
 from tests.truth.schedules import Mishap, Schedule
 from tests.truth.search import Bench
 
@@ -88,3 +88,24 @@ def test_while_the_machine_stands_still_nothing_has_waited(bench: Bench) -> None
         program,
         Schedule(pass_tokens=100, patient=False, seed=475, jitter_s=0.3, duplicates=0.3, mishaps=mishaps),
     )
+
+
+def test_a_clock_that_is_set_a_day_ahead_gives_up_no_work_of_a_session_that_has_ended(bench: Bench) -> None:
+    """How long it had waited was told by that clock: a forward_backward accepted a moment before was given up."""
+    program = (
+        Create(run=0, session=2, seed=37),
+        Create(run=1, seed=18),
+        ForwardBackward(run=0, batch=Batch(lengths=(23, 1), seed=29), chunks=3),
+        EndSession(session=2),
+    )
+    mishaps = (Mishap("database", at=179, kind="fails after"), Mishap("trainer", 11, "sets clock", times=86400))
+    schedule = Schedule(
+        pass_tokens=100,
+        microbatch_tokens=64,
+        patient=False,
+        seed=678,
+        pace_s=0.01,
+        lost_replies=0.2,
+        mishaps=mishaps,
+    )
+    bench.compare(program, schedule)
