@@ -93,8 +93,8 @@ class Acceptance:
         entry = self._entries.get((new.lane, new.seq))
         if entry is None and maybe_stored:
             there = await anyio.to_thread.run_sync(self._stored, new.lane, new.seq)
-            entry = self._entries.get((new.lane, new.seq), there)  # it may be accepted meanwhile
-            if there is not None and entry is not None and entry.id != there.id:
+            entry = self._entries.get((new.lane, new.seq))  # it may be accepted meanwhile
+            if there is not None and (entry is None or entry.id != there.id):
                 entry = there  # what is accepted here comes too late: another replica has it
         if entry is None:
             return None
