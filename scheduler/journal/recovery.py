@@ -6,6 +6,7 @@ session ended meanwhile finishes what was accepted and is then forgotten.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None
     priority = created.priority if isinstance(created, Create) else INTERACTIVE
     lane = RunLane(run.org_id, spec_of(run), next_seq=next_seq, snapshot=snapshot, priority=priority)
     lane.broken, lane.broken_category = run.broken, "server"
-    lane.closing = log.over
+    lane.closing_since = asyncio.get_running_loop().time() if log.over else None
     training.runs[run.id] = lane
     training.versions[run.id] = policy.version
     for desk in training.desks:

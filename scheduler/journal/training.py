@@ -288,7 +288,7 @@ class Training:
         lane = self.runs.get(run_id)
         if lane is None:
             return
-        lane.closing, now = True, asyncio.get_running_loop().time()  # which nobody sets
+        now = asyncio.get_running_loop().time()  # which nobody sets
         lane.closing_since = now if lane.closing_since is None else lane.closing_since
         left = [op for op in self._open.values() if op.lane == run_id]
         for op in left:

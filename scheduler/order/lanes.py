@@ -110,8 +110,7 @@ class RunLane:
         self.resident = False  # a trainer holds the run, or units that rebuild it are queued
         self.broken: str | None = None  # why the run can do nothing more
         self.broken_category = "user"
-        self.closing = False
-        self.closing_since: float | None = None  # by the event loop's clock
+        self.closing_since: float | None = None  # when its session was seen to be over, by the event loop's clock
         self.paused = ""  # why nothing of it is queued for now
         self.setbacks = 0  # times that it was set aside, or a trainer lost over it, since it last got on
         self.gradients = Gradients()
@@ -119,6 +118,10 @@ class RunLane:
         self._refused: set[int] = set()  # numbers ahead of next_seq that are spent without an operation
         self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
         self._log: list[Operation] = []  # answered, mutating, after the snapshot
+
+    @property
+    def closing(self) -> bool:
+        return self.closing_since is not None
 
     @property
     def idle(self) -> bool:
