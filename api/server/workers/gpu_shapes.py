@@ -15,15 +15,15 @@ ADAPTERS, RANK, CONTEXT = 8, 8, 8192
 
 
 def shape_of(card: ModelCard, gpu_bytes: int, slots: int) -> Shape:
-    """Each layer but the last is gathered twice in a pass, the rest once. Raises DoesNotFit when no number of such GPUs
-    holds the model."""
+    """Each layer but the last two is gathered twice in a pass, the rest once. Raises DoesNotFit when no number of such
+    GPUs holds the model."""
     model, config = check_model(card), card.config
     ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     item = model.weight_bytes // model.parameters
     layers_bytes = model.weight_bytes - item * ends
     return Shape(
         weight_bytes=model.weight_bytes,
-        gathered_bytes=model.weight_bytes + layers_bytes * (config.num_layers - 1) // config.num_layers,
+        gathered_bytes=model.weight_bytes + layers_bytes * max(0, config.num_layers - 2) // config.num_layers,
         active_parameters=config.active_parameters,
         kv_bytes_per_token=model.kv_bytes_per_token,
         ranks=_ranks(model, gpu_bytes),

@@ -5,8 +5,8 @@ and given up after it, and a process reads only the rows of the safetensors file
 holds the whole model: it has its share, and one or two layers while it computes.
 
 Invariant: a forward gathers the root and then the layers in their order, a backward the layers in reverse, without the
-last, which is still there. Every process of the group must take part in each of these, whether or not it has anything
-to compute (`Sharded.finish`).
+last two, which are still there (as many as while one computes and the next is on its way). Every process of the group
+must take part in each of these, whether or not it has anything to compute (`Sharded.finish`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from workers.model.families.read import read_config
 
 #: Of what is gathered on a CPU; other messages between ranks have 0.
 _TAG = 1
+#: Layers that a forward leaves to its backward.
+_KEPT = 2
 
 
 class Sharded:
@@ -46,7 +48,8 @@ class Sharded:
         self._gathers = _Counted()
         for unit in (self._root, *self._layers):
             unit.set_custom_all_gather(self._gathers)
-        self._layers[-1].set_reshard_after_forward(False)
+        for layer in self._layers[-_KEPT:]:
+            layer.set_reshard_after_forward(False)
         if decoder.device.type == "cpu":  # on a GPU streams have the next gathered while one computes
             self._root._set_unshard_async_op(True)
             for unit, following in pairwise((self._root, *self._layers)):
@@ -55,7 +58,7 @@ class Sharded:
     def finish(self, trains: bool) -> None:
         """End a step: take part in what the others still gather of it, with nothing to compute, and give up whatever
         is gathered. So a process joins in that has nothing to do, or whose own work has failed half way."""
-        order = [self._root, *self._layers, *(reversed(self._layers[:-1]) if trains else ())]
+        order = [self._root, *self._layers, *(reversed(self._layers[:-_KEPT]) if trains else ())]
         done = self._gathers.count
         if done > len(order):
             raise RuntimeError(f"this process gathered {done} units in a step that has {len(order)}")
@@ -106,9 +109,10 @@ class _Exchange(dist.Work):
         super().__init__()
         parts, ranks = whole.chunk(group.size()), range(group.size())
         others = [rank for rank in ranks if rank != group.rank()]
-        coming = [dist.irecv(parts[rank], group=group, group_src=rank, tag=_TAG) for rank in others]
+        # Sent first: gloo's thread holds what a send needs for as long as it reads what has come.
         going = [dist.isend(own, group=group, group_dst=rank, tag=_TAG) for rank in others]
-        self._works = [work for work in (*coming, *going) if work is not None]
+        coming = [dist.irecv(parts[rank], group=group, group_src=rank, tag=_TAG) for rank in others]
+        self._works = [work for work in (*going, *coming) if work is not None]
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         return all([work.wait() for work in self._works])
