@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.parts.toy import CONFIG, save_toy
 from tests.workers.model.models import FAMILIES, ours, reference
-from workers.model.base.sharded import copy_shards, rows_of
+from workers.model.base import sharded
+from workers.model.base.sharded import copy_shards, load_sharded, rows_of, units
 from workers.model.base.stored import Stored
 from workers.model.card import weight_files
+from workers.model.decoder import PackedAttend
 
 RANKS = 3
 
@@ -45,3 +53,36 @@ def test_the_parts_are_the_whole(family: str, tmp_path: Path) -> None:
             begin, end = rows_of(len(weight), rank, RANKS)
             assert torch.equal(parts[name], weight[begin:end]), name
     assert sum(read) <= sum(weight.numel() for weight in decoder.parameters())
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[DeviceMesh]:
+    """The first rank of two, of which there is no other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_more_than_two_layers_are_whole_at_a_time(tmp_path: Path, one_of_two: DeviceMesh, recompute: bool) -> None:
+    """One that is on its way counts. A backward finds the last two of the forward, and gathers the others again."""
+    config = replace(CONFIG, vocab_size=64, num_layers=5)
+    model = load_sharded(save_toy(tmp_path / "toy", config), torch.float32, torch.device("cpu"), one_of_two)
+    groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in units(model.decoder)[1:]]  # type: ignore[attr-defined]
+    whole, exchange = list[int](), sharded._Exchange
+
+    def counted(*parts: Any) -> Any:
+        whole.append(1 + sum(group.is_unsharded or group._all_gather_result is not None for group in groups))
+        return exchange(*parts)
+
+    def first(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return given[0].requires_grad_(), *given[1:]
+
+    model.decoder.layers[0].register_forward_pre_hook(first)
+    model.decoder.begin_step = lambda *_: recompute
+    with patch.object(sharded, "_Exchange", counted):
+        hidden = model.decoder(torch.zeros(4, dtype=torch.long), torch.arange(4), PackedAttend([4]))
+        gathered = len(whole)
+        hidden.sum().backward()
+    assert (gathered, len(whole) - gathered) == (1 + 5, 5 - 2)
+    assert max(whole) == 2
