@@ -188,13 +188,13 @@ def waiting(trainers: int, real: Service, cases: Sequence[str]) -> dict[str, Any
     alone = real.counted(ALONE, 0.5, 3.0)
     one_s = TIMES.pass_takes_s(ALONE.tokens(0), slices=1, light=1, pairs=ALONE.pairs(0))
     turnaround_s = max(0.0, alone.wall_s / alone.work.light - one_s)
-    cluster = replace(TIMES, trainers=trainers, turnaround_s=turnaround_s)
+    cluster = replace(TIMES, trainers=trainers, turnaround_s=turnaround_s, request_s=alone.request_s)
     sizes, loads = sizes_on(TINY_PATH), {}
     for name in cases:
         found = real.counted(QUEUES[name], WARM_S, COUNTED_S)
         mine = played(cluster, QUEUES[name], sizes, WARM_S, COUNTED_S)
         loads[name] = beside(mine, Figures.of(found.work, found.wall_s, found.parts))
-    return {"turnaround_s": turnaround_s, "loads": loads}
+    return {"turnaround_s": turnaround_s, "request_s": alone.request_s, "loads": loads}
 
 
 def beside(mine: Figures, theirs: Figures) -> dict[str, Any]:
@@ -257,11 +257,12 @@ def of_round(cluster: Cluster, found: Mapping[tuple[int, str], Counted], sizes: 
         mine_s, theirs_s = takes_s(cluster, of_a_pass(one.work)), one.work.seconds / one.work.passes
         turnaround_s = (alone.wall_s - alone.work.seconds) / alone.work.light * mine_s / theirs_s
         by = max(1.0, 2 * (1 + one.others_cpu_s / one.trainers_cpu_s) / len(os.sched_getaffinity(0)))
-        both = slower(replace(cluster, trainers=2, turnaround_s=turnaround_s), by)
+        both = slower(replace(cluster, trainers=2, turnaround_s=turnaround_s, request_s=alone.request_s), by)
         mine = played(both, load, sizes, TOGETHER_WARM_S, TOGETHER_S)
         told = beside(in_passes(mine, mine_s), in_passes(Figures.of(two.work, two.wall_s, two.parts), theirs_s))
         counted = {"one": asdict(one), "two": asdict(two)}
-        loads[name] = told | {"slower": by, "turnaround_s": turnaround_s, "counted": counted}
+        found_of_alone = {"turnaround_s": turnaround_s, "request_s": alone.request_s}
+        loads[name] = told | {"slower": by, **found_of_alone, "counted": counted}
     return loads
 
 
@@ -276,7 +277,8 @@ def in_passes(of: Figures, unit_s: float) -> Figures:
 
 def slower(cluster: Cluster, by: float) -> Cluster:
     rate = cluster.trained_tokens_per_s_per_gpu / by
-    times = {name: getattr(cluster, name) * by for name in ("pass_s", "slice_s", "light_s", "pair_s", "turnaround_s")}
+    names = ("pass_s", "slice_s", "light_s", "pair_s", "turnaround_s", "request_s")
+    times = {name: getattr(cluster, name) * by for name in names}
     return replace(cluster, trained_tokens_per_s_per_gpu=rate, **times)
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -88,17 +89,19 @@ class Pass:
 
 @dataclass
 class Counted:
-    """What a load has done in `wall_s`: `work`, whose seconds are those of passes; what tenants had (`Load.parts`); and
-    processor time of the trainers and of all `others`."""
+    """What a load has done in `wall_s`: `work`, whose seconds are those of passes; what tenants had (`Load.parts`);
+    processor time of the trainers and of all `others`; and the time between two requests that a client sends without
+    waiting, the median."""
 
     work: Work
     wall_s: float
     parts: list[float]
     trainers_cpu_s: float
     others_cpu_s: float
+    request_s: float
 
     @classmethod
-    def of(cls, load: Load, began: Mark, ended: Mark, passes: Sequence[Pass]) -> Counted:
+    def of(cls, load: Load, began: Mark, ended: Mark, passes: Sequence[Pass], request_s: float) -> Counted:
         """A pass that was partly in that time counts in part."""
         work, tokens = Work(), [0.0] * len(load.batches)
         for one in passes:
@@ -113,7 +116,7 @@ class Counted:
                 tokens[tenant] += share * of * load.tokens(tenant)
         spent = ended.cpu_s - began.cpu_s
         wall_s = ended.at_s - began.at_s
-        return cls(work, wall_s, load.parts(tokens), spent["trainers"], spent["others"])
+        return cls(work, wall_s, load.parts(tokens), spent["trainers"], spent["others"], request_s)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class Service:
             over.set()
             for work in working:
                 work.result()
-        return Counted.of(load, began, ended, self._passes(began.at_s - warm_s))
+        passes, request_s = self._passes(began.at_s - warm_s)
+        return Counted.of(load, began, ended, passes, request_s)
 
     def _mark(self) -> Mark:
         spent = Counter[str]()
@@ -171,9 +175,10 @@ class Service:
             spent["trainers" if process.name() == "weft-trainer" else "others"] += times.user + times.system
         return Mark(time.time(), spent)
 
-    def _passes(self, since_s: float) -> list[Pass]:
-        """Those with operations that were accepted since."""
-        found: dict[int, Pass] = {}
+    def _passes(self, since_s: float) -> tuple[list[Pass], float]:
+        """Those with operations that were accepted since; and how long before each step of theirs what is before it was
+        accepted, the median."""
+        found, apart_s, before_s = dict[int, Pass](), list[float](), math.nan
         with closing(sqlite3.connect(self._database)) as database:
             asked = (
                 "SELECT organisations.name, kind, accepted_at, timings FROM operations"
@@ -183,10 +188,13 @@ class Service:
                 accepted_s = datetime.fromisoformat(accepted_at).replace(tzinfo=UTC).timestamp()
                 if accepted_s < since_s:
                     continue
+                if kind == "optim_step":
+                    apart_s.append(accepted_s - before_s)
+                before_s = accepted_s
                 for number, begins_us, ends_us, _, _, tokens in json.loads(timings)["stretches"]:
                     one, name = found.setdefault(number, Pass(tokens)), int(tenant.removeprefix("tenant-"))
                     one.join(name, kind, accepted_s + begins_us / 1e6, accepted_s + ends_us / 1e6)
-        return list(found.values())
+        return list(found.values()), median(apart_s)
 
 
 def _train(

@@ -17,8 +17,9 @@ class Cluster:
     A decode step takes `decode_s` + `decode_s_per_sequence` for each sequence of a replica; a prompt token takes as
     long as 1 / `prefill_speed` decoded ones of its sequence. A slot that has come free is idle for `handover_s` before
     it decodes another request. The front takes one request at a time, each for `front_s`: half on its way in, half on
-    its answer's way out. A client needs `turnaround_s` more from its last answer to its next request. The defaults
-    leave these three out: beside sequences of minutes they are nothing.
+    its answer's way out. A client needs `turnaround_s` more from its last answer to its next request, and what it asks
+    of the trainer comes there one request after the other, `request_s` apart: a trainer that has nothing to do begins
+    with the first alone. The defaults leave these four out: beside sequences of minutes they are nothing.
 
     A pass takes `pass_s` for each of its stages (one, unless a run has several steps in it), `slice_s` for each slice
     and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens and their attention,
@@ -37,6 +38,7 @@ class Cluster:
     handover_s: float = 0.0
     front_s: float = 0.0
     turnaround_s: float = 0.0
+    request_s: float = 0.0
     trainers: int = 1
     ranks: int = 80
     trained_tokens_per_s_per_gpu: float = 816.0

@@ -19,6 +19,7 @@ from scheduler.order.expected_cost import ExpectedCosts
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import Unit
 from scheduler.order.light_work import SizesOf, cost_of, unknown_sizes
+from scheduler.order.operations import Operation
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.generators import Counts, Generators
 from scheduler.simulator.slots import Job
@@ -195,11 +196,21 @@ class Simulation:
 
     def _came_back(self, tenant: Tenant, job: Job) -> None:
         version = tenant.version
-        for unit in tenant.came_back(job, self.now_s):
-            self._train_queue.push(tenant.lane.path, unit, self._cost_of(unit), weight=tenant.workload.weight)
-        self._trainers.asked([tenant.lane.run_id])
+        for op in tenant.came_back(job, self.now_s):
+            tenant.sends_s = max(tenant.sends_s, self.now_s)
+            if tenant.sends_s == self.now_s:
+                self._comes(tenant, op)
+            else:
+                self._at(tenant.sends_s, partial(self._comes, tenant, op))
+            tenant.sends_s += self._cluster.request_s
         if tenant.version > version:
             self._go_on(tenant)
+
+    def _comes(self, tenant: Tenant, op: Operation) -> None:
+        """To the trainer."""
+        for unit in tenant.lane.arrive(op):
+            self._train_queue.push(tenant.lane.path, unit, self._cost_of(unit), weight=tenant.workload.weight)
+        self._trainers.asked([tenant.lane.run_id])
 
     def _pairs_of(self, unit: Unit) -> int:
         assert unit.op is not None

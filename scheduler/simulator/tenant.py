@@ -31,6 +31,7 @@ class Tenant:
     half_way_tokens: int = 0  # sampled, of steps that are not over
     waits_s: list[float] = field(default_factory=list)  # of requests, in the queue
     training_s: list[float] = field(default_factory=list)  # from a batch's arrival at the trainer to its new policy
+    sends_s: float = 0.0  # when its next request of the trainer may come
     _seq: int = 0
     _open: Counter[int] = field(default_factory=Counter)  # groups of a batch that have not come back
     _data: dict[int, list[int]] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Tenant:
         self.half_way_tokens += sum(job.lengths) * self.workload.trains
         return self.random.expovariate(1 / self.workload.env_s) if self.workload.env_s else 0.0
 
-    def came_back(self, job: Job, now_s: float) -> list[Unit]:
+    def came_back(self, job: Job, now_s: float) -> list[Operation]:
         """A group is complete. Returns what the trainer gets: all that its batch is for, when it is the last."""
         batch = job.batch
         self._data.setdefault(batch, []).extend(length + self.workload.prompt for length in job.lengths)
@@ -89,10 +90,10 @@ class Tenant:
             return []
         self._at_trainer.append((now_s, sum(data) - len(data) * self.workload.prompt))
         plan = ForwardBackward(tuple(slices(data, self.slice_tokens)))
-        units = self._arrive(OpKind.FORWARD_BACKWARD, sum(data), plan)
-        self._lengths[units[0].send.op_id] = data
-        units += self._arrive(OpKind.OPTIM_STEP)
-        return units + self._arrive(OpKind.SAVE_SAMPLER) if self.workload.samples else units
+        backward = self._next(OpKind.FORWARD_BACKWARD, sum(data), plan)
+        self._lengths[backward.id] = data
+        ops = [backward, self._next(OpKind.OPTIM_STEP)]
+        return [*ops, self._next(OpKind.SAVE_SAMPLER)] if self.workload.samples else ops
 
     def pairs_of(self, unit: Unit) -> int:
         """Pairs of tokens of one sequence."""
@@ -116,8 +117,7 @@ class Tenant:
         self.version += 1
         return True
 
-    def _arrive(self, kind: OpKind, tokens: int = 0, plan: Plan = BODY_ONLY) -> list[Unit]:
-        name = f"{self.org_id}:{self._seq}"
-        op = Operation(name, self.org_id, self.org_id, self.org_id, self._seq, kind, MODEL, tokens, "", plan, _EPOCH)
-        self._seq += 1
-        return self.lane.arrive(op)
+    def _next(self, kind: OpKind, tokens: int = 0, plan: Plan = BODY_ONLY) -> Operation:
+        seq, self._seq = self._seq, self._seq + 1
+        name = f"{self.org_id}:{seq}"
+        return Operation(name, self.org_id, self.org_id, self.org_id, seq, kind, MODEL, tokens, "", plan, _EPOCH)

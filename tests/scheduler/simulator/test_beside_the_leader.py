@@ -8,6 +8,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,20 @@ def run_of(tenant: int) -> str:
 
 @dataclass
 class Played:
-    """A leader, trainers and clients. `batches`: of each client, (sequences, length)."""
+    """A leader, trainers and clients. `batches`: of each client, (sequences, length); one begins `apart_s` after the
+    other."""
 
     service: Service
     cluster: Cluster
     batches: list[tuple[int, int]]
+    apart_s: float = 0.0
     now_s: float = 0.0
     done: Work = field(default_factory=Work)
     trained: Counter[int] = field(default_factory=Counter)
     _events: list[tuple[float, int, Callable[[], Awaitable[None]]]] = field(default_factory=list)
     _number: int = 0
     _seqs: Counter[int] = field(default_factory=Counter)
+    _sends_s: dict[int, float] = field(default_factory=dict)  # of each client, when its next request may come
 
     def __post_init__(self) -> None:
         training = self.service.journal.training
@@ -69,17 +73,19 @@ class Played:
             await self.settled(link, PullPass(["m"]))
         for tenant in tenants:
             await self.create(tenant)
-        self.service.journal.training.desks.remove(self.desk)  # until all have come
         for tenant in tenants:
             for _ in range(IN_FLIGHT):
-                await self.step(tenant)
-        self.service.journal.training.desks.append(self.desk)
-        self.desk.wake()
-        for link in self.links:
-            await self.begin(link, link._sent.get_nowait())
+                self.at(tenant * self.apart_s, partial(self.step, tenant))
         while self._events and self._events[0][0] <= SECONDS:
-            self.now_s, _, then = heapq.heappop(self._events)
-            await then()
+            self.now_s = self._events[0][0]
+            self.service.journal.training.desks.remove(self.desk)  # until all have come that come at this moment
+            while self._events and self._events[0][0] == self.now_s:
+                await heapq.heappop(self._events)[2]()
+            self.service.journal.training.desks.append(self.desk)
+            self.desk.wake()
+            for link in self.links:
+                if not link._sent.empty():
+                    await self.begin(link, link._sent.get_nowait())
         for link in self.links:
             link.close()
         await asyncio.gather(*serving)
@@ -114,12 +120,11 @@ class Played:
 
     async def step(self, tenant: int) -> None:
         sequences, length = self.batches[tenant]
-        await self.ask(tenant, OpKind.FORWARD_BACKWARD, ForwardBackward((Slice(0, sequences, sequences * length),)))
-        await self.ask(tenant, OpKind.OPTIM_STEP, BODY_ONLY)
-
-    async def pull(self, link: Link) -> None:
-        await self.settled(link, PullPass(["m"]))
-        await self.begin(link, link._sent.get_nowait())
+        slices = (Slice(0, sequences, sequences * length),)
+        for kind, plan in ((OpKind.FORWARD_BACKWARD, ForwardBackward(slices)), (OpKind.OPTIM_STEP, BODY_ONLY)):
+            comes_s = max(self.now_s, self._sends_s.get(tenant, 0.0))
+            self._sends_s[tenant] = comes_s + self.cluster.request_s
+            self.at(comes_s, partial(self.ask, tenant, kind, plan))
 
     async def begin(self, link: Link, pass_: Pass) -> None:
         """Compute a pass, in stages."""
@@ -142,13 +147,13 @@ class Played:
                 tenant = tenant_of(unit.send.run_id)
                 self.trained[tenant] += unit.tokens
                 if unit.send.kind is OpKind.OPTIM_STEP:
-                    self.at(self.now_s + self.cluster.turnaround_s, lambda tenant=tenant: self.step(tenant))  # type: ignore[misc]
+                    self.at(self.now_s + self.cluster.turnaround_s, partial(self.step, tenant))
             await self.settled(link, *(Done(unit.send.op_id, b"result", {"tokens": unit.tokens}) for unit in units))
             if stages:
                 self.next_stage(link, pass_, stages)
             else:
                 link.say(PassOver(pass_.pass_id, 0, 1, 0.0))
-                await self.pull(link)
+                await self.settled(link, PullPass(["m"]))
 
         self.at(self.now_s + work.seconds, over)
 
@@ -186,25 +191,29 @@ LOADS = {
 MOVED = [(2, 128), (1, 32)] * 3
 
 
-def both(folder: Path, batches: list[tuple[int, int]], trainers: int) -> tuple[Played, Result]:
+def both(folder: Path, batches: list[tuple[int, int]], cluster: Cluster, apart_s: float = 0.0) -> tuple[Played, Result]:
     """Led by the service, and simulated."""
-    cluster = replace(TIMES, trainers=trainers)
 
     async def leading() -> Played:
-        leader = Played(service_for(folder, len(batches)), cluster, batches)
+        leader = Played(service_for(folder, len(batches)), cluster, batches, apart_s)
         await asyncio.wait_for(leader.play(), 60)
         return leader
 
+    loop = Workload("loop", 1, prompt=0, samples=False, overlap=IN_FLIGHT - 1)
     loads = [
-        Workload("loop", 1, sequences, prompt=0, lengths=(length,), samples=False, overlap=IN_FLIGHT - 1)
-        for sequences, length in batches
+        replace(loop, group_size=sequences, lengths=(length,), begins_s=number * apart_s)
+        for number, (sequences, length) in enumerate(batches)
     ]
     return asyncio.run(leading()), Simulation(cluster, loads).run(SECONDS)
 
 
 @pytest.mark.parametrize(("load", "trainers"), [*((load, 2) for load in LOADS), ("uneven", 1)])
-def test_the_same_clients_get_the_same_passes(tmp_path: Path, load: str, trainers: int) -> None:
-    led, simulated = both(tmp_path, LOADS[load], trainers)
+@pytest.mark.parametrize(("apart_s", "request_s"), [(0.0, 0.0), (0.0297, 0.0031)], ids=["at once", "as they ask"])
+def test_the_same_clients_get_the_same_passes(
+    tmp_path: Path, load: str, trainers: int, apart_s: float, request_s: float
+) -> None:
+    cluster = replace(TIMES, trainers=trainers, request_s=request_s)
+    led, simulated = both(tmp_path, LOADS[load], cluster, apart_s)
     assert led.desk.report()["moves"] == 0
     assert replace(simulated.trainers, seconds=0) == replace(led.done, seconds=0)
     assert [tenant.trained_tokens for tenant in simulated.tenants] == [led.trained[n] for n in range(len(LOADS[load]))]
@@ -212,7 +221,7 @@ def test_the_same_clients_get_the_same_passes(tmp_path: Path, load: str, trainer
 
 def test_runs_move_alike(tmp_path: Path) -> None:
     """But for the time that it takes to hand one over, which is not simulated."""
-    led, simulated = both(tmp_path, MOVED, 2)
+    led, simulated = both(tmp_path, MOVED, replace(TIMES, trainers=2))
     assert led.desk.report()["moves"] > 0
     assert simulated.trainers.tokens == pytest.approx(led.done.tokens, rel=0.1)
     for number, tenant in enumerate(simulated.tenants):
