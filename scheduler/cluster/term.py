@@ -212,7 +212,7 @@ class Term:
     async def _push_again(self, lost: set[str]) -> None:
         """Samples that are queued nowhere, the oldest first."""
         if lost:
-            rows = await self._run(self._shared.journal.queued_rows, sorted(lost))
+            rows = await self._run(self._shared.journal.stored.all_queued, sorted(lost))
             await self._shared.journal.push(sorted(rows.values(), key=lambda op: op.accepted_at))
 
     def _lately(self) -> list[tables.Operation]:
@@ -250,7 +250,7 @@ class Term:
         await asyncio.sleep(BEAT_S)
 
     async def _fail(self, op_id: str, failure: Failure) -> None:
-        op = await self._run(self._shared.journal.queued_row, op_id)
+        op = await self._run(self._shared.journal.stored.queued, op_id)
         if op is not None:
             await self._shared.journal.end(op, Done(op_id, failure=failure))
         await self._run(self._shared.queue.forget, op_id)
