@@ -8,19 +8,15 @@ answer has a body: {"detail", "code", "request_id"}: the operation's that is mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.money import usd
 from weft.wire.checks.problem import Problem
 from weft.wire.shown import quote as quote
@@ -30,7 +26,6 @@ from billing.money.accounts import OutOfMoney
 from store import logs
 from store.blobs.contract import is_lasting
 from store.blobs.room import what_failed
-from store.people.organisations import NoSuch, PeopleError
 
 log = logging.getLogger("weft.api")
 
@@ -38,8 +33,6 @@ log = logging.getLogger("weft.api")
 POLLS = "weft.polls"
 #: Mistakes in one body that are looked at one by one.
 MAX_EXPLAINED = 1000
-#: A longer path is not compared with those that there are.
-LONGEST_PATH = 128
 
 #: Errors of database and disk.
 STORES = (OperationalError, PoolTimeout, OSError)
@@ -305,84 +298,3 @@ def away(error: Exception) -> CannotStore:
     else:
         log.error("the disk does not answer: %s", error)
     return CannotStore(f"{what_failed(error)}; send the request again")
-
-
-def anywhere(error: ApiError) -> Response:
-    """A refusal that any path may have: in OpenAI's form too, whose clients read nothing else."""
-    body = body_of(error.detail, error.code, error.request_id) | form_of(error)
-    return JSONResponse(body, error.status, error.headers)
-
-
-def not_here(request: Request) -> NotHere:
-    """No such path: what may have been meant."""
-    path = request.scope["path"]
-    short = len(path) <= LONGEST_PATH
-    paths = [route.path for route in request.app.routes if request.method in (getattr(route, "methods", None) or ())]
-    near = get_close_matches(path, paths, 1, cutoff=0.7) if short else []
-    advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
-    return NotHere(f"this server has no {request.method} {path}; {advice}")
-
-
-def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> None:
-    """Give every way to fail its JSON form. `astray` may have a page for a path that is not there instead."""
-
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        count(request, error)
-        return error.response()
-
-    @app.exception_handler(PeopleError)
-    async def people_error(_request: Request, error: PeopleError) -> Response:
-        return (NotFound if isinstance(error, NoSuch) else Invalid)(str(error)).response()
-
-    @app.exception_handler(OperationalError)
-    @app.exception_handler(PoolTimeout)
-    @app.exception_handler(OSError)
-    async def store_error(_request: Request, error: Exception) -> Response:
-        return anywhere(away(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
-        return Malformed(explain(error, prefix=("query", "path"))).response()
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 404:
-            refused = not_here(request)
-            return astray(request, refused.detail) or anywhere(refused)
-        if error.status_code == 405:
-            return anywhere(NoMethod(f"{request.scope['path']} does not take {request.method}", headers=error.headers))
-        return JSONResponse(body_of(str(error.detail), "http_error"), error.status_code, error.headers)
-
-    app.add_middleware(LastResort)
-
-
-class LastResort:
-    """Answers 500 for whatever nobody expected, with an id that leads to the logged traceback and nothing inside."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        started = False
-
-        async def watch(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        except ClientDisconnect:
-            return
-        except Exception:
-            error_id = logs.about().get("request", "")
-            route = getattr(scope.get("route"), "path", "no route")  # its template: a path may have a secret in it
-            log.exception("error %s in %s %s", error_id, scope["method"], route)
-            if started:
-                raise  # half an answer is out: only closing the connection can tell the client
-            why = f"internal error {error_id}: the operator finds it in the server's log under this id"
-            await anywhere(ApiError(why, request_id=error_id))(scope, receive, send)

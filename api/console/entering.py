@@ -29,7 +29,14 @@ class Entered:
 
 
 def enter(
-    session: Session, account: Account, settings: OidcSettings, now: datetime, *, org_id: str, invitation: str
+    session: Session,
+    account: Account,
+    before: str,
+    settings: OidcSettings,
+    now: datetime,
+    *,
+    org_id: str,
+    invitation: str,
 ) -> Entered:
     """Raises PeopleError or Forbidden when the account, or the invitation, cannot be used; then nothing is changed."""
     wanted = identities.roles_by_groups(session, account.groups, settings.groups)
@@ -45,8 +52,8 @@ def enter(
     if len(chosen) != 1:
         says = " ".join(f"{name} does not let you in: {refused[id]}." for id, name in asked if id in refused)
         return Entered(choices=tuple(chosen), says=says)
-    sid = sessions.sign_in_with_account(session, chosen[0][0], user.id, account, now, settings.session_life_s)
-    return Entered(sid)
+    life_s = settings.session_life_s
+    return Entered(sessions.sign_in_with_account(session, chosen[0][0], user.id, before, account, now, life_s))
 
 
 def _organisations(session: Session, user: User) -> list[tuple[str, str]]:

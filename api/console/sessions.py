@@ -61,15 +61,16 @@ def sso_required(org: Organisation, oidc: OidcSettings) -> bool:
     return oidc.required or org.sso_required_at is not None
 
 
-def sign_in_with_key(session: Session, key: str, now: datetime, oidc: OidcSettings) -> str | None:
-    """A new session for the holder of an API key; None if the key is not good. Raises SsoNeeded."""
+def sign_in_with_key(session: Session, key: str, before: str, now: datetime, oidc: OidcSettings) -> str | None:
+    """A new session for the holder of an API key, in place of the one that the browser had `before`, as whichever way
+    one signs in; None if the key is not good. Raises SsoNeeded."""
     row = find(session, key, now)
     if row is None:
         return None
     if sso_required(session.get_one(Organisation, row.org_id), oidc):
         raise SsoNeeded
     _note(session, row.org_id, f"key:{row.id}", row.id, row.prefix)
-    return _begin(session, row.org_id, now, key_id=row.id, until=secret_ends(row, key))
+    return _begin(session, row.org_id, before, now, key_id=row.id, until=secret_ends(row, key))
 
 
 def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = False, made_by: str | None = None) -> str:
@@ -89,7 +90,7 @@ def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = Fa
     return token
 
 
-def sign_in_with_link(session: Session, token: str, now: datetime, oidc: OidcSettings) -> str | None:
+def sign_in_with_link(session: Session, token: str, before: str, now: datetime, oidc: OidcSettings) -> str | None:
     """A new session for whom the link is for, who must still be a member. Only the first use counts. Raises SsoNeeded
     for the link of a member; the operator's is the way in when the provider is away."""
     unused = (LoginLink.token_sha256 == digest(token), LoginLink.used_at.is_(None), LoginLink.expires_at > now)
@@ -100,22 +101,23 @@ def sign_in_with_link(session: Session, token: str, now: datetime, oidc: OidcSet
     if link.made_by is not None and sso_required(session.get_one(Organisation, link.org_id), oidc):
         raise SsoNeeded
     _note(session, link.org_id, f"user:{link.user_id}", None, link.user_id, link.made_by)
-    return _begin(session, link.org_id, now, user_id=link.user_id, operator=link.operator, link_by=link.made_by)
+    user_id, operator, link_by = link.user_id, link.operator, link.made_by
+    return _begin(session, link.org_id, before, now, user_id=user_id, operator=operator, link_by=link_by)
 
 
-def sign_in_member(session: Session, org_id: str, user_id: str, now: datetime, link_by: str) -> str:
+def sign_in_member(session: Session, org_id: str, user_id: str, before: str, now: datetime, link_by: str) -> str:
     """A new session for who has just become a member by a link that `link_by` made."""
     _note(session, org_id, f"user:{user_id}", None, user_id, link_by)
-    return _begin(session, org_id, now, user_id=user_id, link_by=link_by)
+    return _begin(session, org_id, before, now, user_id=user_id, link_by=link_by)
 
 
 def sign_in_with_account(
-    session: Session, org_id: str, user_id: str, account: Account, now: datetime, life_s: int
+    session: Session, org_id: str, user_id: str, before: str, account: Account, now: datetime, life_s: int
 ) -> str:
     """A new session for a member whose account of the provider has been proved."""
     _note(session, org_id, f"user:{user_id}", None, user_id, issuer=account.issuer)
-    ends = now + timedelta(seconds=life_s)
-    return _begin(session, org_id, now, user_id=user_id, until=ends, issuer=account.issuer, proved_at=account.proved_at)
+    issuer, proved_at, ends = account.issuer, account.proved_at, now + timedelta(seconds=life_s)
+    return _begin(session, org_id, before, now, user_id=user_id, until=ends, issuer=issuer, proved_at=proved_at)
 
 
 def signed_in(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> SignedIn | None:
@@ -141,13 +143,6 @@ def note_use(session: Session, sid: str, now: datetime) -> None:
 
 def sign_out(session: Session, sid: str) -> None:
     session.execute(delete(BrowserSession).where(BrowserSession.sid_sha256 == digest(sid)))
-
-
-def take_place(session: Session, sid: str | None, before: str) -> None:
-    """If `sid` has begun in a browser that had `before`, end that: the browser forgets it, so nobody could sign out of
-    it any more."""
-    if sid is not None and before:
-        sign_out(session, before)
 
 
 def _holder(session: Session, row: BrowserSession, org: Organisation) -> tuple[Principal, str] | None:
@@ -183,6 +178,7 @@ def _note(
 def _begin(
     session: Session,
     org_id: str,
+    before: str,
     now: datetime,
     *,
     key_id: int | None = None,
@@ -193,7 +189,8 @@ def _begin(
     issuer: str | None = None,
     proved_at: datetime | None = None,
 ) -> str:
-    """A session under a new id; what is over, and what is too many, is forgotten on the way."""
+    """A session under a new id; what is over, and what is too many, is forgotten on the way, and so is the one that its
+    browser had `before`: the browser forgets that, so nobody could sign out of it any more."""
     session.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
     session.execute(delete(LoginLink).where(LoginLink.expires_at <= now - ABSOLUTE))
     theirs = select(BrowserSession.sid_sha256).filter_by(org_id=org_id, key_id=key_id, user_id=user_id)
@@ -216,5 +213,7 @@ def _begin(
             expires_at=now + ABSOLUTE if until is None else min(now + ABSOLUTE, until),
         )
     )
+    if before:
+        sign_out(session, before)
     session.flush()
     return sid

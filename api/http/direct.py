@@ -17,10 +17,10 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import LastResort
 from api.http.access import DataGuard, Guard
 from api.http.auth import PrincipalDep, principal
 from api.http.headers import Ready
+from api.http.refusing import LastResort
 from api.state.service import ServiceDep, service_of
 from api.who.principal import Principal
 

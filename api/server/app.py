@@ -14,8 +14,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
-from api import errors
 from api.console import install as console
+from api.http import refusing
 from api.http.auth import KeyCache
 from api.http.direct import Direct
 from api.http.pace import Pace
@@ -181,7 +181,7 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.keys = KeyCache()
     app.state.traffic = Traffic()
-    errors.install(app, console.astray)
+    refusing.install(app, console.astray)
     # As they are: `include_router` would build each a second time, while the first clients wait.
     for routes in (  # looked through in this order: first what is asked for most
         futures,

@@ -11,9 +11,10 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api.state.liveness import end_idle, runs_over, samples_over
+from api.state.liveness import end_idle
 from api.state.service import Service
 from scheduler.journal.front import WORK_WAITS
+from scheduler.journal.left import open_runs, waiting_samples
 from scheduler.order.operations import Waiting
 from store.database.clock import clock as time_of
 
@@ -66,18 +67,18 @@ async def reap(service: Service, now: datetime | None = None) -> list[str]:
     idle = timedelta(seconds=service.settings.session_idle_s)
     working = await service.journal.working_sessions()
 
-    def write(session: Session) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-        at = now or time_of(session)
-        return end_idle(session, at - idle, working), runs_over(session), samples_over(session, at - WORK_WAITS)
+    def left(session: Session) -> tuple[list[str], list[tuple[str, str]]]:
+        return open_runs(session), waiting_samples(session, (now or time_of(session)) - WORK_WAITS)
 
-    ended, runs, samples = await service.database.write(write)
+    ended = await service.database.write(lambda session: end_idle(session, (now or time_of(session)) - idle, working))
     service.liveness.ended(ended)
+    if ended:
+        log.info("ended %d idle sessions", len(ended))
+    runs, samples = await service.read(left)
     for run_id in runs:
         service.journal.close_run(run_id)
     for org_id, op_id in samples:
         waiting = await service.journal.outcome(org_id, op_id, 0)
         if isinstance(waiting, Waiting) and waiting.unserved:
             await service.journal.cancel(org_id, op_id)
-    if ended:
-        log.info("ended %d idle sessions", len(ended))
     return ended

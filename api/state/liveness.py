@@ -21,7 +21,6 @@ from api.errors import SessionEnded
 from api.who.lookup import session_by_id
 from api.who.principal import Principal
 from billing.metering import storage
-from scheduler.order.operations import SAMPLE
 from store import tables
 from store.database import audit
 from store.database.clock import clock
@@ -112,25 +111,9 @@ def end(
     return True
 
 
-def runs_of(session: Session, session_ids: Iterable[str]) -> list[str]:
-    """The runs that end with these sessions."""
-    query = select(tables.Run.id).where(tables.Run.session_id.in_(list(session_ids)), tables.Run.state == "live")
-    return list(session.scalars(query))
-
-
-def runs_over(session: Session) -> list[str]:
-    """The runs that are still open though their session has ended, also those that were being made just then."""
-    run, owner = tables.Run, tables.Session
-    query = select(run.id).join(owner, owner.id == run.session_id).where(run.state == "live", owner.state != "active")
-    return list(session.scalars(query))
-
-
-def samples_over(session: Session, before: datetime) -> list[tuple[str, str]]:
-    """Organisations and request ids of samples that have waited since `before` though their session has ended."""
-    op, owner = tables.Operation, tables.Session
-    query = select(op.org_id, op.id).join(owner, owner.id == op.session_id).where(op.state == "queued")
-    left = query.where(op.kind == SAMPLE, op.accepted_at < before, owner.state != "active").limit(FLUSH_ROWS)
-    return [(org_id, op_id) for org_id, op_id in session.execute(left)]
+def runs_of(session: Session, session_id: str) -> list[str]:
+    """The runs that end with this session."""
+    return list(session.scalars(select(tables.Run.id).filter_by(session_id=session_id, state="live")))
 
 
 def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:

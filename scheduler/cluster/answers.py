@@ -113,7 +113,7 @@ class SampleAnswers:
         small = (answer for answer in answers if len(answer.result) <= SMALL_BYTES)
         known = {op.id: op for op in map(self._known, small) if op is not None}
         unknown = [answer.id for answer in answers if answer.id not in known]
-        return known | (await journal.run(journal.queued_rows, unknown) if unknown else {})
+        return known | (await journal.run(journal.stored.all_queued, unknown) if unknown else {})
 
     def _known(self, answer: Answered) -> Operation | None:
         if (op := self._journal.opened(answer.id)) is not None or not answer.op:

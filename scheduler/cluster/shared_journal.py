@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import func, select
 from sqlalchemy.exc import NoResultFound
 
 from billing.prices import PriceList
@@ -26,6 +25,7 @@ from scheduler.cluster.completions import SharedFeeds
 from scheduler.cluster.numbers import Key, Number, numbers_of
 from scheduler.cluster.outbox import Gathered, Outbox
 from scheduler.cluster.shared_limits import BacklogBoard, in_flight
+from scheduler.cluster.stored import StoredOperations
 from scheduler.cluster.streams import SharedStreams
 from scheduler.cluster.waiters import Waiters
 from scheduler.journal.accepting.acceptance import Acceptance
@@ -36,7 +36,6 @@ from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
-from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.rows import from_row, pack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
@@ -60,7 +59,6 @@ from scheduler.order.operations import (
 from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
-from store.database.bulk import among
 from store.database.db import Database
 from store.settings import Limits
 
@@ -77,8 +75,6 @@ TOLD_BYTES = 2048
 MOST_FRESH = 10_000
 
 _encode = msgspec.msgpack.Encoder().encode
-_OP = tables.Operation.__table__
-_QUEUED = {dialect: select(_OP).where(one, _OP.c.state == "queued") for dialect, one in among(_OP.c.id, "ids").items()}
 
 
 class SharedJournal:
@@ -112,6 +108,7 @@ class SharedJournal:
         self.others = 0  # replicas that take answers, too
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
+        self.stored = StoredOperations(database)
         self._database, self._costs = database, expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
         self._waiting_of, self._board = waiting_of, board
@@ -275,8 +272,8 @@ class SharedJournal:
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             try:
-                known = [op.id for op in self._open.values() if not op.settling]
-                await self.tell_again(await self.run(self._ended_of, known))
+                here = [op.id for op in self._open.values() if not op.settling]
+                await self.tell_again(await self.run(self.stored.ended, here))
                 self.generators = await self.reach(self._broadcasts.generators) or self.generators
                 self.each_generator = await self.reach(self._broadcasts.each_generator) or {}
             except Exception:
@@ -295,30 +292,11 @@ class SharedJournal:
                 self.others = len(others)
             await asyncio.sleep(EXCHANGE_S)
 
-    def _ended_of(self, op_ids: list[str]) -> list[tables.Operation]:
-        row, ended = tables.Operation, list[tables.Operation]()
-        with self._database.read() as session:
-            for start in range(0, len(op_ids), 500):
-                chosen = row.id.in_(op_ids[start : start + 500])
-                ended += session.scalars(select(row).where(chosen, row.state != "queued"))
-        return ended
-
     # ---- finishing samples
 
     def opened(self, op_id: str) -> Operation | None:
         """An operation that was accepted here, and has not ended as far as this replica has heard."""
         return None if (op := self._open.get(op_id)) is None or op.settling else op
-
-    def queued_row(self, op_id: str) -> Operation | None:
-        with self._database.read() as session:
-            row = session.get(tables.Operation, op_id)
-        return from_row(row) if row is not None and row.state == "queued" else None
-
-    def queued_rows(self, op_ids: Sequence[str]) -> dict[str, Operation]:
-        """Those that have not ended, by their ids."""
-        with self._database.ask() as connection:
-            found: Iterable[Any] = connection.execute(_QUEUED[connection.dialect.name], {"ids": list(op_ids)})
-            return {one.id: from_row(one) for one in found}  # plain rows, for there are many
 
     async def end(self, op: Operation, done: Done) -> bool:
         """Settle an operation that no journal of this process has in hand. False: it has ended already."""
@@ -366,7 +344,7 @@ class SharedJournal:
     # ---- what the front asks for
 
     async def cancel(self, org_id: str, request_id: str) -> bool:
-        op = await self.run(self.queued_row, request_id)
+        op = await self.run(self.stored.queued, request_id)
         if op is None or op.org_id != org_id or op.kind != SAMPLE:
             return False
         self._storing.in_background(self._cancel(op))
@@ -380,19 +358,7 @@ class SharedJournal:
         self._storing.in_background(self._accepted.put(Accepted(closed_run=run_id)))
 
     async def working_sessions(self) -> set[str]:
-        return await self.run(self._working_sessions)
-
-    def _working_sessions(self) -> set[str]:
-        row = tables.Operation
-        recent = row.accepted_at > datetime.now(UTC) - WORK_WAITS
-        with self._database.read() as session:
-            return set(session.scalars(select(row.session_id).where(row.state == "queued", recent).distinct()))
+        return await self.run(self.stored.working_sessions)
 
     async def queue_lengths(self) -> dict[str, int]:
-        return await self.run(self._queue_lengths)
-
-    def _queue_lengths(self) -> dict[str, int]:
-        with self._database.read() as session:
-            queued = session.scalar(select(func.count()).where(tables.Operation.state == "queued")) or 0
-            runs = session.scalar(select(func.count()).where(tables.Run.state == "live")) or 0
-        return {"open": queued, "running": 0, "runs": runs}
+        return await self.run(self.stored.lengths)

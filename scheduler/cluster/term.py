@@ -25,6 +25,7 @@ from scheduler.cluster.leading_journal import LeadingJournal
 from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.dispatch.trainer_desk import TrainerDesk
+from scheduler.journal.left import open_runs
 from scheduler.journal.samples.sampling import GAVE_UP
 from scheduler.links.broadcasts import MOST_AT_ONCE, Accepted, Broadcasts
 from scheduler.links.contract import QueueUnreachable
@@ -211,7 +212,7 @@ class Term:
     async def _push_again(self, lost: set[str]) -> None:
         """Samples that are queued nowhere, the oldest first."""
         if lost:
-            rows = await self._run(self._shared.journal.queued_rows, sorted(lost))
+            rows = await self._run(self._shared.journal.stored.all_queued, sorted(lost))
             await self._shared.journal.push(sorted(rows.values(), key=lambda op: op.accepted_at))
 
     def _lately(self) -> list[tables.Operation]:
@@ -223,7 +224,7 @@ class Term:
     def _look(self) -> tuple[list[str], set[str], list[str]]:
         """Operations of runs that may not have arrived, samples that are queued, and runs whose session has ended."""
         self.journal.reweigh()
-        row, run, owner = tables.Operation, tables.Run, tables.Session
+        row = tables.Operation
         gaps = self.journal.gaps()
         lanes = dict(self.journal.training.runs)
         with self.database.read() as session:
@@ -234,9 +235,7 @@ class Term:
                 missing += session.scalars(select(row.id).where(of_gaps, row.state == "failed"))
             waiting = select(row.id).where(row.state == "queued", row.kind == SAMPLE).order_by(row.accepted_at)
             samples = set(session.scalars(waiting.limit(RESCAN_ROWS)))
-            over = select(run.id).join(owner, owner.id == run.session_id)
-            ended = session.scalars(over.where(run.state == "live", owner.state != "active"))
-            closed = [run_id for run_id in ended if run_id in lanes and not lanes[run_id].closing]
+            closed = [run_id for run_id in open_runs(session) if run_id in lanes and not lanes[run_id].closing]
         return missing, samples, closed
 
     async def _expire(self) -> None:
@@ -251,7 +250,7 @@ class Term:
         await asyncio.sleep(BEAT_S)
 
     async def _fail(self, op_id: str, failure: Failure) -> None:
-        op = await self._run(self._shared.journal.queued_row, op_id)
+        op = await self._run(self._shared.journal.stored.queued, op_id)
         if op is not None:
             await self._shared.journal.end(op, Done(op_id, failure=failure))
         await self._run(self._shared.queue.forget, op_id)

@@ -91,7 +91,7 @@ def test_an_account_is_unlinked(folder: Path, database: Database) -> None:
         for email in ("ann@corp.example", "bob@corp.example"):
             account = Account("https://idp.example", email, email)
             user = session.scalar(select(User).filter_by(email=email)) or add_member(session, org.id, email, "viewer")
-            sessions.sign_in_with_account(session, org.id, user.id, account, now, 600)
+            sessions.sign_in_with_account(session, org.id, user.id, "", account, now, 600)
 
     database.write_now(write)
     assert run("user", "unlink", "--email", "Ann@corp.example", "--data-dir", str(folder)) == (0, "1\n")

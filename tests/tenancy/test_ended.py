@@ -115,7 +115,7 @@ def held(world: World) -> Held:
     _, key = member(world, "owner", "ada@example.com")
     token = world.post("auth/token", {}, key=key)["jwt"]
     now = datetime.now(UTC)
-    cookie = world.database.write_now(lambda session: sessions.sign_in_with_key(session, key, now, OidcSettings()))
+    cookie = world.database.write_now(lambda session: sessions.sign_in_with_key(session, key, "", now, OidcSettings()))
     links = {}
     for route, (path, found) in LINKED.items():
         reply = world.call("GET", path.format(**ids), key=key, follow_redirects=False)

@@ -52,14 +52,9 @@ async def use(
     own = sid if csrf and hmac.compare_digest(csrf.encode(), csrf_token(service.secret, sid).encode()) else ""
     address = request.client.host if request.client is not None else None
 
-    def write(session: Session) -> str:
-        begun = _join(session, secret, own, now, oidc)
-        sessions.take_place(session, begun, sid)
-        return begun
-
     try:
         with acting_as(Caller(None, SERVER.actor, address)):
-            begun = await service.database.write(write)
+            begun = await service.database.write(lambda session: _join(session, secret, own, sid, now, oidc))
     except (Forbidden, PeopleError) as error:
         return await _page(request, service, secret, 403, str(error))
     response = RedirectResponse(PREFIX + "/", 303)
@@ -67,16 +62,16 @@ async def use(
     return response
 
 
-def _join(session: Session, secret: str, sid: str, now: datetime, oidc: OidcSettings) -> str:
-    """The session of a new member."""
+def _join(session: Session, secret: str, own: str, before: str, now: datetime, oidc: OidcSettings) -> str:
+    """The session of a new member: who is signed in by `own`, if that is a session, or else as whom the link names."""
     row = invitations.find(session, secret, now)
     if row is None:
         raise Forbidden(STALE)
     if sessions.sso_required(session.get_one(Organisation, row.org_id), oidc):
         raise Forbidden("Members of this organisation sign in by the provider.")
-    user = _visitor(session, sid, now, oidc) or _named(session, row)
+    user = _visitor(session, own, now, oidc) or _named(session, row)
     join(session, secret, user, now)
-    return sessions.sign_in_member(session, row.org_id, user.id, now, row.made_by)
+    return sessions.sign_in_member(session, row.org_id, user.id, before, now, row.made_by)
 
 
 def _visitor(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> User | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated
@@ -26,6 +27,7 @@ from api.http.access import declare
 from api.oidc.refusals import ProviderError
 from api.state.service import Service, ServiceDep
 from store.people.keys import find
+from store.people.oidc_settings import OidcSettings
 from store.people.secret import digest
 from store.tables import LoginLink
 
@@ -49,25 +51,15 @@ async def login(
     key: Annotated[str, Form(max_length=256)],
     next: Annotated[str, Form(max_length=2048)] = "",
 ) -> Response:
-    check_same_site(request)
-    service.attempts.check(request)
-    now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
-    before = request.cookies.get(cookie_name(request), "")
-
-    def write(session: Session) -> str | None:
-        begun = sessions.sign_in_with_key(session, key.strip(), now, oidc)
-        sessions.take_place(session, begun, before)
-        return begun
-
-    try:
-        if await service.read(lambda session: find(session, key.strip(), now)):  # a guess does not get to the writer
-            sid = await service.database.write(write)
-    except sessions.SsoNeeded:
-        return _page(request, service, local_path(next), 403, SSO_NEEDED)
-    if sid is None:
-        service.attempts.note(request)
-        return _page(request, service, local_path(next), 401, BAD_KEY)
-    return _enter(request, sid, local_path(next))
+    key = key.strip()
+    return await _sign_in(
+        request,
+        service,
+        lambda session, now: find(session, key, now),
+        lambda session, *about: sessions.sign_in_with_key(session, key, *about),
+        local_path(next),
+        BAD_KEY,
+    )
 
 
 @router.get("/login/{token}", **_OPEN)
@@ -78,25 +70,39 @@ async def link_page(request: Request, service: ServiceDep, token: str) -> HTMLRe
 
 @router.post("/login/{token}", **_OPEN)
 async def login_by_link(request: Request, service: ServiceDep, token: str) -> Response:
+    return await _sign_in(
+        request,
+        service,
+        lambda session, _: session.get(LoginLink, digest(token)),
+        lambda session, *about: sessions.sign_in_with_link(session, token, *about),
+        PREFIX + "/",
+        BAD_LINK,
+    )
+
+
+async def _sign_in(
+    request: Request,
+    service: Service,
+    known: Callable[[Session, datetime], object],
+    sign_in: Callable[[Session, str, datetime, OidcSettings], str | None],
+    to: str,
+    refusal: str,
+) -> Response:
+    """Into the console by `sign_in`, if there is something `known` of what was shown."""
     check_same_site(request)
     service.attempts.check(request)
-    now, oidc, sid = datetime.now(UTC), service.settings.oidc, None
-    before = request.cookies.get(cookie_name(request), "")
-
-    def write(session: Session) -> str | None:
-        begun = sessions.sign_in_with_link(session, token, now, oidc)
-        sessions.take_place(session, begun, before)
-        return begun
-
+    before, now, sid = request.cookies.get(cookie_name(request), ""), datetime.now(UTC), None
     try:
-        if await service.read(lambda session: session.get(LoginLink, digest(token))):
-            sid = await service.database.write(write)
+        if await service.read(lambda session: known(session, now)):  # a guess does not get to the writer
+            sid = await service.database.write(lambda session: sign_in(session, before, now, service.settings.oidc))
     except sessions.SsoNeeded:
-        return _page(request, service, PREFIX + "/", 403, SSO_NEEDED)
+        return _page(request, service, to, 403, SSO_NEEDED)
     if sid is None:
         service.attempts.note(request)
-        return _page(request, service, PREFIX + "/", 401, BAD_LINK)
-    return _enter(request, sid, PREFIX + "/")
+        return _page(request, service, to, 401, refusal)
+    response = RedirectResponse(to, 303)
+    give_cookie(request, response, sid)
+    return response
 
 
 @router.post("/logout", **_OPEN)
@@ -128,9 +134,3 @@ def _page(
 ) -> HTMLResponse:
     oidc = service.settings.oidc
     return page(request, "login.html", None, status, next=next, problem=problem, token=token, fresh=fresh, oidc=oidc)
-
-
-def _enter(request: Request, sid: str, to: str) -> Response:
-    response = RedirectResponse(to, 303)
-    give_cookie(request, response, sid)
-    return response

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Form, Request, Response
 from fastapi.responses import RedirectResponse
-from sqlalchemy.orm import Session
 
-from api.console import sessions
 from api.console.entering import Entered, enter
 from api.console.render import console_router, page
 from api.console.security import check_same_site, cookie_name, give_cookie, local_path, set_cookie, take_cookie
@@ -110,16 +108,10 @@ async def _answered(request: Request, service: Service, signing_in: SigningIn) -
 async def _enter(request: Request, service: Service, flow: Flow, account: Account) -> Entered:
     now, settings = datetime.now(UTC), service.settings.oidc
     address = request.client.host if request.client is not None else None
-    before = request.cookies.get(cookie_name(request), "")
-
-    def write(session: Session) -> Entered:
-        found = enter(session, account, settings, now, org_id=flow.org_id, invitation=flow.invitation)
-        sessions.take_place(session, found.sid, before)
-        return found
-
+    before, to = request.cookies.get(cookie_name(request), ""), {"org_id": flow.org_id, "invitation": flow.invitation}
     with acting_as(Caller(None, SERVER.actor, address)):
         return await service.database.write(
-            write,
+            lambda session: enter(session, account, before, settings, now, **to),
             lock=f"account {account.email}",  # two tabs, by two replicas: one makes what both need
         )
 

@@ -108,7 +108,7 @@ async def finish_session(session_id: str, request: Request, service: ServiceDep,
     def write(session: Session) -> list[str]:
         row = own_session(session, who, session_id)
         end(session, row, "finished", reason=body.reason.type, detail=detail, key_id=who.key_id)
-        return runs_of(session, [row.id])
+        return runs_of(session, row.id)
 
     runs = await service.database.write(write)
     service.liveness.ended([session_id])

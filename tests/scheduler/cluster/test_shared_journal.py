@@ -31,6 +31,7 @@ from scheduler.cluster.answers import SampleAnswers
 from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
+from scheduler.cluster.stored import StoredOperations
 from scheduler.cluster.term import Shared, Term
 from scheduler.journal.accepting.acceptance import Taking
 from scheduler.journal.ending.results import FETCHED_LAST, Results
@@ -374,13 +375,13 @@ def test_a_small_answer_to_what_was_accepted_here_is_not_looked_up_and_is_correc
     play: Play, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = list[str]()
-    rows = SharedJournal.queued_rows
+    rows = StoredOperations.all_queued
 
-    def look(self: SharedJournal, op_ids: Any) -> Any:
+    def look(self: StoredOperations, op_ids: Any) -> Any:
         looked.extend(op_ids)
         return rows(self, op_ids)
 
-    monkeypatch.setattr(SharedJournal, "queued_rows", look)
+    monkeypatch.setattr(StoredOperations, "all_queued", look)
 
     async def scenario(one: Replica, two: Replica) -> None:
         ids = [await one.journal.accept(sample(seq)) for seq in range(2)]

@@ -1,0 +1,106 @@
+"""How the application answers what is refused, or fails, wherever that is: each way has its JSON form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.errors import ApiError, Invalid, Malformed, NoMethod, NotFound, NotHere, away, body_of, count, explain, form_of
+from store import logs
+from store.people.organisations import NoSuch, PeopleError
+
+log = logging.getLogger("weft.api")
+
+#: A longer path is not compared with those that there are.
+LONGEST_PATH = 128
+
+
+def anywhere(error: ApiError) -> Response:
+    """A refusal that any path may have: in OpenAI's form too, whose clients read nothing else."""
+    body = body_of(error.detail, error.code, error.request_id) | form_of(error)
+    return JSONResponse(body, error.status, error.headers)
+
+
+def not_here(request: Request) -> NotHere:
+    """No such path: what may have been meant."""
+    path = request.scope["path"]
+    short = len(path) <= LONGEST_PATH
+    paths = [route.path for route in request.app.routes if request.method in (getattr(route, "methods", None) or ())]
+    near = get_close_matches(path, paths, 1, cutoff=0.7) if short else []
+    advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
+    return NotHere(f"this server has no {request.method} {path}; {advice}")
+
+
+def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> None:
+    """Give every way to fail its JSON form. `astray` may have a page for a path that is not there instead."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        count(request, error)
+        return error.response()
+
+    @app.exception_handler(PeopleError)
+    async def people_error(_request: Request, error: PeopleError) -> Response:
+        return (NotFound if isinstance(error, NoSuch) else Invalid)(str(error)).response()
+
+    @app.exception_handler(OperationalError)
+    @app.exception_handler(PoolTimeout)
+    @app.exception_handler(OSError)
+    async def store_error(_request: Request, error: Exception) -> Response:
+        return anywhere(away(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
+        return Malformed(explain(error, prefix=("query", "path"))).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            refused = not_here(request)
+            return astray(request, refused.detail) or anywhere(refused)
+        if error.status_code == 405:
+            return anywhere(NoMethod(f"{request.scope['path']} does not take {request.method}", headers=error.headers))
+        return JSONResponse(body_of(str(error.detail), "http_error"), error.status_code, error.headers)
+
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Answers 500 for whatever nobody expected, with an id that leads to the logged traceback and nothing inside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except ClientDisconnect:
+            return
+        except Exception:
+            error_id = logs.about().get("request", "")
+            route = getattr(scope.get("route"), "path", "no route")  # its template: a path may have a secret in it
+            log.exception("error %s in %s %s", error_id, scope["method"], route)
+            if started:
+                raise  # half an answer is out: only closing the connection can tell the client
+            why = f"internal error {error_id}: the operator finds it in the server's log under this id"
+            await anywhere(ApiError(why, request_id=error_id))(scope, receive, send)
