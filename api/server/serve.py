@@ -190,13 +190,19 @@ def open_database(settings: Settings) -> Database:
     from sqlalchemy.exc import SQLAlchemyError
 
     from migrations.upgrade import CannotMigrate, migrate
+    from store.backup.databases import is_empty
+    from store.backup.files import RESTORING
     from store.database.commit_mark import LostCommits
     from store.database.db import Database
 
-    database = None
+    database, url = None, settings.effective_database_url
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        database = Database(settings.effective_database_url, durable=settings.durable)
+        if (settings.data_dir / RESTORING).exists() and is_empty(url):  # whose files a new service would delete
+            raise CannotServe(
+                f"a restore into {settings.data_dir} was cut off: delete it, and restore the backup again"
+            )
+        database = Database(url, durable=settings.durable)
         migrate(database, partial(other_server, settings.data_dir))
     except (LostCommits, CannotMigrate) as error:
         if database is not None:

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from billing.money.wallets import wallet_of
 from store.database.bulk import insert_into
 from store.tables import LedgerEntry, UsageEvent
+from store.tables.base import any_index_but
 
 EntryType = Literal["topup", "grant", "usage", "refund", "adjustment", "expiry", "invoice", "chargeback"]
 TYPES: tuple[EntryType, ...] = get_args(EntryType)
@@ -58,7 +59,8 @@ def refund_operation(session: Session, org_id: str, operation_id: str, memo: str
     """Give back all that an operation of this organisation has cost, once. Call it in a write.
 
     None when it was refunded before, or has cost nothing. Metered usage and budgets stay as they are."""
-    query = select(UsageEvent.amount_nusd).where(UsageEvent.org_id == org_id, UsageEvent.operation_id == operation_id)
+    of_org = any_index_but(UsageEvent.org_id) == org_id
+    query = select(UsageEvent.amount_nusd).where(of_org, UsageEvent.operation_id == operation_id)
     amount = sum(session.scalars(query))
     if amount == 0:
         return None

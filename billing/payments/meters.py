@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from datetime import datetime, timedelta
 
-from sqlalchemy import and_, func, select, text
+from sqlalchemy import and_, exists, func, not_, or_, select, text
 from sqlalchemy.orm import Session
 
 from billing.money.wallets import Mode, set_mode, wallet_of
@@ -41,10 +41,17 @@ def postpaid_organisations(session: Session) -> list[str]:
     return list(session.scalars(query))
 
 
-def organisations_of(session: Session, period_start: datetime) -> list[str]:
-    """Whose month has to be closed: who is metered, or was during it."""
-    metered = select(StripeOutbox.org_id).where(StripeOutbox.period_start == period_start).distinct()
-    return sorted({*postpaid_organisations(session), *session.scalars(metered)})
+def unclosed(session: Session, last: datetime) -> list[tuple[str, datetime]]:
+    """Organisations and months that have to be closed: of the `last` month who is metered, or was during it; and what
+    is left of months before. Those are believed to be over once Stripe, which takes nothing of the future, has taken
+    what was used later: a clock that is years ahead would close the month that goes on."""
+    row, invoice = StripeOutbox, Invoice
+    taken = select(func.max(row.period_start)).where(row.state == "sent").scalar_subquery()
+    over = and_(row.period_start <= last, or_(row.period_start == last, row.period_start < taken))
+    closed = exists().where(invoice.org_id == row.org_id, invoice.period_start == row.period_start)
+    metered = session.execute(select(row.org_id, row.period_start).where(over, not_(closed)).distinct())
+    months = {(org_id, start) for org_id, start in metered} | {(org, last) for org in postpaid_organisations(session)}
+    return sorted(months, key=lambda month: (month[1], month[0]))
 
 
 def change_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int, now: datetime) -> Wallet:

@@ -48,8 +48,9 @@ def counted_uusd(
 def unclear(session: Session, now: datetime) -> list[StripeOutbox]:
     """Rows that only Stripe's sum can decide, and that are old enough to be in it."""
     row = StripeOutbox
-    query = select(row).where(row.state == "reconcile", is_due(row.next_attempt_at, now), row.last_sent_at <= now - LAG)
-    return list(session.scalars(query.order_by(row.id)))
+    query = select(row).where(row.state != "sent", row.state == "reconcile", is_due(row.next_attempt_at, now))
+    found = session.scalars(query.where(row.last_sent_at <= now - LAG))
+    return sorted(found, key=lambda row: row.id)  # asked for the order, and without "not sent", SQLite reads all rows
 
 
 def decide(session: Session, row_id: int, counted: int, now: datetime) -> str:

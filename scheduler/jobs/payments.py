@@ -176,14 +176,14 @@ def _keep(session: Session, page: list[dict[str, Any]], now: datetime) -> int:
 
 @job("close_invoices", every_s=3600)
 def close_invoices(context: JobContext) -> Result:
-    """The last month of every organisation that was metered in it."""
+    """The last month of every organisation that was metered in it, and what could not be closed in its time."""
     if not context.settings.payments.enabled:
         return {}
     now = context.now()
     last = period_before(period_of(now))
     with context.database.read() as session:
-        organisations = meters.organisations_of(session, last)
-    closed = sum(invoices.close(context.database, org_id, last, now) for org_id in organisations)
+        months = meters.unclosed(session, last)
+    closed = sum(invoices.close(context.database, org_id, start, now) for org_id, start in months)
     return {"closed": closed}
 
 

@@ -17,6 +17,8 @@ from store.blobs.contract import SUMS_FILE
 from store.people.secret import FILE_NAME as SECRET
 
 SUMS = "SHA256SUMS"
+#: Of a data folder, or below a bucket's prefix: a backup is being put back there.
+RESTORING = ".restoring"
 #: Of the blobs: what can be made again, and what is not finished.
 _LEFT_OUT = {"archives", ".unfinished"}
 _CHUNK = 1 << 20

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from store.backup.files import digest_of
-from store.blobs.bucket import Bucket
+from store.backup.files import RESTORING, BadBackup, digest_of
+from store.blobs.bucket import MARK, Bucket
 from store.blobs.contract import Damaged, unsealed
 
 #: Of a backup: the objects by their keys.
@@ -39,8 +41,37 @@ def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str], refs: Itera
         sums |= copied
 
 
+@contextmanager
+def objects_put(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> Iterator[None]:
+    """Put them below an empty prefix, for what is done within; they are gone again if that fails. Two who find the same
+    prefix empty do not both put there, nor does one delete what the other has put."""
+    mine = uuid.uuid4().hex.encode()
+    bucket.create(RESTORING, mine)
+    refuse_objects(bucket, mine)
+    put = [name.removeprefix(f"{OBJECTS}/") for name in sums if name.startswith(f"{OBJECTS}/")]
+    try:
+        put_objects(bucket, source, sums)
+        yield
+    except BaseException:
+        bucket.delete([*put, RESTORING])
+        raise
+    bucket.delete([RESTORING])
+
+
+def refuse_objects(bucket: Bucket, mine: bytes | None = None) -> None:
+    """Raise BadBackup unless nothing lies below the prefix, but for a restore that is `mine`."""
+    found = sorted(stored.key for stored in bucket.listed("") if stored.key != MARK)
+    if RESTORING in found and (mine is None or bucket.get(RESTORING) != mine):
+        raise BadBackup(
+            f"{bucket.url}: a restore into it is under way, or was cut off ({RESTORING} is there): wait, or delete "
+            "what lies below this prefix"
+        )
+    if other := next((key for key in found if key != RESTORING), None):
+        raise BadBackup(f"{bucket.url} is not empty ({other} is there): name a prefix that is")
+
+
 def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
-    """Put them below a prefix; lists of folders last, with which the folders are there."""
+    """Lists of folders last, with which the folders are there."""
     names = [name for name in sums if name.startswith(f"{OBJECTS}/")]
     for name in sorted(names, key=lambda name: name.startswith(f"{OBJECTS}/folders/")):
         bucket.put(name.removeprefix(f"{OBJECTS}/"), source / name)

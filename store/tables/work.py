@@ -19,9 +19,13 @@ class Session(Base):
     that made it, which is what "owned" means."""
 
     __tablename__ = "sessions"
-    __table_args__ = (Index("ix_sessions_org_state", "org_id", "state"), Index("ix_sessions_state", "state"))
+    __table_args__ = (
+        Index("ix_sessions_org_state", "org_id", "state"),
+        Index("ix_sessions_org_ended", "org_id", "ended_at"),
+        Index("ix_sessions_state", "state"),
+    )
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)
+    org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"))
     state: Mapped[str] = mapped_column(String(16))
     sdk_version: Mapped[str] = mapped_column(String(64))
     display_name: Mapped[str | None] = mapped_column(String(256))

@@ -247,19 +247,40 @@ def test_two_loops_do_not_train_one_run_at_the_same_time(service: weft.ServiceCl
 def test_two_loops_do_not_save_under_one_name_at_the_same_time(service: weft.ServiceClient, kind: str) -> None:
     """As where a job is submitted twice, or a laptop wakes up whose loop goes on elsewhere: the one that is behind is
     refused, and the next life goes on from the other."""
-    kept = rl.Checkpoints(f"one-name-{kind}", every=2)
+    loop, name = under_one_name(service, kind), f"one-name-{kind}"
+    with pytest.raises(weft.WeftError, match=rf"'{name}': tinker://\S+ is of step 4, this loop came to step 2"):
+        loop(name, Started(lambda: loop(name, Quiet())))
+    assert loop(name, Quiet()).resumed_at == 4
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_what_a_loop_under_the_same_name_has_spent_is_of_the_budget_too(service: weft.ServiceClient, kind: str) -> None:
+    """It has begun while the first went on, and come less far: the next life goes on from the first."""
+    runs: list[weft.TrainingClient] = []
+    loop, name = under_one_name(service, kind, runs), f"beside-{kind}"
+    loop(name, beside := Started(lambda: loop(name, Quiet(), 1)))
+    again = loop(name, Quiet())
+    assert (len(runs), beside.told, again.resumed_at) == (3, [], 4)
+    assert again.spent_nusd == sum(run.cost().result(60).total_nusd for run in runs)
+
+
+def under_one_name(
+    service: weft.ServiceClient, kind: str, runs: list[weft.TrainingClient] | None = None
+) -> Callable[..., rl.Report]:
+    """A loop of so many steps that saves under a name; each has a run of its own, which `runs` is told."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
     data = rl.conversations([talk] * 4, fresh(service).get_tokenizer())
 
-    def loop(sink: Any) -> rl.Report:
-        more: dict[str, Any] = {"checkpoint": kept, "sinks": [sink], "budget_usd": 1.0}
+    def loop(name: str, sink: Any, steps: int = 4) -> rl.Report:
+        more: dict[str, Any] = {"checkpoint": rl.Checkpoints(name, every=2), "sinks": [sink], "budget_usd": 1.0}
+        run = fresh(service)
+        if runs is not None:
+            runs.append(run)
         if kind == "sft":
-            return rl.sft(fresh(service), data, batch=1, **more)
-        return rl.train(fresh(service), ONE_TURN, steps=4, groups=SMALL, **more)
+            return rl.sft(run, data[:steps], batch=1, **more)
+        return rl.train(run, ONE_TURN, steps=steps, groups=SMALL, **more)
 
-    with pytest.raises(weft.WeftError, match=rf"'{kept.name}': tinker://\S+ is of step 4, this loop came to step 2"):
-        loop(Started(lambda: loop(Quiet())))
-    assert loop(Quiet()).resumed_at == 4
+    return loop
 
 
 class Quiet:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from weft.version import __version__
 
 from api.commands.places import refuse, settings_of, where
 from store.backup.databases import file_name, is_empty, put_back, rows_of, saved
-from store.backup.files import BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
+from store.backup.files import RESTORING, BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
 from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
         refuse(f"{target if target.exists() else partial} is there already: name a new folder, or delete it first")
     about, files = _told(lambda: _backup(settings, partial), partial)
     os.sync()
-    partial.rename(target)
+    _told(lambda: partial.rename(target), target)
     click.echo(f"{target}\t{files} files\trevision {about.revision}\t{sum(about.rows.values())} rows\t{about.made_at}")
     if about.missing:
         click.echo(f"weftd: missing in the data folder, and so in the backup: {', '.join(about.missing)}", err=True)
@@ -141,18 +141,17 @@ def _restore(settings: Settings, source: Path) -> About:
     if not is_empty(url):
         raise BadBackup("the database of the settings has tables already: name an empty one")
     _same_place(source, bucket)
-    made = (data_dir / name for name in (".restoring", "blobs", "server.secret", "weft.db"))
-    with only_one(data_dir), _whole_or_gone(*made):
-        copy_checked(source, data_dir / ".restoring", sums)
-        for found in ("blobs", "server.secret"):
-            if (data_dir / ".restoring" / found).exists():
-                (data_dir / ".restoring" / found).rename(data_dir / found)
-        if bucket is not None:
-            from store.backup.objects import put_objects
-
-            put_objects(bucket, data_dir / ".restoring", sums)
-        rows = put_back(url, data_dir / ".restoring" / about.database)
-        shutil.rmtree(data_dir / ".restoring")
+    coming = data_dir / RESTORING
+    made = (coming, *(data_dir / name for name in ("blobs", "server.secret", "weft.db")))
+    with only_one(data_dir):
+        with _whole_or_gone(*made):
+            copy_checked(source, coming, sums)
+            for found in ("blobs", "server.secret"):
+                if (coming / found).exists():
+                    (coming / found).rename(data_dir / found)
+            with _objects_put(bucket, coming, sums):
+                rows = put_back(url, coming / about.database)  # from here on it is restored, whatever becomes of this
+        shutil.rmtree(coming)
     wrong = [name for name in about.rows if rows.get(name) != about.rows[name]]
     if wrong:
         raise BadBackup(
@@ -195,6 +194,14 @@ def _copy(
         copy_objects(bucket, target, sums, refs)
 
 
+def _objects_put(bucket: Bucket | None, source: Path, sums: dict[str, str]) -> AbstractContextManager[None]:
+    if bucket is None:
+        return nullcontext()
+    from store.backup.objects import objects_put
+
+    return objects_put(bucket, source, sums)
+
+
 def _missing(backup: Path, needed: set[str]) -> list[str]:
     places = [backup / place for place in ("blobs", "objects/files", "objects/folders")]
     return sorted(ref for ref in needed if not any((place / ref).exists() for place in places))
@@ -207,11 +214,10 @@ def _same_place(source: Path, bucket: Bucket | None) -> None:
     if (source / "blobs").exists() and bucket is not None:
         raise BadBackup(f"{source} is of a service with its blobs in a folder: leave blob_url out")
     if bucket is not None:
-        from store.blobs.bucket import MARK
+        from store.backup.objects import refuse_objects
 
         bucket.check()
-        if (found := next((one.key for one in bucket.listed("") if one.key != MARK), None)) is not None:
-            raise BadBackup(f"{bucket.url} is not empty ({found} is there): name a prefix that is")
+        refuse_objects(bucket)
 
 
 def _about(source: Path) -> About:

@@ -45,8 +45,10 @@ def fill(session: Session) -> None:
 
 
 def _sessions(session: Session, org: str, numbers: Iterator[int]) -> list[str]:
-    """Two that are active, one whose losses are still kept, and three whose are not."""
-    ends = (None, None, NOW - LOSSES_LAST + HOUR, *(NOW - LOSSES_LAST - hours * HOUR for hours in (1, 2, 3)))
+    """Two that are active, one whose losses are still kept, and three whose are not: of one a clock that was years
+    ahead has said when it ended."""
+    over = (*(NOW - LOSSES_LAST - hours * HOUR for hours in (1, 2)), NOW + timedelta(days=3650))
+    ends = (None, None, NOW - LOSSES_LAST + HOUR, *over)
     rows = [
         tables.Session(
             id=f"s{next(numbers)}", org_id=org, state="ended" if ended_at else "active", sdk_version="1", tags=[],

@@ -108,6 +108,35 @@ def test_a_month_is_not_closed_before_every_event_is_confirmed(payments: Payment
     assert close_invoices(payments.context) == {"closed": 1}
 
 
+def test_a_month_that_nobody_closed_in_the_next_one_is_closed_later(payments: Payments, org_id: str) -> None:
+    """The server was down, or the books did not agree: its payment was in nobody's balance."""
+    payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    payments.fake.stripe.pay_invoice(invoice)
+    payments.wait(45 * 24 * 3600)
+    payments.use(org_id, "train", 5_000_000)
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    assert close_invoices(payments.context) == {"closed": 1}
+    assert close_invoices(payments.context) == {"closed": 0}
+    _tell(payments)
+    assert _invoice(payments).status == "paid"
+    assert ("invoice", 3_910_000_000) in payments.ledger(org_id)
+
+
+def test_a_clock_that_is_years_ahead_closes_no_month_that_goes_on(payments: Payments, org_id: str) -> None:
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    here = payments.fake.stripe.now
+    payments.wait(10 * 365 * 24 * 3600)
+    assert close_invoices(payments.context) == {"closed": 0}
+    payments.fake.stripe.now = here
+    assert close_invoices(payments.context) == {"closed": 0}
+    assert _end_november(payments) == {"closed": 1}
+
+
 def test_a_month_is_not_closed_before_all_of_it_is_in_the_outbox(payments: Payments, org_id: str) -> None:
     put_meter_events(payments.context)
     send_meter_events(payments.context)

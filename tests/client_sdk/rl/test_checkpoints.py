@@ -15,8 +15,9 @@ from weft.wire.rest import Checkpoint, CheckpointsListResponse
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 
 
-def saved(name: str, step: int, age_s: int) -> Checkpoint:
-    facts = {"weft.rl": name, "weft.rl.step": str(step), "weft.rl.state": packed({"step": step})}
+def saved(name: str, step: int, age_s: int, *runs: str) -> Checkpoint:
+    state = packed({"step": step, "runs": runs})
+    facts = {"weft.rl": name, "weft.rl.step": str(step), "weft.rl.state": state}
     return Checkpoint(
         checkpoint_id=f"weights/{name}-{step}",
         checkpoint_type="training",
@@ -67,3 +68,17 @@ def test_saves_and_an_end_between_two_pages_change_nothing() -> None:
 def test_all_pages_are_read(others: int) -> None:
     rows = [*(saved("another", step, 1) for step in range(others)), saved("mine", 7, 9)]
     assert newest(rows, lambda rows: None) == 7
+
+
+def test_what_a_loop_beside_it_has_spent_is_counted() -> None:
+    """A second loop under the name has begun where the first was, and was refused: its run is in its first checkpoint
+    alone, which is older than that which is gone on with."""
+    rows = [
+        saved("mine", 10, 1, "first"),
+        saved("another", 90, 2, "nobody's"),
+        saved("mine", 5, 3, "first", "second"),
+        saved("mine", 5, 4, "first"),
+    ]
+    found = asyncio.run(rl.Checkpoints("mine").newest(cast(RestClient, Listing(rows, lambda rows: None))))
+    assert found is not None
+    assert (found[1]["step"], sorted(found[1]["runs"])) == (10, ["first", "second"])

@@ -61,13 +61,17 @@ class Checkpoints:
                 f" step {step}. One name is for one loop at a time: start this one under another, or again once that"
                 f" one has ended, to go on from there. What it has trained is in {run_id}"
             )
+        if found is not None:
+            state = {**state, "runs": _together(state.get("runs", []), found[1]["runs"])}
         metadata = {_NAME: self.name, _STEP: str(step), _STATE: _fitting(state)}
         saved = await run.save_state(self._named(step), self.ttl_seconds, overwrite=True, user_metadata=metadata)
         return saved.path
 
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
-        """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved."""
-        best: tuple[tuple[int, datetime], str, str] | None = None
+        """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved. Its
+        `runs` are those of all: a loop beside it that was refused has spent, too."""
+        best: tuple[tuple[int, datetime], str, dict[str, Any]] | None = None
+        runs: list[str] = []
         offset, last = 0, ""
         while True:
             listed = (await rest.list_user_checkpoints(_PAGE, offset)).checkpoints
@@ -78,13 +82,18 @@ class Checkpoints:
                 facts = each.user_metadata or {}
                 if facts.get(_NAME) != self.name:
                     continue
-                age = int(facts[_STEP]), each.time
+                age, state = (int(facts[_STEP]), each.time), _unpacked(facts[_STATE])
+                runs = _together(runs, state.get("runs", []))
                 if best is None or age > best[0]:
-                    best = age, each.tinker_path, facts[_STATE]
+                    best = age, each.tinker_path, state
             if len(listed) < _PAGE:
                 break
             offset, last = offset + _PAGE - 1, listed[-1].tinker_path
-        return None if best is None else (best[1], json.loads(zlib.decompress(base64.b85decode(best[2]))))
+        return None if best is None else (best[1], {**best[2], "runs": runs})
+
+
+def _together(runs: list[str], more: list[str]) -> list[str]:
+    return list(dict.fromkeys([*runs, *more]))
 
 
 def _fitting(state: Mapping[str, Any]) -> str:
@@ -111,6 +120,11 @@ def _fitting(state: Mapping[str, Any]) -> str:
 def packed(state: Mapping[str, Any]) -> str:
     """A loop's state as a checkpoint's metadata take it."""
     return base64.b85encode(zlib.compress(json.dumps(state).encode(), 9)).decode()
+
+
+def _unpacked(text: str) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
+    return state
 
 
 def tell_resumed(checkpoint: Checkpoints | None, path: str, step: int, steps: int) -> None:
