@@ -30,13 +30,18 @@ refuse it with an error.
 
 That holds where the base has nothing but experts in its MLPs: Qwen3 MoE, Mixtral, OLMoE. With transformers 5 peft 0.21
 drops, **without a word**, dense layers and shared experts that are beside experts (GLM-4.5, GLM-4.7-Flash, DeepSeek-V3,
-Qwen3-Next, Qwen3.5 MoE), and experts that are one tensor in the checkpoint (gpt-oss). Such adapters are sampled rightly
-by Weft. So check once:
+Qwen3-Next), and the experts of Qwen3.5 MoE, gpt-oss and Nemotron. Such adapters are sampled rightly by Weft. So check
+once:
 
     python verify.py --base BASE
 
 compares log-probabilities with the server's (reference.json). BASE is the base model, by its folder or its name on the
 hub.
+
+Nemotron. PEFT refuses an adapter that trains attention, since kernels of mamba-ssm read `out_proj` past it; the code of
+transformers does not. Before PeftModel.from_pretrained (and "nemotron_h" again after it):
+
+    base.config.model_type = ""
 
 Merging. Where the adapter trains the unembedding and the base has it tied to its embedding (as small models have),
 merge_and_unload changes the embedding, too, and gives another model. Part them before PeftModel.from_pretrained:

@@ -214,6 +214,27 @@ def test_gspo_metrics_are_of_the_positions_in_the_loss() -> None:
     assert found["mismatch_kl:mean"] == pytest.approx(math.exp(0.5) - 1.5)
 
 
+def test_gspo_metrics_of_ratios_are_of_what_its_mask_marks() -> None:
+    """What it does not mark may have any q, for the loss reads none there."""
+    lp_P, inputs = rl([-1.0, -2.0, -3.0], [-1.5, 0.0, -200.0], [1.0, 1.0, 1.0])
+    inputs["sequence_ratio_mask"] = torch.tensor([1.0, 0.0, 0.0])
+    found = metric_values(gspo(lp_P, inputs, {})[1])
+    assert found["ratio:mean"] == pytest.approx(math.exp(0.5))
+    assert found["mismatch_kl:mean"] == pytest.approx(math.exp(0.5) - 1.5)
+    assert found["tokens:sum"] == 3
+
+
+@pytest.mark.parametrize("loss_fn", RATIO_LOSSES)
+def test_the_kl_of_ratios_near_1_is_no_rounding(loss_fn: str) -> None:
+    lp = -torch.linspace(0.5, 3.0, 50)
+    q = lp + 1e-4 * torch.linspace(-1, 1, 50)
+    inputs = {"logprobs": q, "advantages": torch.ones(50), "sequence_ratio_mask": torch.ones(50)}
+    log_ratio = (lp.double() - q.double()).tolist()
+    wanted = sum(math.expm1(x) - x for x in log_ratio) / 50
+    found = metric_values(LOSS_FUNCTIONS[loss_fn](lp, inputs, {})[1])
+    assert found["mismatch_kl:mean"] == pytest.approx(wanted, rel=1e-2)
+
+
 def test_gspo_ratio_is_the_sequences_and_sequences_are_apart() -> None:
     """Two sequences: ratios exp(0.1) and exp(-0.1 / 2) = mean over the marked positions; the mask reaches further than
     the advantages."""

@@ -112,6 +112,14 @@ def test_what_a_traced_loss_tells_is_of_its_tokens_whatever_the_loop_divides_by(
     assert told == pytest.approx({"mismatch_kl": kl, "masked": masked, "tokens": len(drawn)}, rel=1e-5)
 
 
+def test_the_kl_of_ratios_near_1_is_no_rounding() -> None:
+    loss, lp = losses.ppo_clip(), -torch.linspace(0.5, 3.0, 50)
+    q = lp + 1e-4 * torch.linspace(-1, 1, 50)
+    _, metrics = interpreted(loss, lp, {"q": q, "advantages": torch.ones(50), "mask": torch.ones(50)})
+    wanted = sum(math.expm1(x) - x for x in (lp.double() - q.double()).tolist())
+    assert metrics["custom/mismatch_kl:sum"] == pytest.approx(wanted, rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("loss", "advantage", "pull"),
     [

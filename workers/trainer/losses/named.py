@@ -100,7 +100,9 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     ratio_P = _clipped_exp(mean_P + (lp_P - lp_P.detach()), advantages_P)
     free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
-    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P)}
+    # The q of a position that is not marked is nothing that this loss reads.
+    metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P & marked_P)}
+    metrics["tokens:sum"] = _total(inside_P.sum())
     metrics["sequence_ratio:mean"] = _mean_over_loss(ratio_P.detach(), inside_P)
     metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inside_P)
     return loss, metrics
@@ -182,12 +184,11 @@ def _setting(loss_fn: str, name: str, config: Config) -> float:
 
 def _ratio_metrics(log_ratio_P: Tensor, inside_P: Tensor) -> dict[str, Measure]:
     """`mismatch_kl` estimates KL(sampler || trainer) per token with the unbiased, never negative estimator
-    r - 1 - log r (Schulman, "Approximating KL divergence", k3)."""
+    r - 1 - log r (Schulman, "Approximating KL divergence", k3). By expm1: of ratios near 1, r - 1 would be rounding."""
     log_ratio_P = log_ratio_P.detach()
-    ratio_P = log_ratio_P.exp()
     return {
-        "mismatch_kl:mean": _mean_over_loss(ratio_P - 1 - log_ratio_P, inside_P),
-        "ratio:mean": _mean_over_loss(ratio_P, inside_P),
+        "mismatch_kl:mean": _mean_over_loss(log_ratio_P.expm1() - log_ratio_P, inside_P),
+        "ratio:mean": _mean_over_loss(log_ratio_P.exp(), inside_P),
         "tokens:sum": _total(inside_P.sum()),
     }
 

@@ -151,7 +151,7 @@ class _Scorer:
 
 def _sums(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]]) -> list[float]:
     return [
-        float((output["logprobs"].to_numpy() * datum.loss_fn_inputs["weights"].to_numpy()).sum())
+        float(np.sum(output["logprobs"].to_numpy() * datum.loss_fn_inputs["weights"].to_numpy(), dtype=np.float64))
         for datum, output in zip(data, outputs, strict=True)
     ]
 

@@ -50,7 +50,7 @@ def _torch() -> Any:
 def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | None = None) -> Any:
     torch = _torch()
     log_rho, on = lp - q, (m != 0).float()
-    kl = (on * (torch.exp(log_rho) - 1 - log_rho)).sum()
+    kl = (on * (torch.expm1(log_rho) - log_rho)).sum()
     metrics = {"custom/mismatch_kl:sum": kl, "custom/tokens:sum": on.sum()}
     if masked is not None:
         metrics["custom/masked:sum"] = (on * masked).sum()

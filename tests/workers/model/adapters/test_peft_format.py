@@ -243,6 +243,35 @@ def test_stock_peft_reads_an_export_with_experts_whole(family: str, tmp_path: Pa
     torch.testing.assert_close(their_logprobs(theirs, decoder), our_logprobs(decoder, adapter), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("trained", [{}, {"train_attn": False}], ids=["all", "no attention"])
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        *((family, True) for family in ("qwen3.5-moe", "gpt-oss", "nemotron-h", "nemotron-h-latent")),
+        *((family, False) for family in ("glm4-moe", "glm4-moe-lite", "deepseek", "qwen3-next")),
+    ],
+)
+def test_stock_peft_drops_what_a_downloads_readme_says_and_nothing_else(
+    family: str, experts: bool, trained: dict[str, bool], tmp_path: Path
+) -> None:
+    """The experts, or what is beside them: dense layers and shared experts."""
+    base = reference(family)
+    decoder = ours(base, tmp_path / "model")
+    adapter = random_adapter(decoder, RANK, 4, **trained)
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    if family.startswith("nemotron"):
+        line = _FOR_PEFT.partition('(and "nemotron_h" again after it):\n\n')[2].partition("\n")[0]
+        exec(line.strip(), {"base": base})
+        assert base.config.model_type != "nemotron_h"
+    theirs = their_logprobs(PeftModel.from_pretrained(base, folder).eval(), decoder)
+    assert (theirs - our_logprobs(decoder, adapter)).abs().max() > 0.1
+    for name, factor in adapter.views.items():
+        layer = re.search(r"layers\.(\d+)\..*mlp\.(shared|latent)?.*_B$", name)
+        if layer and experts == (decoder.config.is_moe(int(layer[1])) and not layer[2]):
+            factor.zero_()
+    torch.testing.assert_close(theirs, our_logprobs(decoder, adapter), atol=1e-4, rtol=0)
+
+
 def test_an_archive_of_gpt_oss_that_tinker_made_is_read(tmp_path: Path) -> None:
     decoder = ours(reference("gpt-oss"), tmp_path / "model")
     adapter = random_adapter(decoder, 4, 6)
