@@ -76,7 +76,7 @@ def messages_of(body: ResponsesBody) -> list[Json]:
             messages.append({**said, "content": _text(item.get("output"), place)})
         else:
             what = f"type {quote(str(kind))}" if kind != "message" else f"role {quote(str(item.get('role')))}"
-            raise Refused(f"input[{place}]: {what} cannot be read here", "input", "unsupported_content")
+            raise Refused(f"input[{place}]: {what} cannot be read here; leave it out", "input", "unsupported_content")
     return messages
 
 
@@ -88,7 +88,11 @@ def _text(content: Any, place: int) -> str:
     kinds = [part.get("type") for part in pieces if isinstance(part, Mapping)]
     readable = all(kind in ("input_text", "output_text", "text") for kind in kinds)
     if not readable or not all(isinstance(text, str) for text in texts):
-        raise Refused(f"input[{place}]: only text can be read here", "input", "unsupported_content")
+        raise Refused(
+            f"input[{place}]: only text can be read here; leave the rest out, or say it in words",
+            "input",
+            "unsupported_content",
+        )
     return "".join(str(text) for text in texts)
 
 
