@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from weft.wire import DimuonOptimizerConfig, DimuonParams, OptimStepRequest
-from weft.wire.checks.runs import ADAMW, DIMUON, adam_problems, optimizer_problems, step_problems
+from weft.wire.checks.runs import ADAMW, DIMUON, adam_problems, optimizer_problems, rate_problems, step_problems
 
 from api.errors import Invalid, Malformed, explain, quote, refuse
 
@@ -44,7 +44,10 @@ def check_step(request: OptimStepRequest, optimizer: str) -> dict[str, float]:
     if given["type"] == ADAMW:
         raise Invalid("optimizer_params: AdamW takes its parameters under the name adam_params")
     refuse(step_problems(given["type"], optimizer), "optimizer_params")
-    return _parsed(DimuonParams, given, "optimizer_params").model_dump(exclude={"type"})
+    params = _parsed(DimuonParams, given, "optimizer_params")
+    problems = rate_problems("learning_rate", params.learning_rate)
+    refuse(problem.within("optimizer_params") for problem in problems)
+    return params.model_dump(exclude={"type"})
 
 
 def check_same_optimizer(saved: str, used: str) -> None:

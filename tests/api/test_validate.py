@@ -284,6 +284,7 @@ def test_optimizers() -> None:
         ("dimuon", {"optimizer_params": {"learning_rate": 1}}, "None is not supported"),
         ("dimuon", {"optimizer_params": {"type": "dimuon"}}, "learning_rate"),
         ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "damping": 2}}, "damping"),
+        ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1e30}}, "must be at most 1e\\+18"),
     ],
 )
 def test_steps_of_another_optimizer_are_refused(optimizer: str, given: dict[str, Any], words: str) -> None:

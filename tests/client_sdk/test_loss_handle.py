@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -141,6 +142,16 @@ def test_a_gradient_of_the_users_that_is_not_finite_is_told_as_theirs(service: S
     says = r"^datum 1: the gradient of your loss is inf at element 0 of its logprobs; it must be finite$"
     with pytest.raises(WeftError, match=says):
         run.forward_backward_custom([datum(1, 2), datum(5)], loss).result(10)
+
+
+@pytest.mark.parametrize("constant", [lambda lp: lp.detach().sum(), lambda lp: lp.new_ones(())])
+def test_a_loss_that_does_not_depend_on_the_logprobs_is_told_so(
+    service: ServiceClient, constant: Callable[[Any], Any]
+) -> None:
+    """torch said that "element 0 of tensors does not require grad"."""
+    run = service.create_lora_training_client("org/tiny", rank=8).result(10)
+    with pytest.raises(WeftError, match="does not depend on the logprobs, so there is no gradient: compute it from"):
+        run.forward_backward_custom([datum(1, 2)], lambda _data, logprobs: (constant(logprobs[0]), {})).result(10)
 
 
 def test_threads_of_a_process_trace_at_once() -> None:

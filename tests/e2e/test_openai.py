@@ -198,10 +198,84 @@ def test_a_refusal_of_a_completion_names_the_parameter(http: httpx.Client, more:
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-def test_of_several_prompts_it_says_what_to_do(http: httpx.Client) -> None:
-    for prompt in (["a", "b"], [[1], [2]]):
-        refusal = http.post("/v1/completions", json={"model": BASE_MODEL, "prompt": prompt}).json()["error"]
-        assert (refusal["message"], refusal["param"]) == ("prompt: 2 prompts; send one request for each", "prompt")
+SEVERAL = ["3 + 5 =", "12", "na\u00efve 7 - 2 ="]
+
+
+@pytest.mark.parametrize("form", ["texts", "tokens"])
+def test_several_prompts_are_answered_as_each_by_itself(http: httpx.Client, form: str) -> None:
+    """lm-evaluation-harness sends as many as its batch has."""
+    prompts = [http.post("/tokenize", json={"prompt": text}).json()["tokens"] if form == "tokens" else text
+               for text in SEVERAL]  # fmt: skip
+    body: dict[str, Any] = {"model": BASE_MODEL, "max_tokens": 6, "temperature": 0, "logprobs": 2, "echo": True} | IDS
+    alone = [http.post("/v1/completions", json=body | {"prompt": prompt}).json() for prompt in prompts]
+    found = http.post("/v1/completions", json=body | {"prompt": prompts}).json()
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    for one, choice in zip(alone, found["choices"], strict=True):
+        assert choice == one["choices"][0] | {"index": choice["index"], "prompt_token_ids": one["prompt_token_ids"]}
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][name] == sum(one["usage"][name] for one in alone)
+    del body["echo"]
+    body |= {"prompt_logprobs": 1}
+    rows = [http.post("/v1/completions", json=body | {"prompt": prompt}).json() for prompt in prompts]
+    told = http.post("/v1/completions", json=body | {"prompt": prompts}).json()["choices"]
+    assert [choice["prompt_logprobs"] for choice in told] == [row["prompt_logprobs"] for row in rows]
+
+
+def test_streams_of_several_prompts_have_their_indices(client: openai.OpenAI, service: weft.ServiceClient) -> None:
+    asked: dict[str, Any] = {"model": BASE_MODEL, "prompt": SEVERAL, "n": 2, "max_tokens": 30, "seed": 4, "logprobs": 0}
+    whole = client.completions.create(**asked)
+    before = used(service).get("sample", 0)
+    texts, words, usage = [""] * 6, [list[str]() for _ in range(6)], None
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            words[choice.index] += (choice.logprobs.tokens if choice.logprobs else None) or []
+    assert texts == [choice.text for choice in whole.choices]
+    assert len(set(texts)) > 3
+    assert words == [choice.logprobs.tokens for choice in whole.choices]  # type: ignore[union-attr]
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == used(service)["sample"] - before
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompt": ["3"] * 129}, "prompt: 129 prompts, the limit is 128: send fewer in each request"),
+        ({"prompt": ["3"] * 128, "n": 9}, "prompts x n: 1152 choices in one answer, the limit is 1024"),
+        ({"prompt": [[1], [1] * 2048]}, "prompt[1]: This model's maximum context length is 2048 tokens"),
+        ({"prompt": [[1], [10**6]]}, "prompt[1]: prompt: token"),
+        ({"prompt": [[1], []]}, "prompt[1]: prompt: "),
+        ({"prompt": ["3", "4"], "n": 2} | IDS, "return_token_ids: of several prompts only with n: 1"),
+        ({"prompt": ["3", "4"], "n": 2, "prompt_logprobs": 0}, "prompt_logprobs: of several prompts only with n: 1"),
+        ({"prompt": [[1]] * 128, "max_tokens": 2000, "logprobs": 5}, "1,536,000 log-probabilities in one answer"),
+    ],
+)
+def test_what_is_wrong_with_one_of_several_prompts_refuses_all_by_name(
+    http: httpx.Client, service: weft.ServiceClient, given: dict[str, Any], says: str
+) -> None:
+    before = used(service)
+    reply = http.post("/v1/completions", json={"model": BASE_MODEL} | given)
+    assert (reply.status_code, says in reply.json()["error"]["message"]) == (400, True), reply.text
+    assert used(service) == before
+
+
+def test_several_prompts_are_one_request_to_a_retry_and_to_a_session(
+    http: httpx.Client, service: weft.ServiceClient
+) -> None:
+    headers = {"Idempotency-Key": "several", "X-Session-ID": "several"}
+    body = {"model": BASE_MODEL, "prompt": SEVERAL, "max_tokens": 5, "temperature": 3.0} | IDS
+    before = used(service).get("sample", 0)
+    first, second = (http.post("/v1/completions", json=body, headers=headers).json() for _ in range(2))
+    assert first["choices"] == second["choices"]
+    assert used(service)["sample"] - before == first["usage"]["completion_tokens"]
+    turns = http.get("/api/v1/weft/turns/several").json()["turns"]
+    drawn = [(turn["prompt"], turn["tokens"]) for turn in turns]
+    assert sorted(drawn) == sorted((choice["prompt_token_ids"], choice["token_ids"]) for choice in first["choices"])
+    other = http.post("/v1/completions", json=body | {"prompt": [*SEVERAL[:2], "else"]}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
+    assert other.json()["error"]["message"].startswith("prompt[2]: Idempotency-Key: another request")
 
 
 def test_a_completion_spells_special_tokens_where_asked_to(http: httpx.Client) -> None:
@@ -245,6 +319,11 @@ def test_a_completion_spells_special_tokens_where_asked_to(http: httpx.Client) -
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: only with logprobs: true"),
         (
             {"stream": True, "extra_body": {"prompt_logprobs": 1}},
+            openai.BadRequestError,
+            "prompt_logprobs: only without stream: true",
+        ),
+        (
+            {"stream": True, "extra_body": {"prompt_logprobs": 0}},
             openai.BadRequestError,
             "prompt_logprobs: only without stream: true",
         ),

@@ -139,7 +139,7 @@ def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
     try:
         with torch.enable_grad() if trains else torch.no_grad():
             loss, measures = _evaluate(part, leaf_P)
-            if trains and loss.requires_grad:
+            if trains:
                 loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if part.progress.custom is None or is_out_of_memory(error):
@@ -203,10 +203,11 @@ def _not_finite(part: Part, lp_P: Tensor, loss: Tensor, dlp_P: Tensor) -> str:
     for what, values_P in (("log-probabilities are", lp_P), ("gradient of the loss is", dlp_P)):
         for offset, values in enumerate(torch.split(values_P, sizes)):
             if not bool(torch.isfinite(values).all()):
-                if (
-                    part.progress.custom is not None
-                ):  # the position may be one that the loss has chosen to tell us something
-                    return f"datum {part.start + offset}: its {what} not finite"
+                said = f"datum {part.start + offset}: its {what} not finite"
+                if values_P is lp_P:
+                    return f"{said}; {part.progress.about_weights()}"
+                if part.progress.custom is not None:  # the position may be one that the loss has chosen to tell us
+                    return said
                 at = int((~torch.isfinite(values)).nonzero()[0, 0])
-                return f"datum {part.start + offset}: its {what} not finite ({float(values[at])} at position {at})"
+                return f"{said} ({float(values[at])} at position {at})"
     return f"data {part.start} to {part.stop - 1}: the loss is {float(loss)}"

@@ -90,6 +90,14 @@ class Progress:
         """Only the first reason counts."""
         self.failure = self.failure or Failure(message, category, ran)
 
+    def about_weights(self) -> str:
+        """How large they have grown: a step that is far too large succeeds, and no pass after it can be computed."""
+        largest = float(self.run.adapter.flat.abs().amax())
+        return (
+            f"the largest of this run's weights is {largest:.3g}: if its steps were too large, load a checkpoint from "
+            "before them (load_state), and go on with a smaller learning rate"
+        )
+
     def add(
         self,
         part: Part,
@@ -118,7 +126,8 @@ class Progress:
         being as it was. Call once; again where it has run out of memory, which changes nothing."""
         grad = self.grad if self.failure is None else None
         if grad is not None and not bool(torch.isfinite(grad.flat).all()):
-            self.fail("the gradient that this operation gives the adapter is not finite", "user", ran=True)
+            said = f"the gradient that this operation gives the adapter is not finite; {self.about_weights()}"
+            self.fail(said, "user", ran=True)
         if self.failure is not None:
             self.abandon()
             return b"", self.failure

@@ -78,18 +78,27 @@ def envelope(form: Form, request_id: str, model: str, *, chunk: bool = False) ->
     return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def whole(form: Form, request_id: str, model: str, prompt: list[int], result: SampleResult) -> Json:
-    """The answer in one piece."""
-    answer = envelope(form, request_id, model)
-    answer["choices"] = [choice_of(form, index, sequence) for index, sequence in enumerate(result.sequences)]
-    answer["usage"] = usage_of(prompt, result)
-    if form.ids:
-        answer["prompt_token_ids"] = prompt
-    if form.echo is not None:
-        _echo(form, form.echo, answer["choices"][0], prompt, result)
-    elif result.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs_of(prompt, result)
-    return answer
+def whole(
+    forms: Sequence[Form],
+    request_id: str,
+    model: str,
+    prompts: Sequence[list[int]],
+    results: Sequence[SampleResult],
+) -> Json:
+    """The answer in one piece: the choices of the first prompt, then those of the next. What is told of a prompt stands
+    beside its choices or, of several, in the one choice that each has."""
+    answer, choices = envelope(forms[0], request_id, model), list[Json]()
+    for form, prompt, result in zip(forms, prompts, results, strict=True):
+        its = [choice_of(form, index, sequence) for index, sequence in enumerate(result.sequences, len(choices))]
+        about = answer if len(prompts) == 1 else its[0]
+        if form.ids:
+            about["prompt_token_ids"] = prompt
+        if form.echo is not None:
+            _echo(form, form.echo, its[0], prompt, result)
+        elif result.prompt_logprobs is not None:
+            about["prompt_logprobs"] = prompt_logprobs_of(prompt, result)
+        choices += its
+    return answer | {"choices": choices, "usage": usage_of(prompts, results)}
 
 
 def _echo(form: Form, text: str, choice: Json, prompt: list[int], result: SampleResult) -> None:
@@ -181,13 +190,14 @@ def _by_word(form: Form, row: list[tuple[int, float]]) -> dict[str, float]:
     return found
 
 
-def usage_of(prompt: Sequence[int], result: SampleResult) -> Json:
-    drawn = sum(sequence.tokens.size for sequence in result.sequences)
+def usage_of(prompts: Sequence[Sequence[int]], results: Sequence[SampleResult]) -> Json:
+    read = sum(map(len, prompts))
+    drawn = sum(sequence.tokens.size for result in results for sequence in result.sequences)
     return {
-        "prompt_tokens": len(prompt),
+        "prompt_tokens": read,
         "completion_tokens": drawn,
-        "total_tokens": len(prompt) + drawn,
-        "prompt_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
+        "total_tokens": read + drawn,
+        "prompt_tokens_details": {"cached_tokens": sum(result.prompt_cache_hit_tokens for result in results)},
     }
 
 

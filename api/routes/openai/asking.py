@@ -1,7 +1,8 @@
-"""From a request at a door to its result: one sample, accepted as every other, waited for while its client is there.
+"""From a request at a door to what is accepted: a sample of each of its prompts, as every other. All of them are
+checked before the first is accepted, and those that were are stopped where a later one is not.
 
-A client that leaves stops its sample and pays for what was drawn. With an `Idempotency-Key` it is finished instead: the
-client means to come back, and a retry gets the same operation, computed and billed once.
+A client that leaves stops its samples and pays for what was drawn. With an `Idempotency-Key` they are finished instead:
+the client means to come back, and a retry gets the same operations, computed and billed once.
 """
 
 from __future__ import annotations
@@ -10,47 +11,42 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from fastapi import Request
-from fastapi.responses import Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.sample_codec import SampleResult
 from weft.wire.turns import Turn
 
-from api.errors import Invalid
-from api.http.headers import Large
-from api.operations.streaming import drawn, sampled
+from api.errors import ApiError, Invalid
+from api.operations.streaming import sampled
 from api.operations.submit import accept
 from api.routes.computing.sampling import checked_sample
 from api.routes.openai.errors import Refused
 from api.routes.openai.models import Target
-from api.routes.openai.text import in_turn
 from api.routes.openai.turns import make_room, record
 from api.state.coming_turns import ComingTurn
 from api.state.service import Service
 from api.who.principal import Principal
-from scheduler.links.messages import DrawnTokens, sequence_id
-from scheduler.order.operations import UNKEPT, Waiting
+from scheduler.links.messages import sequence_id
+from scheduler.order.operations import UNKEPT, NewOperation, Waiting
 from store import tables
 
 IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
 #: Numbers of requests with a key from here, without one from UNKEPT; those of clients of the protocol are below.
 FIRST_SEQ = 2**62
+#: Prompts of one request, each of which is a sample of its own.
+MOST_PROMPTS = 128
 #: Log-probabilities in one answer, at most: while it is written, each takes some 300 bytes.
 MOST_TOLD = 1 << 20
 #: Numbers of experts in one answer, at most; each takes some forty.
 MOST_ROUTED = 1 << 24
-#: About what an answer takes of each token, log-probability and number of an expert that it tells, once it is written.
-TOKEN_BYTES, TOLD_BYTES, ROUTED_BYTES = 8, 64, 4
 #: What samples call otherwise.
 WORDS = {"num_samples": "n", "topk_prompt_logprobs": "prompt_logprobs"}
 #: A stop is told again so often until the sample has ended.
@@ -59,7 +55,7 @@ STOP_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Asked:
-    """An accepted request. `keep`: it is finished although its client leaves. Its answer has `told` log-probabilities
+    """An accepted sample. `keep`: it is finished although its client leaves. Its answer has `told` log-probabilities
     of each token that is drawn, and `told_of_prompt` of each of the prompt."""
 
     service: Service
@@ -75,75 +71,13 @@ class Asked:
     told: int = 0
     told_of_prompt: int = 0
 
-    async def result(self) -> SampleResult:
-        """The result; raises ClientDisconnect when the client is gone."""
-        ending = asyncio.ensure_future(
-            sampled(self.service, self.who, self.request_id, self._restarting, unserved=False)
-        )
-        gone = asyncio.ensure_future(disconnected(self.request))
-        try:
-            await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                raise ClientDisconnect
-            result = await ending
-        except BaseException:
-            self._leave()
-            raise
-        finally:
-            ending.cancel()
-            gone.cancel()
-        await self._record(result)
-        return result
-
-    async def answer(self, write: Callable[[SampleResult], dict[str, Any]]) -> Response:
-        """The result in JSON; writing a long one takes seconds, and a few of one organisation are written at a time,
-        each when there is room for it beside those that clients are still taking."""
-        result, service, org_id = await self.result(), self.service, self.who.org_id
-        async with AsyncExitStack() as held:
-            held.enter_context(service.polls.counted(org_id))
-            await held.enter_async_context(service.large_answers.room(org_id, self._size_of(result)))
-            written = await in_turn(org_id, lambda: orjson.dumps(write(result)))
-            return Large(written, "application/json", held.pop_all())
-
-    def _size_of(self, result: SampleResult) -> int:
-        """About how many bytes its answer will have."""
-        drawn = sum(sequence.tokens.size for sequence in result.sequences)
-        routed = sum(one.routed_experts.size for one in result.sequences if one.routed_experts is not None)
-        told = drawn * self.told + len(self.prompt) * self.told_of_prompt
-        return int(drawn * TOKEN_BYTES + told * TOLD_BYTES + routed * ROUTED_BYTES)
-
-    @asynccontextmanager
-    async def parts(self) -> AsyncIterator[AsyncIterator[DrawnTokens | SampleResult]]:
-        """Its tokens as they are drawn, then its result. Who leaves the block before that has left, though they have
-        asked for no part yet: a client may be gone while the first words are written."""
-        gone = asyncio.ensure_future(disconnected(self.request))
-        how: dict[str, Any] = {"until": gone, "restarting": self._restarting, "unserved": False}
-        parts = drawn(self.service, self.who, self.request_id, **how)
-        over = False
-
-        async def read() -> AsyncIterator[DrawnTokens | SampleResult]:
-            nonlocal over
-            async for part in parts:
-                if isinstance(part, SampleResult):
-                    over = True
-                    await self._record(part)
-                yield part
-
-        try:
-            yield read()
-        finally:
-            gone.cancel()
-            if not over:
-                self._leave()
-            await parts.aclose()
-
     @property
-    def _restarting(self) -> str:
+    def restarting(self) -> str:
         if self.keep:
             return "the server is restarting, and finishes this sample: send the request again with its Idempotency-Key"
         return "the server is restarting: send the request again"
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         self.service.afterwards.run(self._stop())
 
     async def _stop(self) -> None:
@@ -155,11 +89,11 @@ class Asked:
             if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
                 break
         try:
-            await self._record(await sampled(self.service, self.who, self.request_id))
+            await self.record(await sampled(self.service, self.who, self.request_id))
         finally:
             self._free()
 
-    async def _record(self, result: SampleResult) -> None:
+    async def record(self, result: SampleResult) -> None:
         try:
             if self.session is not None and result.sequences:
                 turns = self._turns(result)
@@ -193,71 +127,133 @@ class Asked:
         )
 
 
-async def disconnected(request: Request) -> None:
-    """Returns when the client has closed its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
-
-
 async def ask(
     service: Service,
     who: Principal,
     request: Request,
     priority: str,
     target: Target,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     num_samples: int = 1,
     *,
     told: int = 0,
     likeliest: str = "top_logprobs",
     **options: Any,
-) -> Asked:
-    """Accept a request for samples, each token of which comes with `told` log-probabilities in the answer. `likeliest`
-    is what its door calls the number of likeliest tokens. Raises Refused for what cannot be had."""
+) -> list[Asked]:
+    """Accept a request for samples of each prompt, each token of which comes with `told` log-probabilities in the
+    answer. `likeliest` is what its door calls the number of likeliest tokens. Raises Refused for what cannot be had."""
     service.polls.check(who.org_id)
+    _check_count(service, target, len(prompts), num_samples)
     model = service.limits.models[target.sampler.base_model]
-    longest = model.context_length
-    if len(prompt) > longest or (len(prompt) == longest and params.max_tokens != 0):
-        raise Refused(
-            f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: shorten it",
-            "messages",
-            "context_length_exceeded",
-        )
-    most = min(params.max_tokens if params.max_tokens is not None else longest, longest - len(prompt))
+    most = _room_behind(prompts, model.context_length, params.max_tokens)
+    read, drawn = sum(map(len, prompts)), num_samples * sum(most)
     of_prompt = 1 + options.get("topk_prompt_logprobs", 0) if options.get("prompt_logprobs") else 0
-    if (entries := num_samples * most * told + len(prompt) * of_prompt) > MOST_TOLD:
+    choices = (model.mixture_layers or 0) * (model.experts_per_token or 0)
+    experts = (num_samples * read + drawn) * choices if options.get("return_routed_experts") else 0
+    _check_answer(drawn * told + read * of_prompt, experts, choices, likeliest)
+    _check_stops(service, target, params)
+    key, session = request.headers.get(IDEMPOTENCY), request.headers.get(SESSION)
+    turns: list[ComingTurn | None] = [None] * len(prompts)
+    news = list[tuple[NewOperation, bool]]()
+    try:
+        for place, prompt in enumerate(prompts):
+            with of_prompt_at(place, len(prompts)):
+                if session is not None:
+                    turns[place] = await make_room(
+                        service, who, session, len(prompt), most[place], num_samples, before=place
+                    )
+                body = SampleRequest(
+                    prompt=ModelInput.from_ints(list(prompt)),
+                    sampling_params=params,
+                    num_samples=num_samples,
+                    **options,
+                )
+                news.append(await _new(service, who, target, priority, key, place, body, likeliest))
+        accepting = (_accepted(service, target, *new, place, len(prompts)) for place, new in enumerate(news))
+        accepted = await asyncio.gather(*accepting, return_exceptions=True)
+    except BaseException:
+        _free(service, turns)
+        raise
+    asked = [
+        Asked(service, who, request, target, list(prompt), params, found, session, turn, bool(key), told, of_prompt)
+        for prompt, found, turn in zip(prompts, accepted, turns, strict=True)
+        if isinstance(found, str)
+    ]
+    refused = [found for found in accepted if isinstance(found, BaseException)]
+    if refused:
+        _free(service, [turn for found, turn in zip(accepted, turns, strict=True) if not isinstance(found, str)])
+        for one in asked:
+            one.leave()
+        raise refused[0]
+    return asked
+
+
+def _free(service: Service, turns: Sequence[ComingTurn | None]) -> None:
+    for turn in turns:
+        if turn is not None:
+            service.turns_coming.discard(turn)
+
+
+@contextmanager
+def of_prompt_at(place: int, prompts: int) -> Iterator[None]:
+    """Within it an error says which prompt of several it is of."""
+    try:
+        yield
+    except ApiError as error:
+        if prompts > 1:
+            error.detail = f"prompt[{place}]: {error.detail}"
+        raise
+
+
+def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int | None) -> list[int]:
+    """How many tokens may be drawn behind each prompt, at most. Raises Refused for one that does not fit."""
+    most = list[int]()
+    for place, prompt in enumerate(prompts):
+        with of_prompt_at(place, len(prompts)):
+            if len(prompt) > longest or (len(prompt) == longest and max_tokens != 0):
+                raise Refused(
+                    f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: "
+                    "shorten it",
+                    "messages",
+                    "context_length_exceeded",
+                )
+        most.append(min(max_tokens if max_tokens is not None else longest, longest - len(prompt)))
+    return most
+
+
+def _check_answer(entries: int, experts: int, choices: int, likeliest: str) -> None:
+    """Raises Refused for an answer that may have too many log-probabilities, or experts, `choices` of each token."""
+    if entries > MOST_TOLD:
         raise Refused(
             f"n x max_tokens x (1 + {likeliest}) + prompt x (1 + prompt_logprobs): {entries:,} log-probabilities in "
             f"one answer, the limit is {MOST_TOLD:,}: ask for fewer in each request",
             "max_tokens",
             "too_many_logprobs",
         )
-    choices = (model.mixture_layers or 0) * (model.experts_per_token or 0)
-    numbers = num_samples * (len(prompt) + most) * choices
-    if options.get("return_routed_experts") and numbers > MOST_ROUTED:
+    if experts > MOST_ROUTED:
         raise Refused(
-            f"return_routed_experts: {numbers:,} experts in one answer (n x (prompt + max_tokens) x {choices} of each "
+            f"return_routed_experts: {experts:,} experts in one answer (n x (prompt + max_tokens) x {choices} of each "
             f"token), the limit is {MOST_ROUTED:,}: ask for fewer tokens in each request",
             "return_routed_experts",
             "too_many_experts",
         )
-    _check_stops(service, target, params)
-    session, key = request.headers.get(SESSION), request.headers.get(IDEMPOTENCY)
-    turn = None
-    if session is not None:
-        turn = await make_room(service, who, session, len(prompt), most, num_samples)
-    body = SampleRequest(
-        prompt=ModelInput.from_ints(list(prompt)), sampling_params=params, num_samples=num_samples, **options
-    )
-    try:
-        request_id = await _accepted(service, who, target, priority, key, body, likeliest)
-    except BaseException:
-        if turn is not None:
-            service.turns_coming.discard(turn)
-        raise
-    about = (service, who, request, target, list(prompt), params, request_id, session, turn)
-    return Asked(*about, keep=bool(key), told=told, told_of_prompt=of_prompt)
+
+
+def _check_count(service: Service, target: Target, prompts: int, num_samples: int) -> None:
+    """Several prompts are so many samples at once: more than may ever be in flight would be told to wait, for ever."""
+    if prompts < 2:
+        return
+    limits = {"the limit": MOST_PROMPTS, "max_queued_ops_per_org": service.settings.limits.max_queued_ops_per_org}
+    limits |= {f"max_in_flight of this {one.scope}": one.max_in_flight for one in target.submitter.limits
+               if one.max_in_flight is not None}  # fmt: skip
+    which = min(limits, key=lambda name: limits[name])
+    if prompts > (most := max(1, limits[which])):
+        raise Refused(f"prompt: {prompts} prompts, {which} is {most}: send fewer in each request", "prompt")
+    choices = service.limits.max_num_samples
+    if choices is not None and prompts * num_samples > choices:
+        told = f"prompts x n: {prompts * num_samples} choices in one answer, the limit is {choices}"
+        raise Refused(f"{told}: send fewer prompts in each request", "prompt")
 
 
 def _check_stops(service: Service, target: Target, params: SamplingParams) -> None:
@@ -269,16 +265,18 @@ def _check_stops(service: Service, target: Target, params: SamplingParams) -> No
         raise Refused(f"stop: {len(sent)} entries, the limit is {most}", "stop")
 
 
-async def _accepted(
+async def _new(
     service: Service,
     who: Principal,
     target: Target,
     priority: str,
     key: str | None,
+    place: int,
     body: SampleRequest,
     likeliest: str,
-) -> str:
-    seq = FIRST_SEQ + _number(who, key) if key else UNKEPT + secrets.randbits(61)
+) -> tuple[NewOperation, bool]:
+    """The operation, and whether it is a repeat of one that was accepted with the same key."""
+    seq = FIRST_SEQ + _number(who, key, place) if key else UNKEPT + secrets.randbits(61)
     lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
     sampler = target.sampler
     if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
@@ -288,17 +286,22 @@ async def _accepted(
         new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority, limits)
     except Invalid as error:
         raise _in_their_words(error, likeliest) from None
-    try:
-        return await accept(service, target.submitter, new, repeat=lane is not None)
-    except Invalid:
-        if lane is None:
-            raise
-        raise Refused(
-            "Idempotency-Key: another request was sent with this key; send that one to have its answer, or this one "
-            "with a key of its own",
-            IDEMPOTENCY,
-            "idempotency_key_reused",
-        ) from None
+    return new, lane is not None
+
+
+async def _accepted(service: Service, target: Target, new: NewOperation, repeat: bool, place: int, prompts: int) -> str:
+    with of_prompt_at(place, prompts):
+        try:
+            return await accept(service, target.submitter, new, repeat=repeat)
+        except Invalid:
+            if not repeat:
+                raise
+            raise Refused(
+                "Idempotency-Key: another request was sent with this key; send that one to have its answer, or this "
+                "one with a key of its own",
+                IDEMPOTENCY,
+                "idempotency_key_reused",
+            ) from None
 
 
 def _in_their_words(error: Invalid, likeliest: str) -> Refused:
@@ -308,10 +311,11 @@ def _in_their_words(error: Invalid, likeliest: str) -> Refused:
     return Refused(f"{name}{colon}{what}", name if colon else None)
 
 
-def _number(who: Principal, key: str) -> int:
+def _number(who: Principal, key: str, place: int) -> int:
     if len(key) > 256:
         raise Invalid(f"{IDEMPOTENCY}: {len(key)} characters, the limit is 256")
-    digest = hashlib.sha256(f"{who.domain} {who.actor} {key}".encode()).digest()
+    of_place = f"\n{place}" if place else ""  # no header has a line's end
+    digest = hashlib.sha256(f"{who.domain} {who.actor} {key}{of_place}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 3
 
 

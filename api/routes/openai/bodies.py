@@ -104,6 +104,11 @@ class Door(BaseModel):
             raise Refused(f"{name}: {known}; {instead}", name, "unsupported_parameter")
 
 
+def _asks(value: int | bool | None) -> bool:
+    """0 asks too: for no likeliest tokens beside each one's own."""
+    return value is not None and value is not False
+
+
 def _shown(value: Any) -> str:
     """Of an object its type, which tells most; it may be large."""
     kind = value.get("type") if isinstance(value, dict) else None
@@ -165,7 +170,7 @@ class Sampling(Drawing):
                 raise Refused("stream_options: only with stream: true", "stream_options")
             self.stream_options.refuse_unknown("stream_options.")
         for name in ("prompt_logprobs", "return_routed_experts", "echo"):  # no chunk has a place for them
-            if self.stream and getattr(self, name, None) not in (None, False):
+            if self.stream and _asks(getattr(self, name, None)):
                 raise Refused(f"{name}: only without stream: true", name, "unsupported_parameter")
 
     @property
@@ -227,6 +232,16 @@ class CompletionBody(Sampling):
             raise Refused("echo: only with n: 1; send one request for each completion", "echo", "unsupported_parameter")
         if self.echo and self.prompt_logprobs is not None:
             raise Refused("echo, prompt_logprobs: only one of them can be honoured", "echo", "unsupported_parameter")
+        several = len(self.prompts) > 1 and (self.n or 1) > 1
+        for name in ("return_token_ids", "prompt_logprobs"):  # of each prompt, beside its one choice
+            if several and _asks(getattr(self, name)):
+                what = f"{name}: of several prompts only with n: 1; send one request for each prompt"
+                raise Refused(what, name, "unsupported_parameter")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        listed: Any = self.prompt
+        return listed if isinstance(listed, list) and listed and not isinstance(listed[0], int) else [listed]
 
 
 class Format(Door):

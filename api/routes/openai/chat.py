@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -22,6 +23,7 @@ from api.routes.openai.chunks import chunks
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
 from api.routes.openai.text import ModelText, in_turn
+from api.routes.openai.waiting import answer
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 
@@ -58,7 +60,7 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
     body = await body_of(request, CompletionBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
-    tokens = await in_turn(who.org_id, lambda: prompt_of(body, target.text))
+    prompts = await in_turn(who.org_id, lambda: prompts_of(body, target.text))
     top = body.logprobs or 0
     spelled = body.skip_special_tokens is False
     form = Form(
@@ -70,39 +72,34 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         stops=stops_of(body),
         spelled=spelled,
         numbered=bool(body.return_tokens_as_token_ids),
-        before=target.text.context_of(tokens, special=spelled),
-        echo=echo_of(body, target.text, tokens) if body.echo else None,
     )
+    forms = [
+        replace(
+            form,
+            before=target.text.context_of(tokens, special=spelled),
+            echo=echo_of(given, target.text, tokens, spelled=spelled) if body.echo else None,
+        )
+        for given, tokens in zip(body.prompts, prompts, strict=True)
+    ]
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
     options = _options(body, form) | {"likeliest": "logprobs"}
     if body.echo and form.logprobs:
         options |= {"prompt_logprobs": True, "topk_prompt_logprobs": top}
-    asked = await ask(service, who, request, priority, target, tokens, params_of(body, most, target), body.n or 1,
+    asked = await ask(service, who, request, priority, target, prompts, params_of(body, most, target), body.n or 1,
                       **options)  # fmt: skip
-    return await answered(asked, form, body)
+    return await answered(asked, forms, body)
 
 
-def prompt_of(body: CompletionBody, text: ModelText) -> Sequence[int]:
-    """The tokens of a completion's prompt; of text with those that the tokenizer adds by itself, unless told not to."""
-    prompt = _only(body)
-    if isinstance(prompt, str):
-        return text.encode(prompt, special=body.add_special_tokens is not False)
-    return prompt
+def prompts_of(body: CompletionBody, text: ModelText) -> list[Sequence[int]]:
+    """The tokens of a completion's prompts; of text with those that the tokenizer adds by itself, unless told not
+    to."""
+    special = body.add_special_tokens is not False
+    return [text.encode(given, special=special) if isinstance(given, str) else given for given in body.prompts]
 
 
-def echo_of(body: CompletionBody, text: ModelText, tokens: Sequence[int]) -> str:
+def echo_of(given: str | list[int], text: ModelText, tokens: Sequence[int], *, spelled: bool) -> str:
     """A completion's prompt as its answer repeats it: a text to the letter, so that a client can cut it off."""
-    prompt = _only(body)
-    return prompt if isinstance(prompt, str) else text.decode(tokens, special=body.skip_special_tokens is False)
-
-
-def _only(body: CompletionBody) -> str | list[int]:
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise Refused(f"prompt: {len(prompt)} prompts; send one request for each", "prompt")
-        prompt = prompt[0]
-    return cast(str | list[int], prompt)
+    return given if isinstance(given, str) else text.decode(tokens, special=spelled)
 
 
 async def _chat(
@@ -126,9 +123,9 @@ async def _chat(
         numbered=bool(body.return_tokens_as_token_ids),
         one_call=body.parallel_tool_calls is False,
     )
-    asked = await ask(service, who, request, priority, target, prompt, params_of(body, body.most, target), body.n or 1,
-                      **_options(body, form))  # fmt: skip
-    return await answered(asked, form, body)
+    asked = await ask(service, who, request, priority, target, [prompt], params_of(body, body.most, target),
+                      body.n or 1, **_options(body, form))  # fmt: skip
+    return await answered(asked, [form], body)
 
 
 def stops_of(body: Drawing) -> tuple[str, ...]:
@@ -174,7 +171,9 @@ def _options(body: Sampling, form: Form) -> dict[str, Any]:
     }
 
 
-async def answered(asked: Asked, form: Form, body: Sampling) -> Response:
+async def answered(asked: Sequence[Asked], forms: Sequence[Form], body: Sampling) -> Response:
     if body.stream:
-        return EventStream(chunks(asked, form, body.n or 1, include_usage=body.include_usage, so_far=body.usage_so_far))
-    return await asked.answer(lambda result: whole(form, asked.request_id, asked.target.name, asked.prompt, result))
+        events = chunks(asked, forms, body.n or 1, include_usage=body.include_usage, so_far=body.usage_so_far)
+        return EventStream(events)
+    first, prompts = asked[0], [one.prompt for one in asked]
+    return await answer(asked, lambda results: whole(forms, first.request_id, first.target.name, prompts, results))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,44 +13,59 @@ from api.errors import ApiError, form_of
 from api.http.events import event
 from api.routes.openai.answers import Form, Json, envelope, logprobs_of, rows_of_part, usage_of
 from api.routes.openai.asking import Asked
+from api.routes.openai.waiting import parts
 from scheduler.links.messages import DrawnTokens
 
 DONE = event(b"[DONE]")
 
 
 async def chunks(
-    asked: Asked, form: Form, num_samples: int, *, include_usage: bool, so_far: bool = False
+    asked: Sequence[Asked], forms: Sequence[Form], num_samples: int, *, include_usage: bool, so_far: bool = False
 ) -> AsyncGenerator[bytes, None]:
     """With `include_usage` the last chunk tells it; others say that they have none or, with `so_far`, how far it is."""
-    writer = _Writer(asked, form, num_samples, include_usage=include_usage, so_far=so_far)
+    writer = _Writer(asked, forms, num_samples, include_usage=include_usage, so_far=so_far)
+    results = list[SampleResult]()
     try:
-        async with asked.parts() as parts:
+        async with parts(asked) as coming:
             for choice in writer.opening():
                 yield writer.chunk([choice])
-            async for part in parts:
+            async for place, part in coming:
                 if isinstance(part, DrawnTokens):
-                    yield writer.chunk([writer.middle(part)])
+                    yield writer.chunk([writer.middle(place, part)])
                     continue
-                for choice in writer.closing(part):
+                results.append(part)
+                for choice in writer.closing(place, part):
                     yield writer.chunk([choice])
-                if include_usage:
-                    yield writer.chunk([], usage=usage_of(asked.prompt, part))
+            if include_usage:
+                yield writer.chunk([], usage=usage_of([one.prompt for one in asked], results))
     except ApiError as error:
         yield event(orjson.dumps(form_of(error)))
     yield DONE
 
 
 class _Writer:
-    def __init__(self, asked: Asked, form: Form, num_samples: int, *, include_usage: bool, so_far: bool) -> None:
-        self._asked, self._form, self._usage, self._so_far, self._drawn = asked, form, include_usage, so_far, 0
-        self._texts = [form.stream() for _ in range(num_samples)]
-        self._places = [form.places() for _ in range(num_samples)]
+    """Choices are those of the first prompt, then those of the next."""
+
+    def __init__(
+        self, asked: Sequence[Asked], forms: Sequence[Form], num_samples: int, *, include_usage: bool, so_far: bool
+    ) -> None:
+        self._asked, self._form, self._each, self._usage, self._so_far = (
+            asked,
+            forms[0],
+            num_samples,
+            include_usage,
+            so_far,
+        )
+        self._texts = [form.stream() for form in forms for _ in range(num_samples)]
+        self._places = [form.places() for form in forms for _ in range(num_samples)]
+        self._read, self._drawn = sum(len(one.prompt) for one in asked), 0
 
     def chunk(self, choices: list[Json], **more: Any) -> bytes:
-        answer = envelope(self._form, self._asked.request_id, self._asked.target.name, chunk=True)
+        first = self._asked[0]
+        answer = envelope(self._form, first.request_id, first.target.name, chunk=True)
         answer["choices"] = choices
         if self._usage:
-            read, drawn = len(self._asked.prompt), self._drawn
+            read, drawn = self._read, self._drawn
             tokens = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
             answer["usage"] = tokens if self._so_far else None
         return event(orjson.dumps(answer | more))
@@ -61,26 +76,26 @@ class _Writer:
         said = {"role": "assistant", "content": ""} if self._form.chat else ""
         choices = [self._choice(index, said) for index in range(len(self._texts))]
         if self._form.ids:
-            for choice in choices:
-                choice["prompt_token_ids"] = self._asked.prompt
+            for index, choice in enumerate(choices):
+                choice["prompt_token_ids"] = self._asked[index // self._each].prompt
         return choices
 
-    def middle(self, part: DrawnTokens) -> Json:
-        form = self._form
+    def middle(self, place: int, part: DrawnTokens) -> Json:
+        form, index = self._form, place * self._each + part.sample
         self._drawn += len(part.tokens)
-        choice = self._choice(part.sample, self._text(self._texts[part.sample].push(part.tokens)))
+        choice = self._choice(index, self._text(self._texts[index].push(part.tokens)))
         if form.logprobs:
-            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), self._places[part.sample])
+            choice["logprobs"] = logprobs_of(form, *rows_of_part(part), self._places[index])
         if form.ids:
             choice["token_ids"] = part.tokens
             choice["weft"] = {"policy_versions": [[v, len(list(run))] for v, run in groupby(part.versions)]}
         return choice
 
-    def closing(self, result: SampleResult) -> list[Json]:
+    def closing(self, place: int, result: SampleResult) -> list[Json]:
         """What was kept back, tool calls, and why each ended."""
         found = []
-        for index, (text, sequence) in enumerate(zip(self._texts, result.sequences, strict=True)):
-            rest, reason = text.end(), sequence.stop_reason
+        for index, sequence in enumerate(result.sequences, place * self._each):
+            rest, reason = self._texts[index].end(), sequence.stop_reason
             delta = self._text(rest)
             if self._form.tools:
                 parsed = self._form.parsed(rest)

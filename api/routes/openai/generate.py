@@ -20,6 +20,7 @@ from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import Target, target_of
 from api.routes.openai.text import in_turn
 from api.routes.openai.tools import check_tools
+from api.routes.openai.waiting import answer
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 
@@ -32,13 +33,13 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
     body.refuse_unknown()
     params = body.sampling_params
     target = await target_of(service, who, body.model)
-    asked = await ask(
+    (asked,) = await ask(
         service,
         who,
         request,
         priority,
         target,
-        body.token_ids,
+        [body.token_ids],
         params_of(params, params.max_tokens, target),
         params.n or 1,
         told=1 + params.top,
@@ -49,7 +50,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         return_routed_experts=body.return_routed_experts or None,
         max_staleness=body.max_staleness,
     )
-    return await asked.answer(lambda result: _generated(asked, result))
+    return await answer([asked], lambda results: _generated(asked, *results))
 
 
 def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
@@ -64,11 +65,11 @@ def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
         if sequence.routed_experts is not None:
             choice["routed_experts"] = routed_of(sequence, "b64")
         choices.append(choice)
-    answer: dict[str, Any] = {"request_id": asked.request_id, "choices": choices}
-    answer |= {"usage": usage_of(asked.prompt, result), "prompt_token_ids": asked.prompt}
+    told: dict[str, Any] = {"request_id": asked.request_id, "choices": choices}
+    told |= {"usage": usage_of([asked.prompt], [result]), "prompt_token_ids": asked.prompt}
     if result.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs_of(asked.prompt, result)
-    return answer
+        told["prompt_logprobs"] = prompt_logprobs_of(asked.prompt, result)
+    return told
 
 
 def _entry(token: int, logprob: float) -> dict[str, Any]:
@@ -97,10 +98,10 @@ async def tokenize(request: Request, service: ServiceDep, who: PrincipalDep) -> 
 
     def work() -> bytes:
         tokens = read()
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
+        told: dict[str, Any] = {"count": len(tokens), "max_model_len": target.card.context_length, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = [target.text.word(token) for token in tokens]
-        return orjson.dumps(answer)
+            told["token_strs"] = [target.text.word(token) for token in tokens]
+        return orjson.dumps(told)
 
     return Response(await in_turn(who.org_id, work), media_type="application/json")
 

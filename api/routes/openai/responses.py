@@ -24,6 +24,7 @@ from api.routes.openai.detokenizing import whole_text
 from api.routes.openai.errors import OpenAIRoute, Refused
 from api.routes.openai.models import target_of
 from api.routes.openai.text import in_turn
+from api.routes.openai.waiting import answer, parts
 from api.state.service import ServiceDep
 from scheduler.links.messages import DrawnTokens
 
@@ -49,10 +50,10 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
         "stream": body.stream or None,
         "max_staleness": body.max_staleness,
     }
-    asked = await ask(service, who, request, priority, target, prompt, params, **more)
+    (asked,) = await ask(service, who, request, priority, target, [prompt], params, **more)
     if body.stream:
         return EventStream(_Stream(asked, form, body).events())
-    return await asked.answer(lambda result: _whole(asked, form, body, result))
+    return await answer([asked], lambda results: _whole(asked, form, body, *results))
 
 
 def messages_of(body: ResponsesBody) -> list[Json]:
@@ -75,19 +76,23 @@ def messages_of(body: ResponsesBody) -> list[Json]:
             messages.append({**said, "content": _text(item.get("output"), place)})
         else:
             what = f"type {quote(str(kind))}" if kind != "message" else f"role {quote(str(item.get('role')))}"
-            raise Refused(f"input[{place}]: {what} cannot be read here", "input", "unsupported_content")
+            raise Refused(f"input[{place}]: {what} cannot be read here; leave it out", "input", "unsupported_content")
     return messages
 
 
 def _text(content: Any, place: int) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    pieces = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in pieces]
+    kinds = [part.get("type") for part in pieces if isinstance(part, Mapping)]
     readable = all(kind in ("input_text", "output_text", "text") for kind in kinds)
     if not readable or not all(isinstance(text, str) for text in texts):
-        raise Refused(f"input[{place}]: only text can be read here", "input", "unsupported_content")
+        raise Refused(
+            f"input[{place}]: only text can be read here; leave the rest out, or say it in words",
+            "input",
+            "unsupported_content",
+        )
     return "".join(str(text) for text in texts)
 
 
@@ -128,11 +133,11 @@ def _envelope(asked: Asked, body: ResponsesBody, status: str) -> Json:
 def _ended(asked: Asked, form: Form, body: ResponsesBody, result: SampleResult, output: list[Json]) -> Json:
     (sequence,) = result.sequences
     cut = sequence.stop_reason == "length"
-    answer = _envelope(asked, body, "incomplete" if cut else "completed") | {"output": output}
+    ended = _envelope(asked, body, "incomplete" if cut else "completed") | {"output": output}
     if cut:
-        answer["incomplete_details"] = {"reason": "max_output_tokens"}
+        ended["incomplete_details"] = {"reason": "max_output_tokens"}
     read, drawn = len(asked.prompt), sequence.tokens.size
-    answer["usage"] = {
+    ended["usage"] = {
         "input_tokens": read,
         "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens, "cache_write_tokens": 0},
         "output_tokens": drawn,
@@ -141,8 +146,8 @@ def _ended(asked: Asked, form: Form, body: ResponsesBody, result: SampleResult, 
     }
     if form.ids:
         ids = {"prompt_token_ids": asked.prompt, "token_ids": sequence.tokens.tolist()}
-        answer |= {**ids, "weft": policy_of(sequence)}
-    return answer
+        ended |= {**ids, "weft": policy_of(sequence)}
+    return ended
 
 
 def _whole(asked: Asked, form: Form, body: ResponsesBody, result: SampleResult) -> Json:
@@ -187,10 +192,10 @@ class _Stream:
     async def events(self) -> AsyncGenerator[bytes, None]:
         begun = _envelope(self._asked, self._body, "in_progress")
         try:
-            async with self._asked.parts() as parts:
+            async with parts([self._asked]) as coming:
                 yield self._event("response.created", response=begun)
                 yield self._event("response.in_progress", response=begun)
-                async for part in parts:
+                async for _, part in coming:
                     if isinstance(part, DrawnTokens):
                         if self._form.logprobs:
                             self._logprobs += logprobs_of(self._form, *rows_of_part(part))["content"]

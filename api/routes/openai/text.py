@@ -230,7 +230,11 @@ def _text(content: Any, where: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise Refused(f"{where}.content: only text can be read here", f"{where}.content", "unsupported_content")
+        raise Refused(
+            f"{where}.content: only text can be read here; leave the rest out, or say it in words",
+            f"{where}.content",
+            "unsupported_content",
+        )
     return "".join(str(text) for text in texts)
 
 

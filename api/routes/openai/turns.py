@@ -45,10 +45,12 @@ MOST_READ = 1 << 22
 PER_READ, PER_DRAWN, PER_TURN = 5, 14, 1024
 
 
-async def make_room(service: Service, who: Principal, name: str, read: int, drawn: int, choices: int) -> ComingTurn:
-    """Takes room for a turn of `read` + at most `drawn` tokens, of so many choices. Raises Invalid for a name that is
-    none, and for a session that has as many turns as it may; OverQuota where it could be more than the organisation's
-    quota allows."""
+async def make_room(
+    service: Service, who: Principal, name: str, read: int, drawn: int, choices: int, before: int = 0
+) -> ComingTurn:
+    """Takes room for a turn of `read` + at most `drawn` tokens, of so many choices, which follows others of the same
+    request. Raises Invalid for a name that is none, and for a session that has as many turns as it may; OverQuota where
+    it could be more than the organisation's quota allows."""
     if not 1 <= len(name) <= MAX_NAME or not (name.isascii() and name.isprintable()):
         raise Invalid(f"x-session-id: must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}")
     if choices * read > MOST_READ:
@@ -57,7 +59,7 @@ async def make_room(service: Service, who: Principal, name: str, read: int, draw
             f"the limit is {MOST_READ:,}: ask for fewer choices in each request, or without a session"
         )
     count = await service.read(lambda session: session.scalar(select(func.count()).where(*turns_of(who, name))))
-    if (count or 0) >= MAX_TURNS:
+    if (count := (count or 0) + before) >= MAX_TURNS:
         raise Invalid(f"x-session-id: this session has {count} turns, the limit is {MAX_TURNS}; begin another one")
     turn = ComingTurn(who.org_id, choices * (read * PER_READ + drawn * PER_DRAWN + PER_TURN))
     coming = sum(other.size_bytes for other in service.turns_coming if other.org_id == who.org_id)

@@ -100,6 +100,11 @@ def differentiate(data: list[Datum], output: ForwardBackwardOutput, loss_fn: Cus
         loss, metrics = loss_fn(data, logprobs)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise WeftError("a custom loss must return (loss, metrics) with a loss of one element")
+    if not loss.requires_grad:
+        raise WeftError(
+            "the loss that yours returned does not depend on the logprobs, so there is no gradient: compute it from "
+            "the logprobs that it is given, without detach(), .item(), numpy or comparisons alone"
+        )
     grads = torch.autograd.grad(loss.reshape(()), logprobs, allow_unused=True)
     weights = [
         np.zeros(lp.shape, np.float32) if g is None else -g.numpy() for lp, g in zip(logprobs, grads, strict=True)

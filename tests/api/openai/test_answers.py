@@ -18,6 +18,7 @@ from starlette.types import Message
 from weft.wire import SamplingParams
 from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
+from api.routes.openai import waiting
 from api.routes.openai.answers import Form, base85, choice_of, envelope, logprobs_of, routed_of, rows_of_part, whole
 from api.routes.openai.asking import Asked
 from api.routes.openai.text import ModelText
@@ -40,9 +41,9 @@ def drawn() -> SequenceResult:
 
 def test_an_answer_takes_the_memory_that_its_limit_counts_on() -> None:
     form, result = Form(ModelText(TINY_PATH, 2048), chat=True, logprobs=True, top=TOP), SampleResult([drawn()])
-    whole(form, "id", "model", [1], result)  # words of tokens are kept
+    whole([form], "id", "model", [[1]], [result])  # words of tokens are kept
     tracemalloc.start()
-    written = orjson.dumps(whole(form, "id", "model", [1], result))
+    written = orjson.dumps(whole([form], "id", "model", [[1]], [result]))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MOST_BYTES * TOKENS * (1 + TOP)
@@ -119,7 +120,7 @@ def test_a_whole_answer_in_the_form_of_completions_and_with_all_that_was_asked_f
     sequence = SequenceResult(drawn, None, "length", policy=(PolicySpan(7, 3),), stale=True)
     logprobs = np.array([nan, -2], np.float32)
     result = SampleResult([sequence, sequence], logprobs, 1, tops)
-    answer = whole(form, "r", "m", prompt, result)
+    answer = whole([form], "r", "m", [prompt], [result])
     assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-r", "text_completion", "m")
     assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [
         (index, "345", "length") for index in range(2)
@@ -135,14 +136,14 @@ def test_a_whole_answer_in_the_form_of_completions_and_with_all_that_was_asked_f
     }
     assert answer["prompt_token_ids"] == prompt
     assert answer["prompt_logprobs"] == [None, {str(two): {"logprob": -2.0}, str(one): {"logprob": -0.5}}]
-    own = whole(form, "r", "m", prompt, SampleResult([sequence], logprobs))
+    own = whole([form], "r", "m", [prompt], [SampleResult([sequence], logprobs)])
     assert own["prompt_logprobs"] == [None, {str(two): {"logprob": -2.0}}]
 
 
 def test_a_whole_answer_in_the_form_of_chats_with_nothing_that_was_not_asked_for() -> None:
     form = Form(ModelText(TINY_PATH, 2048), chat=True)
     drawn = np.array(form.text.encode("345<|im_end|>"), np.int32)
-    answer = whole(form, "r", "m", [1], SampleResult([SequenceResult(drawn, None, "stop")]))
+    answer = whole([form], "r", "m", [[1]], [SampleResult([SequenceResult(drawn, None, "stop")])])
     assert (answer["id"], answer["object"]) == ("chatcmpl-r", "chat.completion")
     assert answer.keys() == {"id", "object", "created", "model", "choices", "usage"}
     assert answer["choices"] == [
@@ -199,19 +200,20 @@ def test_experts_of_any_number_are_told(largest: int, dtype: str) -> None:
     np.testing.assert_array_equal(np.frombuffer(base64.b85decode(routed_of(sequence)["data"]), "<i4"), [0, largest])
 
 
-def test_large_answers_are_written_as_their_clients_take_them() -> None:
+def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked again and again for one sample, and read nothing, had the server hold a copy for each."""
     found = SampleResult([SequenceResult(np.zeros(2000, np.int32), np.zeros(2000, np.float32), "length")])
     written, taken = list[int](), list[Message]()
 
-    class Ended(Asked):
-        async def result(self) -> SampleResult:
-            return found
+    async def results(_asked: Any) -> list[SampleResult]:
+        return [found]
 
-    def write(number: int) -> Callable[[SampleResult], dict[str, Any]]:
-        def answer(result: SampleResult) -> dict[str, Any]:
+    monkeypatch.setattr(waiting, "results", results)
+
+    def write(number: int) -> Callable[[list[SampleResult]], dict[str, Any]]:
+        def answer(results: list[SampleResult]) -> dict[str, Any]:
             written.append(number)
-            return {"tokens": result.sequences[0].tokens.tolist()}
+            return {"tokens": results[0].sequences[0].tokens.tolist()}
 
         return answer
 
@@ -222,14 +224,14 @@ def test_large_answers_are_written_as_their_clients_take_them() -> None:
         bodies = LargeBodies(100_000, wait_s=30, what="results")
         service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies)
 
-        def asked(org_id: str) -> Asked:
+        def asked(org_id: str) -> list[Asked]:
             who: Any = SimpleNamespace(org_id=org_id)
             about = (service, who, cast(Any, None), cast(Any, None), [1], SamplingParams(), "id", None, None)
-            return Ended(*about, keep=True, told=1)
+            return [Asked(*about, keep=True, told=1)]
 
-        first = await asked("a").answer(write(1))
-        second = asyncio.ensure_future(asked("a").answer(write(2)))
-        await asked("b").answer(write(3))
+        first = await waiting.answer(asked("a"), write(1))
+        second = asyncio.ensure_future(waiting.answer(asked("a"), write(2)))
+        await waiting.answer(asked("b"), write(3))
         assert written == [1, 3]
         await first({"type": "http"}, cast(Any, None), send)
         await second

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from api.routes.openai.bodies import ChatBody, ChatTokensBody, CompletionBody, ResponsesBody, Sampling
-from api.routes.openai.chat import params_of, prompt_of
+from api.routes.openai.chat import params_of, prompts_of
 from api.routes.openai.models import Target
 from api.routes.openai.text import ModelText, text_of
 from tests.api.conftest import MODEL, World
@@ -36,15 +36,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
 @pytest.mark.parametrize("given", ["3 + 5", ["3 + 5"]])
 def test_the_tokenizers_own_tokens_are_left_out_where_asked_to(text: ModelText, given: str | list[str]) -> None:
     """Who sends a text that begins with them already would have them twice."""
-    begin, *rest = prompt_of(CompletionBody(model="m", prompt=given), text)
+    ((begin, *rest),) = prompts_of(CompletionBody(model="m", prompt=given), text)
     assert text.word(begin) == "<|im_start|>"
     assert text.decode(rest) == "3 + 5"
     with_them = CompletionBody(model="m", prompt=given, add_special_tokens=True)
     without = CompletionBody(model="m", prompt=given, add_special_tokens=False)
     for body in (with_them, without):
         body.refuse_unknown()
-    assert prompt_of(with_them, text) == [begin, *rest]
-    assert prompt_of(without, text) == rest
+    assert prompts_of(with_them, text) == [[begin, *rest]]
+    assert prompts_of(without, text) == [rest]
 
 
 CHAT = ChatBody(model="m", messages=[{"role": "user", "content": "?"}])

@@ -19,6 +19,7 @@ from api.routes.openai.bodies import ResponsesBody
 from api.routes.openai.chunks import chunks
 from api.routes.openai.responses import _Stream
 from api.routes.openai.text import ModelText
+from api.routes.openai.waiting import results
 from api.state.afterwards import Afterwards
 from scheduler.order.operations import Waiting
 from workers.model.tiny import TINY_PATH
@@ -72,7 +73,9 @@ def test_before_the_first_token(door: str, taken: int) -> None:
         form = Form(ModelText(TINY_PATH, 64), chat=True)
         asked = Asked(service, who, request, target, [1], SamplingParams(), "id", None, None, keep=False)
         body = ResponsesBody(model="m", input="hi")
-        events = chunks(asked, form, 2, include_usage=False) if door == "chat" else _Stream(asked, form, body).events()
+        events = (
+            chunks([asked], [form], 2, include_usage=False) if door == "chat" else _Stream(asked, form, body).events()
+        )
         await EventStream(events)({"type": "http"}, receive, send)
         await asyncio.wait_for(journal.cancelled.wait(), 5)
 
@@ -114,11 +117,11 @@ def test_who_waits_for_a_model_that_no_generator_has_is_told_so(keep: bool, stre
         asked = Asked(service, who, request, target, [1], SamplingParams(), "id", None, None, keep=keep)
         if streamed:
             form = Form(ModelText(TINY_PATH, 64), chat=False)
-            told = [part async for part in chunks(asked, form, 1, include_usage=False)]
+            told = [part async for part in chunks([asked], [form], 1, include_usage=False)]
             assert [b'"code":"no_generator"' in part for part in told] == [True, False]
         else:
             with pytest.raises(Unserved, match="ask the operator for a generator that has it") as caught:
-                await asked.result()
+                await results([asked])
             assert (caught.value.status, caught.value.headers) == (503, {"retry-after": "1"})
         if not keep:
             await asyncio.wait_for(journal.cancelled.wait(), 5)

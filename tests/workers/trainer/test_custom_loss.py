@@ -153,6 +153,32 @@ def test_a_loss_that_fails_while_it_runs_is_its_users_error_and_leaves_others_al
     assert bench.run("a").grad is None
 
 
+def detached(logprobs, advantages, q):
+    return logprobs.detach().sum(), {}
+
+
+def of_the_data(logprobs, advantages, q):
+    return (advantages * q).sum(), {}
+
+
+def of_an_index(logprobs, advantages, q):
+    return logprobs.argmax().float(), {}
+
+
+@pytest.mark.parametrize("fn", [detached, of_the_data, of_an_index])
+def test_a_loss_without_a_gradient_is_named(bench: Bench, fn: Callable[..., Any]) -> None:
+    """It trained nothing, and said nothing of it."""
+    upload(bench, trace_loss(fn, {"logprobs": 1, "advantages": 1, "q": 1}, "s"), "s:loss:0")
+    data = rl_data([5], seed=1)
+    data[0].inputs["q"] = data[0].inputs["logprobs"]
+    bad = bench.fb("a", data, "custom", loss_id="s:loss:0")
+    bench.ok(bench.create("a"))
+    failure = bench.go(bad)[bad.op_id].failure
+    assert failure is not None
+    assert failure.category == "user"
+    assert f"{fn.__name__!r} does not depend on the logprobs: it has no gradient" in failure.message
+
+
 def test_a_forward_and_several_targets(bench: Bench) -> None:
     handle, _ = traced("two_ranks")
     upload(bench, handle, "s:loss:1")

@@ -84,7 +84,18 @@ def test_weights_that_are_not_finite_hurt_their_own_run_only(worlds) -> None:
     bad = bench.fb("a", ce_data([6], seed=3))
     failure = beside_a_neighbour(bench, bad, clean_world=clean)[bad.op_id].failure
     assert failure.message.startswith("datum 0: its log-probabilities are not finite")
+    assert "the largest of this run's weights is nan" in failure.message
     assert bench.run("a").grad is None
+
+
+@pytest.mark.parametrize("learning_rate", [1e18, 1e30])
+def test_what_follows_a_step_that_was_far_too_large_says_so(worlds, learning_rate: float) -> None:
+    bench, clean = worlds
+    bench.ok(bench.fb("a", ce_data([6], seed=3)), bench.optim("a", learning_rate=learning_rate))
+    bad = bench.fb("a", ce_data([6], seed=3))
+    failure = beside_a_neighbour(bench, bad, clean_world=clean)[bad.op_id].failure
+    assert failure.category == "user"
+    assert f"the largest of this run's weights is {learning_rate:.3g}: if its steps were too large" in failure.message
 
 
 def test_gradient_overflow_leaves_the_run_as_it_was(worlds) -> None:

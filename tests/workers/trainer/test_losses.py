@@ -298,3 +298,25 @@ def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss_fn: str, ad
     assert lp_P.grad.tolist() == ([0.0] if advantage > 0 else [math.inf])
     _, high = clip_of(LOSSES[loss_fn])
     assert loss.item() == pytest.approx(-high if advantage > 0 else math.inf)
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "gspo", "cispo", "dro", "stable_reinforce"])
+@pytest.mark.parametrize("log_ratio", [200.0, 5e4])
+def test_metrics_of_ratios_beyond_float32_are_numbers(loss_fn: str, log_ratio: float) -> None:
+    """JSON knows no infinity, and a loss that clips such a ratio succeeds."""
+    lp_P, inputs = rl([-1.0] * 4, [-1.0 - log_ratio] * 4, [1.0] * 4)
+    inputs |= {"sequence_ratio_mask": torch.ones(4)} if loss_fn == "gspo" else {}
+    loss, measures = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
+    assert loss.isfinite()
+    metrics = metric_values(measures)
+    told = math.exp(min(log_ratio, 688))
+    for name in ["ratio:mean", "mismatch_kl:mean", *(["sequence_ratio:mean"] if loss_fn == "gspo" else [])]:
+        assert metrics[name] == pytest.approx(told, rel=1e-4)
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_a_small_mismatch_is_told_to_its_digits() -> None:
+    """r - 1 - log r is some log^2 / 2, which float32 loses beside 1."""
+    lp_P, inputs = rl([-1.0, -1.0], [-1.0 + 2**-13, -1.0 - 2**-13], [1.0, 1.0])
+    metrics = metric_values(LOSS_FUNCTIONS["importance_sampling"](lp_P, inputs, {})[1])
+    assert metrics["mismatch_kl:mean"] == pytest.approx(2**-27, rel=1e-6)

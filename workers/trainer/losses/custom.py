@@ -69,6 +69,8 @@ def custom_loss(
         try:
             plan = uploaded.plan(tuple(shape_of(tensor) for tensor in inputs))
             result, metrics = run_custom_loss(loss, inputs, plan)
+            if logprobs.requires_grad and not result.requires_grad:
+                raise CustomLossError(f"custom loss {loss.name!r} does not depend on the logprobs: it has no gradient")
         except CustomLossError as error:
             raise CustomLossError(f"datum {index}: {error}") from None
         total = total + result.to(total.dtype).to(total.device)

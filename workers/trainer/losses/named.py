@@ -25,6 +25,8 @@ from workers.trainer.metrics import Measure
 
 #: exp of it is still a float32.
 MAX_LOG_RATIO = 88.0
+#: exp of it is still a float64, and so is the sum of a billion of them.
+MAX_TOLD_LOG_RATIO = 688.0
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float | str]
@@ -103,7 +105,7 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     # The q of a position that is not marked is nothing that this loss reads.
     metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P & marked_P)}
     metrics["tokens:sum"] = _total(inside_P.sum())
-    metrics["sequence_ratio:mean"] = _mean_over_loss(ratio_P.detach(), inside_P)
+    metrics["sequence_ratio:mean"] = _mean_over_loss(_told(mean_P).exp(), inside_P)
     metrics["clip_fraction:mean"] = _mean_over_loss(clamped_P.detach() < free_P.detach(), inside_P)
     return loss, metrics
 
@@ -185,12 +187,18 @@ def _setting(loss_fn: str, name: str, config: Config) -> float:
 def _ratio_metrics(log_ratio_P: Tensor, inside_P: Tensor) -> dict[str, Measure]:
     """`mismatch_kl` estimates KL(sampler || trainer) per token with the unbiased, never negative estimator
     r - 1 - log r (Schulman, "Approximating KL divergence", k3). By expm1: of ratios near 1, r - 1 would be rounding."""
-    log_ratio_P = log_ratio_P.detach()
+    log_ratio_P = _told(log_ratio_P)
     return {
         "mismatch_kl:mean": _mean_over_loss(log_ratio_P.expm1() - log_ratio_P, inside_P),
         "ratio:mean": _mean_over_loss(log_ratio_P.exp(), inside_P),
         "tokens:sum": _total(inside_P.sum()),
     }
+
+
+def _told(log_ratio_P: Tensor) -> Tensor:
+    """log r as metrics tell it, float64 [P]: a loss that clips a ratio beyond float32 succeeds, and JSON knows no
+    infinity."""
+    return log_ratio_P.detach().double().clamp(max=MAX_TOLD_LOG_RATIO)
 
 
 def _total(value: Tensor) -> Measure:
@@ -199,4 +207,4 @@ def _total(value: Tensor) -> Measure:
 
 def _mean_over_loss(values_P: Tensor, inside_P: Tensor) -> Measure:
     # A product with 0 would be NaN where a value outside has overflown.
-    return Measure(float(torch.where(inside_P, values_P, 0).sum()), float(inside_P.sum()))
+    return Measure(float(torch.where(inside_P, values_P, 0).sum(dtype=torch.float64)), float(inside_P.sum()))

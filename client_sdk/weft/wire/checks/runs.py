@@ -15,6 +15,8 @@ ADAMW, DIMUON = "adamw", "dimuon"
 
 #: The least normal float32: every eps is rounded to one.
 LEAST_EPS = 2.0**-126
+#: Weights move by about their learning rate: beyond, the product of two factors of LoRA is no float32 any more.
+MOST_RATE = 1e18
 
 _NOT_TAKEN = "no step was taken: "
 _WITHOUT = {
@@ -70,6 +72,15 @@ def adam_problems(params: AdamParams) -> Iterator[Problem]:
     if params.eps < LEAST_EPS:
         limit = f"at least {LEAST_EPS:.3g}"
         yield Problem("eps", f"must be above 0 in float32, {limit}, got {params.eps}", limit, params.eps)
+    yield from rate_problems("learning_rate", params.learning_rate)
+    yield from rate_problems("weight_decay", params.weight_decay)
+
+
+def rate_problems(name: str, rate: float) -> Iterator[Problem]:
+    """A rate with which no run computes anything after the step."""
+    if rate > MOST_RATE:
+        limit = f"at most {MOST_RATE:g}"
+        yield Problem(name, f"must be {limit}, beyond which weights have no products, got {rate}", limit, rate)
 
 
 def ttl_problems(ttl_seconds: int | None, least: int | None, most: int | None) -> Iterator[Problem]:

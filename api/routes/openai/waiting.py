@@ -1,0 +1,134 @@
+"""A client that waits for the samples of its request, one for each prompt: whole, or as they are drawn. Who leaves
+stops those that have not ended (`api.routes.openai.asking`), and so does one of them that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+from weft.wire.binary.sample_codec import SampleResult
+
+from api.http.headers import Large
+from api.operations.streaming import drawn, sampled
+from api.routes.openai.asking import Asked, of_prompt_at
+from api.routes.openai.text import in_turn
+from scheduler.links.messages import DrawnTokens
+
+T = TypeVar("T")
+Part = DrawnTokens | SampleResult
+#: About what an answer takes of each token, log-probability and number of an expert that it tells, once it is written.
+TOKEN_BYTES, TOLD_BYTES, ROUTED_BYTES = 8, 64, 4
+
+
+async def results(asked: Sequence[Asked]) -> list[SampleResult]:
+    """Of each prompt. Raises ClientDisconnect when the client is gone."""
+
+    async def ended(place: int, one: Asked) -> SampleResult:
+        with of_prompt_at(place, len(asked)):
+            return await sampled(one.service, one.who, one.request_id, one.restarting, unserved=False)
+
+    each = [asyncio.ensure_future(ended(place, one)) for place, one in enumerate(asked)]
+    ending = asyncio.gather(*each)
+    gone = asyncio.ensure_future(_disconnected(asked[0].request))
+    try:
+        await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            raise ClientDisconnect
+        found = await ending
+    except BaseException:
+        for one in asked:
+            one.leave()
+        raise
+    finally:
+        gone.cancel()
+        for waits in each:
+            waits.cancel()
+    for one, result in zip(asked, found, strict=True):
+        await one.record(result)
+    return found
+
+
+async def answer(asked: Sequence[Asked], write: Callable[[list[SampleResult]], dict[str, Any]]) -> Response:
+    """The results in JSON; writing long ones takes seconds, and a few of one organisation are written at a time, each
+    when there is room for it beside those that clients are still taking."""
+    found, service, org_id = await results(asked), asked[0].service, asked[0].who.org_id
+    async with AsyncExitStack() as held:
+        held.enter_context(service.polls.counted(org_id))
+        size_bytes = sum(_size_of(one, result) for one, result in zip(asked, found, strict=True))
+        await held.enter_async_context(service.large_answers.room(org_id, size_bytes))
+        written = await in_turn(org_id, lambda: orjson.dumps(write(found)))
+        return Large(written, "application/json", held.pop_all())
+
+
+def _size_of(asked: Asked, result: SampleResult) -> int:
+    """About how many bytes its part of the answer will have."""
+    drawn = sum(sequence.tokens.size for sequence in result.sequences)
+    routed = sum(one.routed_experts.size for one in result.sequences if one.routed_experts is not None)
+    told = drawn * asked.told + len(asked.prompt) * asked.told_of_prompt
+    return int(drawn * TOKEN_BYTES + told * TOLD_BYTES + routed * ROUTED_BYTES)
+
+
+@asynccontextmanager
+async def parts(asked: Sequence[Asked]) -> AsyncIterator[AsyncIterator[tuple[int, Part]]]:
+    """The tokens of each prompt's sample as they are drawn, then its result, beside the prompt's place. Who leaves the
+    block before that has left, though they have asked for no part yet: a client may be gone while the first words are
+    written."""
+    gone = asyncio.ensure_future(_disconnected(asked[0].request))
+
+    async def of(place: int, one: Asked) -> AsyncGenerator[Part, None]:
+        how: dict[str, Any] = {"until": gone, "restarting": one.restarting, "unserved": False}
+        with of_prompt_at(place, len(asked)):
+            async with aclosing(drawn(one.service, one.who, one.request_id, **how)) as parts:
+                async for part in parts:
+                    yield part
+
+    each, over = merged([of(place, one) for place, one in enumerate(asked)]), set[int]()
+
+    async def read() -> AsyncIterator[tuple[int, Part]]:
+        async for place, part in each:
+            if isinstance(part, SampleResult):
+                over.add(place)
+                await asked[place].record(part)
+            yield place, part
+
+    try:
+        yield read()
+    finally:
+        gone.cancel()
+        for place, one in enumerate(asked):
+            if place not in over:
+                one.leave()
+        await each.aclose()
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What comes of any of the streams, beside its place among them; of each in its order, and none is read ahead of
+    what was taken."""
+    coming = {asyncio.ensure_future(anext(stream, None)): place for place, stream in enumerate(streams)}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=coming.__getitem__):
+                place, part = coming[task], task.result()
+                del coming[task]
+                if part is not None:
+                    yield place, part
+                    coming[asyncio.ensure_future(anext(streams[place], None))] = place
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
