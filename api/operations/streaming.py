@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -63,28 +64,89 @@ class Unserved(Unavailable):
 RESTARTING = "the server is restarting: the operation is kept"
 
 
-async def ended(
-    service: Service, who: Principal, request_id: str, restarting: str = RESTARTING, *, unserved: bool = True
-) -> Outcome:
-    """How a sample ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first,
-    which says that it is `restarting`, or when database or disk do not answer. Of an error of theirs a stream that has
-    begun could tell nothing. Without `unserved` raises Unserved where no generator has had its model for LOOK_S."""
-    while True:
-        waiting = service.journal.outcome(who.org_id, request_id, LOOK_S)
+@dataclass(frozen=True)
+class Waited:
+    """A sample that somebody waits for, who is told `restarting` when the server stops first. Unless they go on waiting
+    while it is `unserved`, Unserved is raised where no generator has had its model for LOOK_S."""
+
+    service: Service
+    who: Principal
+    request_id: str
+    restarting: str = RESTARTING
+    unserved: bool = True
+
+    async def ended(self) -> Outcome:
+        """How it ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first, or
+        when database or disk do not answer. Of an error of theirs a stream that has begun could tell nothing."""
+        service, org_id, request_id = self.service, self.who.org_id, self.request_id
+        while True:
+            waiting = service.journal.outcome(org_id, request_id, LOOK_S)
+            try:
+                found = await service.polls.hold(org_id, waiting, None)
+            except STORES as error:
+                raise away(error) from error
+            if found is None:
+                stopping = service.polls.released
+                raise Unavailable(self.restarting) if stopping else NotFound(f"no request {quote(request_id)}")
+            if isinstance(found, Outcome) and found.ref:
+                found = await service.threads.run(org_id, partial(service.journal.answers.whole, found))
+            if isinstance(found, Outcome):
+                return found
+            if isinstance(found, Waiting) and found.unserved and not self.unserved:
+                raise Unserved
+            if not isinstance(found, Waiting):
+                raise Gone(found.why, request_id=request_id)
+
+    async def result(self) -> SampleResult:
+        outcome = await self.ended()
+        if len(outcome.payload) <= LARGE_BYTES:
+            return result_of(outcome, self.request_id)
+        return await self.service.long_reads.run(self.who.org_id, partial(result_of, outcome, self.request_id))
+
+    async def drawn(
+        self, timeout_s: float | None = None, until: asyncio.Future[None] | None = None
+    ) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
+        """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
+        Raises TimeoutError when it has not ended `timeout_s` later, ClientDisconnect when `until` comes first, and
+        DrawnAnew when others have taken the place of those that were told."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        stream = await self.service.journal.streams.follow(self.request_id)
+        ending = asyncio.ensure_future(self.result())
+        told, replaced = defaultdict[int, list[int]](list), stream.replaced
         try:
-            found = await service.polls.hold(who.org_id, waiting, None)
-        except STORES as error:
-            raise away(error) from error
-        if found is None:
-            raise (Unavailable(restarting) if service.polls.released else NotFound(f"no request {quote(request_id)}"))
-        if isinstance(found, Outcome) and found.ref:
-            found = await service.threads.run(who.org_id, partial(service.journal.answers.whole, found))
-        if isinstance(found, Outcome):
-            return found
-        if isinstance(found, Waiting) and found.unserved and not unserved:
-            raise Unserved
-        if not isinstance(found, Waiting):
-            raise Gone(found.why, request_id=request_id)
+            while not ending.done():
+                changed = stream.changed
+                if stream.replaced != replaced and told:
+                    raise DrawnAnew
+                replaced = stream.replaced
+                for part in stream.beyond({sample: len(tokens) for sample, tokens in told.items()}):
+                    told[part.sample] += part.tokens
+                    for piece in pieces_of(part):
+                        yield piece
+                        await asyncio.sleep(0)
+                left = None if deadline is None else max(0.0, deadline - loop.time())
+                more = asyncio.ensure_future(changed.wait())
+                events = (ending, more) if until is None else (ending, more, until)
+                try:
+                    done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    more.cancel()
+                if until is not None and until.done() and not ending.done():
+                    raise ClientDisconnect
+                if not done:
+                    raise TimeoutError
+            result = await ending
+        finally:
+            ending.cancel()
+        for sample, sequence in enumerate(result.sequences):  # one that was stopped may have fewer than were told
+            before = told[sample]
+            if sequence.tokens[: len(before)].tolist() != before[: sequence.tokens.size]:
+                raise DrawnAnew
+            for piece in rest_of(sample, sequence, len(before)):
+                yield piece
+                await asyncio.sleep(0)
+        yield result
 
 
 def result_of(outcome: Outcome, request_id: str) -> SampleResult:
@@ -93,67 +155,6 @@ def result_of(outcome: Outcome, request_id: str) -> SampleResult:
         error = Invalid if outcome.category == "user" else SampleFailed
         raise error(outcome.error, request_id=request_id)
     return decode_sample_response(outcome.payload)
-
-
-async def sampled(
-    service: Service, who: Principal, request_id: str, restarting: str = RESTARTING, *, unserved: bool = True
-) -> SampleResult:
-    outcome = await ended(service, who, request_id, restarting, unserved=unserved)
-    if len(outcome.payload) <= LARGE_BYTES:
-        return result_of(outcome, request_id)
-    return await service.long_reads.run(who.org_id, partial(result_of, outcome, request_id))
-
-
-async def drawn(
-    service: Service,
-    who: Principal,
-    request_id: str,
-    timeout_s: float | None = None,
-    until: asyncio.Future[None] | None = None,
-    restarting: str = RESTARTING,
-    unserved: bool = True,
-) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
-    """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
-    Raises TimeoutError when it has not ended `timeout_s` later, ClientDisconnect when `until` comes first, and
-    DrawnAnew when others have taken the place of those that were told."""
-    loop = asyncio.get_running_loop()
-    deadline = None if timeout_s is None else loop.time() + timeout_s
-    stream = await service.journal.streams.follow(request_id)
-    ending = asyncio.ensure_future(sampled(service, who, request_id, restarting, unserved=unserved))
-    told, replaced = defaultdict[int, list[int]](list), stream.replaced
-    try:
-        while not ending.done():
-            changed = stream.changed
-            if stream.replaced != replaced and told:
-                raise DrawnAnew
-            replaced = stream.replaced
-            for part in stream.beyond({sample: len(tokens) for sample, tokens in told.items()}):
-                told[part.sample] += part.tokens
-                for piece in pieces_of(part):
-                    yield piece
-                    await asyncio.sleep(0)
-            left = None if deadline is None else max(0.0, deadline - loop.time())
-            more = asyncio.ensure_future(changed.wait())
-            events = (ending, more) if until is None else (ending, more, until)
-            try:
-                done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                more.cancel()
-            if until is not None and until.done() and not ending.done():
-                raise ClientDisconnect
-            if not done:
-                raise TimeoutError
-        result = await ending
-    finally:
-        ending.cancel()
-    for sample, sequence in enumerate(result.sequences):  # one that was stopped may have fewer than were told
-        before = told[sample]
-        if sequence.tokens[: len(before)].tolist() != before[: sequence.tokens.size]:
-            raise DrawnAnew
-        for piece in rest_of(sample, sequence, len(before)):
-            yield piece
-            await asyncio.sleep(0)
-    yield result
 
 
 def pieces_of(part: DrawnTokens) -> Iterator[DrawnTokens]:

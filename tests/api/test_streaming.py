@@ -13,7 +13,7 @@ import pytest
 from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
 
 from api.operations import streaming
-from api.operations.streaming import TOLD_AT_ONCE, DrawnAnew, drawn, rest_of
+from api.operations.streaming import TOLD_AT_ONCE, DrawnAnew, Waited, rest_of
 from api.state.threads import Threads
 from api.who.principal import Principal
 from scheduler.journal.ending.outcomes import LARGE_BYTES
@@ -59,7 +59,7 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
         await asyncio.sleep(0)
         return result
 
-    monkeypatch.setattr(streaming, "sampled", sampled)
+    monkeypatch.setattr(Waited, "result", sampled)
     turns = 0
 
     async def another() -> None:
@@ -72,7 +72,7 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
         other = asyncio.ensure_future(another())
         told: dict[int, list[DrawnTokens]] = {0: [], 1: []}
         before = -1
-        async for part in drawn(service_with(stream), None, "id"):  # type: ignore[arg-type]
+        async for part in Waited(service_with(stream), None, "id").drawn():  # type: ignore[arg-type]
             assert turns > before, "nobody else had a turn since the last piece"
             before = turns
             if isinstance(part, DrawnTokens):
@@ -107,12 +107,12 @@ def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch
         await over.wait()
         return result
 
-    monkeypatch.setattr(streaming, "sampled", sampled)
+    monkeypatch.setattr(Waited, "result", sampled)
 
     told = list[int]()
 
     async def read() -> None:
-        async for part in drawn(service_with(stream), None, "id"):  # type: ignore[arg-type]
+        async for part in Waited(service_with(stream), None, "id").drawn():  # type: ignore[arg-type]
             assert isinstance(part, DrawnTokens)
             told.extend(part.tokens)
             if told_again:
@@ -126,7 +126,7 @@ def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch
             await read()
         assert told == whole(0).tokens[:5]
         if told_again:  # who comes now is told of one draw
-            late = drawn(service_with(stream), None, "id")  # type: ignore[arg-type]
+            late = Waited(service_with(stream), None, "id").drawn()  # type: ignore[arg-type]
             found = await anext(late)
             assert isinstance(found, DrawnTokens)
             assert found.tokens == other(0, 9).tokens
@@ -157,10 +157,10 @@ def test_a_reader_that_leaves_leaves_no_task_behind(monkeypatch: pytest.MonkeyPa
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(streaming, "sampled", sampled)
+    monkeypatch.setattr(Waited, "result", sampled)
 
     async def story() -> None:
-        reading = drawn(service_with(stream), None, "id")  # type: ignore[arg-type]
+        reading = Waited(service_with(stream), None, "id").drawn()  # type: ignore[arg-type]
         assert isinstance(await anext(reading), DrawnTokens)
         await reading.aclose()
         await asyncio.sleep(0)
@@ -180,9 +180,9 @@ def test_a_large_result_is_read_outside_the_event_loop(monkeypatch: pytest.Monke
     async def ended(*_: object, **_options: object) -> Outcome:
         return outcome
 
-    monkeypatch.setattr(streaming, "ended", ended)
+    monkeypatch.setattr(Waited, "ended", ended)
     monkeypatch.setattr(streaming, "result_of", read)
     service: Any = SimpleNamespace(long_reads=Threads(1))
     for outcome in (Outcome(bytes(LARGE_BYTES)), Outcome(bytes(LARGE_BYTES + 1))):
-        assert asyncio.run(streaming.sampled(service, Principal("o", 1), "id")) is outcome.payload  # type: ignore[comparison-overlap]
+        assert asyncio.run(Waited(service, Principal("o", 1), "id").result()) is outcome.payload  # type: ignore[comparison-overlap]
     assert [reader == threading.get_ident() for reader in readers] == [True, False]

@@ -27,7 +27,7 @@ from api.http.bodies import read_json
 from api.http.events import EventStream, event
 from api.http.headers import Large, Ready
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
-from api.operations.streaming import drawn
+from api.operations.streaming import Waited
 from api.state.service import Service, ServiceDep
 from api.who.lookup import operation_by_id, plain_id
 from api.who.may_change import own_operation
@@ -118,7 +118,7 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
 
 async def _events(service: Service, who: Principal, asked: StreamFutureRequest) -> AsyncGenerator[bytes, None]:
     try:
-        async for part in drawn(service, who, asked.request_id, asked.timeout):
+        async for part in Waited(service, who, asked.request_id).drawn(asked.timeout):
             if isinstance(part, DrawnTokens):
                 yield event(msgspec.json.encode(part))
     except (TimeoutError, Unavailable):

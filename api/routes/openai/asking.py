@@ -25,7 +25,7 @@ from weft.wire.binary.sample_codec import SampleResult
 from weft.wire.turns import Turn
 
 from api.errors import ApiError, Invalid
-from api.operations.streaming import sampled
+from api.operations.streaming import Waited
 from api.operations.submit import accept
 from api.routes.computing.sampling import checked_sample
 from api.routes.openai.errors import Refused
@@ -72,10 +72,13 @@ class Asked:
     told_of_prompt: int = 0
 
     @property
-    def restarting(self) -> str:
+    def waited(self) -> Waited:
+        restarting = "the server is restarting: send the request again"
         if self.keep:
-            return "the server is restarting, and finishes this sample: send the request again with its Idempotency-Key"
-        return "the server is restarting: send the request again"
+            restarting = (
+                "the server is restarting, and finishes this sample: send the request again with its Idempotency-Key"
+            )
+        return Waited(self.service, self.who, self.request_id, restarting, unserved=False)
 
     def leave(self) -> None:
         self.service.afterwards.run(self._stop())
@@ -89,7 +92,7 @@ class Asked:
             if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
                 break
         try:
-            await self.record(await sampled(self.service, self.who, self.request_id))
+            await self.record(await Waited(self.service, self.who, self.request_id).result())
         finally:
             self._free()
 

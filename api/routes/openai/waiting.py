@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect
 from weft.wire.binary.sample_codec import SampleResult
 
 from api.http.headers import Large
-from api.operations.streaming import drawn, sampled
 from api.routes.openai.asking import Asked, of_prompt_at
 from api.routes.openai.text import in_turn
 from scheduler.links.messages import DrawnTokens
@@ -31,7 +30,7 @@ async def results(asked: Sequence[Asked]) -> list[SampleResult]:
 
     async def ended(place: int, one: Asked) -> SampleResult:
         with of_prompt_at(place, len(asked)):
-            return await sampled(one.service, one.who, one.request_id, one.restarting, unserved=False)
+            return await one.waited.result()
 
     each = [asyncio.ensure_future(ended(place, one)) for place, one in enumerate(asked)]
     ending = asyncio.gather(*each)
@@ -82,9 +81,8 @@ async def parts(asked: Sequence[Asked]) -> AsyncIterator[AsyncIterator[tuple[int
     gone = asyncio.ensure_future(_disconnected(asked[0].request))
 
     async def of(place: int, one: Asked) -> AsyncGenerator[Part, None]:
-        how: dict[str, Any] = {"until": gone, "restarting": one.restarting, "unserved": False}
         with of_prompt_at(place, len(asked)):
-            async with aclosing(drawn(one.service, one.who, one.request_id, **how)) as parts:
+            async with aclosing(one.waited.drawn(until=gone)) as parts:
                 async for part in parts:
                     yield part
 
