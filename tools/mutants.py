@@ -42,11 +42,13 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/tenancy/test_ended.py", "tests/tenancy/test_audit.py"),
     ),
     "api/http/direct.py": ("tests/api/test_direct.py",),
+    "api/operations/paying.py": ("tests/api/test_quotas.py", "tests/tenancy/test_out_of_money.py"),
     "api/operations/submit.py": (
         *("tests/api/test_training.py", "tests/api/test_quotas.py", "tests/api/test_money.py"),
         "tests/tenancy/test_limits.py",
     ),
     "api/state/large_bodies.py": ("tests/api/test_bodies.py",),
+    "api/state/polls.py": ("tests/api/test_polls.py",),
     "api/state/rates.py": ("tests/tenancy/test_limits.py",),
     "api/state/threads.py": ("tests/api/test_threads.py",),
     "api/who/reach.py": ("--noconftest", "tests/api/test_reach.py"),
@@ -73,6 +75,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
+    "scheduler/journal/accepting/acceptance.py": (
+        *("tests/scheduler/journal/test_small_bodies.py", "tests/scheduler/journal/test_journal.py"),
+        *("-k", "not postgresql and (number or moment or restart or refused or small or bodies or billed_twice)"),
+    ),
     "scheduler/journal/accepting/admission.py": ("tests/scheduler/journal/test_journal.py",),
     "scheduler/journal/accepting/backlog.py": (
         *("--noconftest", "tests/scheduler/journal/accepting/test_backlog.py"),
@@ -96,6 +102,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "--deselect",
         "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
     ),
+    "scheduler/order/lanes.py": ("--noconftest", "tests/scheduler/order/test_lanes.py"),
     "store/blobs/bucket.py": ("tests/store/blobs/test_bucket.py", "tests/store/blobs/test_contract.py"),
     "store/blobs/cache.py": ("tests/store/blobs/test_cache.py",),
     "store/blobs/folder.py": ("tests/store/blobs/test_contract.py",),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weft.wire.checks.runs import step_not_taken
 
-from scheduler.links.messages import OpKind, RunSpec, TrainOp
+from scheduler.links.messages import OpKind, RunSpec, Snapshot, TrainOp
 from scheduler.order.compose import compose
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit, units_of, uses_gradients
@@ -58,8 +58,9 @@ def test_any_order_of_arrival_runs_in_order(order: list[int]) -> None:
 
 
 def test_slices_of_one_operation_follow_each_other_and_the_last_is_final() -> None:
-    units = created().arrive(op(1, plan=ForwardBackward((Slice(0, 3, 30), Slice(3, 5, 20)))))
-    assert [(u.send.start, u.send.stop, u.tokens, u.send.final) for u in units] == [(0, 3, 30, False), (3, 5, 20, True)]
+    units = created().arrive(op(1, plan=ForwardBackward((Slice(0, 3, 30), Slice(3, 5, 20), Slice(5, 6, 9)))))
+    told = [(u.send.start, u.send.stop, u.tokens, u.send.final) for u in units]
+    assert told == [(0, 3, 30, False), (3, 5, 20, False), (5, 6, 9, True)]
 
 
 def test_a_lost_trainer_means_the_log_again_and_then_what_is_pending() -> None:
@@ -92,6 +93,17 @@ def test_a_snapshot_shortens_the_log() -> None:
     assert sent(units) == [(2, "create", True), (3, "forward_backward", True), (4, "forward_backward", False)]
     assert units[0].send.source_ref == "runs/run/state-2"
     assert units[0].send.with_optimizer
+    assert units[0].tokens == 0
+
+
+def test_a_run_with_a_snapshot_is_read_from_it_after_a_restart() -> None:
+    lane = RunLane("o", spec(), next_seq=3, snapshot=Snapshot("run", 2, "runs/run/state-2"))
+    assert sent(lane.arrive(op(3))) == [(2, "create", True), (3, "forward_backward", False)]
+
+
+def test_what_has_no_data_is_light() -> None:
+    kinds = "forward", "forward_backward", "optim_step", "save_state"
+    assert [unit.light for kind in kinds for unit in units_of(op(1, kind), spec())] == [False, False, True, True]
 
 
 def test_an_operation_that_is_refused_while_parked_leaves_the_lane() -> None:
@@ -154,7 +166,8 @@ def test_what_a_snapshot_has_of_an_operation_is_not_computed_again() -> None:
     assert [(u.send.start, u.send.final, u.send.again) for u in lane.lost()[1:]] == [(3, False, True), (5, True, True)]
     answer(lane, large)
     lane.lost()
-    rebuilt = lane.arrive(other := op(2, plan=ForwardBackward((Slice(0, 1, 1), Slice(1, 9, 1)))))
+    other = op(2, run="another", plan=ForwardBackward((Slice(0, 1, 1), Slice(1, 9, 1))))  # an id that sorts before
+    rebuilt = lane.arrive(other)
     assert [(u.send.seq, u.send.start) for u in rebuilt] == [(0, 0), (1, 3), (1, 5), (2, 0), (2, 1)]
     lane.saved(1, "runs/run/state-1")
     assert [(u.send.op_id, u.send.start) for u in lane.lost()] == [("restore-run", 0), (other.id, 0), (other.id, 1)]
@@ -169,6 +182,7 @@ def test_what_a_trainer_died_over_is_suspected_until_it_is_answered() -> None:
     assert [unit.suspect for unit in lane.lost()] == [True, True]
     answer(lane, first)
     lane.got_on()
+    assert lane.setbacks == 0
     assert (first.attempts, first.alone, first.reached) == (0, False, 0)
     assert lane.lost() == []
     assert [unit.suspect for unit in lane.arrive(op(2))] == [False, False, False]
@@ -261,6 +275,22 @@ def test_a_step_is_told_what_it_lacks_unless_it_is_repeated_or_another_before_it
     answer(lane, first.op, NOT_TAKEN)
     (third,) = lane.arrive(op(5, "optim_step", plan=Step({})))
     assert lane.sent(third) is third.send
+
+
+def test_a_step_lacks_what_failed_before_it_and_the_next_step_does_not() -> None:
+    lane = created()
+    lane.arrive(op(1))
+    (save,) = lane.arrive(op(2, "save_state"))
+    (data,) = lane.arrive(op(3))
+    lane.failed(1, "forward_backward", "NaN", datetime.now(UTC))
+    lane.failed(2, "save_state", "the disk is full", datetime.now(UTC))
+    lane.arrive(op(4, "forward"))  # trains nothing, and so says nothing of what its client knows
+    (first,) = lane.arrive(op(5, "optim_step", plan=Step({})))
+    (second,) = lane.arrive(op(6, "optim_step", plan=Step({})))
+    assert lane.sent(save) is save.send
+    assert lane.sent(data) is data.send
+    assert lane.sent(first).lacks == (1, NOT_TAKEN)
+    assert lane.sent(second) is second.send
 
 
 def push(tree: FairTree[Unit], unit: Unit) -> None:
