@@ -22,6 +22,7 @@ PROGRAMS = {"weftd": weftd, "weft": weft}
 #: Paragraphs of indented blocks that are neither commands of ours nor settings, by how they begin.
 NEITHER = {
     "location /": "nginx",
+    "table inet": "nft, as root",
     "kubectl create": "needs a cluster: tests/deploy/test_chart.py renders and checks the chart",
     "CREATE ROLE": "SQL, as tests/tenancy/test_row_security.py does it",
     "python3 -m venv": "installs from a package index: tests/deploy/test_wheels.py",

@@ -49,13 +49,8 @@ class _Writer:
     def __init__(
         self, asked: Sequence[Asked], forms: Sequence[Form], num_samples: int, *, include_usage: bool, so_far: bool
     ) -> None:
-        self._asked, self._form, self._each, self._usage, self._so_far = (
-            asked,
-            forms[0],
-            num_samples,
-            include_usage,
-            so_far,
-        )
+        self._asked, self._form, self._each = asked, forms[0], num_samples
+        self._usage, self._so_far = include_usage, so_far
         self._texts = [form.stream() for form in forms for _ in range(num_samples)]
         self._places = [form.places() for form in forms for _ in range(num_samples)]
         self._read, self._drawn = sum(len(one.prompt) for one in asked), 0
