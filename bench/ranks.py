@@ -1,6 +1,6 @@
 """What a second rank brings a trainer: tokens per second of two ranks over those of one, on bench/trainer.py's model.
 
-    python bench/ranks.py [--json] [--out FILE] [--ranks 2] [--rounds 25] [--tokens 4096]
+    python bench/ranks.py [--json] [--out FILE] [--ranks 2] [--rounds 50] [--tokens 4096]
     python bench/ranks.py --layouts [--tokens 512 --tokens 4096]
 
 Both trainers are worker processes as the server starts them, with one thread for each rank, and take the same passes in
@@ -129,7 +129,7 @@ def main() -> None:
     parser = asked(__doc__)
     parser.add_argument("--out", type=Path, help="write the result there too")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument(
         "--tokens", type=int, action="append", help="of a pass, over all tenants (with --layouts: repeat)"
     )
