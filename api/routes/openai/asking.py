@@ -94,7 +94,7 @@ class Asked:
         try:
             await self.record(await Waited(self.service, self.who, self.request_id).result())
         finally:
-            self._free()
+            _free(self.service, [self.turn])
 
     async def record(self, result: SampleResult) -> None:
         try:
@@ -102,11 +102,7 @@ class Asked:
                 turns = self._turns(result)
                 await record(self.service, self.who, self.session, self.target, self.request_id, turns)
         finally:
-            self._free()
-
-    def _free(self) -> None:
-        if self.turn is not None:
-            self.service.turns_coming.discard(self.turn)
+            _free(self.service, [self.turn])
 
     def _turns(self, result: SampleResult) -> Iterator[Turn]:
         return (
