@@ -37,7 +37,8 @@ def list_(data_dir: Path | None, config: Path | None, check: bool) -> None:
         row, age_s = state.row, state.age_s(now)
         last = f"{row.succeeded_at:%Y-%m-%dT%H:%M:%SZ}" if row and row.succeeded_at else "never"
         age = f"{age_s:.0f}s" if age_s is not None else "-"
-        condition = "running" if state.running else "overdue" if state.overdue(now) else "ok"
+        late = "waits" if state.waits else "overdue" if state.overdue(now) else "ok"
+        condition = "running" if state.running else late
         what = (row.error or json.dumps(row.result or {})) if row else "{}"
         click.echo(f"{state.job.name}\tevery {state.job.every_s:.0f}s\t{last}\t{age}\t{condition}\t{what}")
     if check and any(state.overdue(now) for state in found):

@@ -10,8 +10,9 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, make_url, select, text
+from sqlalchemy import Connection, Engine, make_url, text
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from api.doctor.findings import Finding, ok, warning, wrong
 from api.doctor.machine import nearest
@@ -20,6 +21,7 @@ from migrations.upgrade import UnknownRevision, head, refuse_unknown, revision_o
 from store.backup.databases import check_sqlite, is_empty, is_sqlite, opened
 from store.backup.files import BadBackup
 from store.database.commit_mark import CommitMark, LostCommits
+from store.database.leaps import HEARTBEAT, noted_in
 from store.database.row_security import SERVICE_ROLE, may_use
 from store.settings import Settings
 from store.tables import JobRun
@@ -106,10 +108,15 @@ def jobs(settings: Settings) -> Iterator[Finding]:
     if not settings.redis_url and other_server(settings.data_dir) is None:
         return
     with _connected(settings) as connection:
-        beat = connection.scalar(select(JobRun.succeeded_at).where(JobRun.name == "heartbeat"))
-    if beat is None or datetime.now(UTC) - beat > SILENT:
+        row = Session(connection).get(JobRun, HEARTBEAT)
+    beat, noted, now = row.succeeded_at if row else None, noted_in(row), datetime.now(UTC)
+    until = noted.settles_at(now) if noted else None
+    if beat is None or now - beat > SILENT:
         remedy = "see `weftd jobs list`; with jobs.driver = celery: do `weftd jobs beat` and `weftd jobs worker` run?"
         yield warning("jobs", f"last heartbeat: {beat or 'never'}; nothing expires or is billed by the hour", remedy)
+    elif until is not None:
+        says = f"the clock leapt lately, or none ran: nothing expires or is closed before {until:%Y-%m-%d %H:%M} UTC"
+        yield warning("jobs", says, "see that the time is right, or put it right until then (docs/jobs.md)")
     else:
         yield ok("jobs", "they run")
 

@@ -17,6 +17,7 @@ from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.left import open_runs, waiting_samples
 from scheduler.order.operations import Waiting
 from store.database.clock import clock as time_of
+from store.database.leaps import settles_at
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +63,20 @@ async def keep_house(service: Service, clock: Callable[[], datetime] | None = No
 
 
 async def reap(service: Service, now: datetime | None = None) -> list[str]:
-    """End the sessions that are idle for too long, by the database's time unless `now` is given, close the runs of all
-    that have ended, and cancel the samples that still wait for them. Checkpoints stay."""
+    """End the sessions that are idle for too long, by the database's time unless `now` is given, or none while that is
+    not believed; close the runs of all that have ended, and cancel the samples that still wait for them. Checkpoints
+    stay."""
     idle = timedelta(seconds=service.settings.session_idle_s)
     working = await service.journal.working_sessions()
 
     def left(session: Session) -> tuple[list[str], list[tuple[str, str]]]:
         return open_runs(session), waiting_samples(session, (now or time_of(session)) - WORK_WAITS)
 
-    ended = await service.database.write(lambda session: end_idle(session, (now or time_of(session)) - idle, working))
+    def end(session: Session) -> list[str]:
+        there = now or time_of(session)
+        return end_idle(session, there - idle, working) if settles_at(session, there) is None else []
+
+    ended = await service.database.write(end)
     service.liveness.ended(ended)
     if ended:
         log.info("ended %d idle sessions", len(ended))

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Select, and_, exists, insert, select
@@ -21,6 +22,7 @@ from sqlalchemy.orm import Session
 from weft.money import usd
 
 from billing.money.wallets import available_nusd, make_wallets
+from store.database import leaps
 from store.database.bulk import Question, among, ask, insert_into, insert_rows, update_rows
 from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
 
@@ -203,15 +205,15 @@ class Accounts:
             self._alert(budget, period, before)
 
     def expire_grants(self) -> int:
-        """Take back expired grants of these organisations, except what is held, which running work was promised.
-        Returns the number of grants with something to take back."""
+        """Take back expired grants of these organisations, except what is held, which running work was promised; but
+        not while the time is not believed. Returns the number of grants with something to take back."""
         expired = 0
         for org_id, grants in self._grants.items():
             wallet = self._wallets[org_id]
             for grant in grants:
                 over = grant.expires_at is not None and grant.expires_at <= self._now
                 amount = min(grant.remaining_nusd, max(0, wallet.balance_nusd - wallet.held_nusd)) if over else 0
-                if amount:
+                if amount and self._believes_the_time:
                     expired += 1
                     grant.remaining_nusd -= amount
                     grant.changed = True
@@ -219,6 +221,10 @@ class Accounts:
                     wallet.changed = True
                     self._post_expiry(grant, amount)
         return expired
+
+    @cached_property
+    def _believes_the_time(self) -> bool:
+        return leaps.settles_at(self._session, self._now) is None
 
     def store(self) -> None:
         """Write all changes."""

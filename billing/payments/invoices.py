@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from billing.money import ledger
@@ -41,6 +41,13 @@ ROUNDING_NUSD = len(METERS) * NUSD_PER_CENT // 2
 
 class NotClosedHere(RuntimeError):
     """Stripe's invoice came before we closed the month: try again later."""
+
+
+def reopen(session: Session, now: datetime) -> int:
+    """Months that are not over, by a clock that was ahead when they were closed: they go on, and are closed at their
+    end. Call it in a write. Returns how many."""
+    early = Invoice.period_start >= period_of(now), Invoice.status == "closed", Invoice.stripe_invoice_id.is_(None)
+    return len(session.scalars(delete(Invoice).where(*early).returning(Invoice.id)).all())
 
 
 def close(database: Database, org_id: str, period_start: datetime, now: datetime) -> bool:

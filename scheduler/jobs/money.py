@@ -16,13 +16,13 @@ from scheduler.jobs.registry import JobContext, Result, job
 from store.tables import Alert, BudgetAlert
 
 
-@job("meter_storage", every_s=3600)
+@job("meter_storage", every_s=3600, final=True)
 def meter_storage(context: JobContext) -> Result:
     """What was stored in the hours that are over."""
     return storage.meter(context.database, context.prices, context.now())
 
 
-@job("expire_credit", every_s=3600)
+@job("expire_credit", every_s=3600, final=True)
 def expire_credit(context: JobContext) -> Result:
     return grants.expire(context.database, context.now())
 

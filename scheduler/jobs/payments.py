@@ -174,15 +174,18 @@ def _keep(session: Session, page: list[dict[str, Any]], now: datetime) -> int:
     return sum(inbox.keep(session, event, now) for event in page)
 
 
-@job("close_invoices", every_s=3600)
+@job("close_invoices", every_s=3600, final=True)
 def close_invoices(context: JobContext) -> Result:
-    """The last month of every organisation that was metered in it, and what could not be closed in its time."""
+    """The last month of every organisation that was metered in it, and what could not be closed in its time. What a
+    clock that was ahead closed of this one goes on."""
     if not context.settings.payments.enabled:
         return {}
     now = context.now()
     last = period_before(period_of(now))
     with context.database.read() as session:
         months = meters.unclosed(session, last)
+    if reopened := context.database.write_now(partial(invoices.reopen, now=now)):
+        log.warning("%d months that go on had been closed, by a clock that was ahead: they are open again", reopened)
     closed = sum(invoices.close(context.database, org_id, start, now) for org_id, start in months)
     return {"closed": closed}
 

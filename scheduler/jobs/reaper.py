@@ -41,12 +41,12 @@ class Reaper:
     def __init__(self, database: Database, blobs: Blobs, clock: Callable[[], datetime]) -> None:
         self._database = database
         self._blobs = blobs
-        self._clock = clock
+        self.clock = clock  # of the job that is at it
         self._unneeded: set[str] = set()
 
     def expire(self) -> int:
         """Delete the checkpoints whose time is over, and rows of turns. Returns how many checkpoints."""
-        return self._database.write_now(partial(_expire, now=self._clock()))
+        return self._database.write_now(partial(_expire, now=self.clock()))
 
     def sweep(self) -> list[str]:
         """Delete the files that nothing needs. Returns what was deleted.
@@ -72,7 +72,7 @@ class Reaper:
         files += [*recordings, *self._old("handoff/*", RECORDINGS_LAST)]
         deleted = self._delete([*gone, *archives], self._blobs.delete_tree, used)
         deleted += self._delete(files, self._blobs.delete, used)
-        self._blobs.clear_unfinished((self._clock() - WRITING_LASTS).timestamp())
+        self._blobs.clear_unfinished((self.clock() - WRITING_LASTS).timestamp())
         return deleted
 
     def _delete(self, refs: Iterable[str], delete: Callable[[str], None], used: Mapping[str, timedelta]) -> list[str]:
@@ -86,7 +86,7 @@ class Reaper:
 
     def _old(self, pattern: str, age: timedelta) -> list[str]:
         """What lies there and was not written since `age` ago."""
-        before = (self._clock() - age).timestamp()
+        before = (self.clock() - age).timestamp()
         return sorted(ref for ref, written in self._blobs.listed(pattern).items() if written < before)
 
 

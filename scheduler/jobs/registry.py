@@ -7,13 +7,14 @@ Drivers (`scheduler.jobs.embedded`, `scheduler.jobs.production`) decide when; `s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from billing.prices import PriceList
 from store.blobs.contract import Blobs
 from store.database.clock import clock
 from store.database.db import Database
+from store.database.leaps import Watch
 from store.settings import Settings
 
 #: What a job did, in numbers: {"sent": 3}.
@@ -29,6 +30,7 @@ class JobContext:
     settings: Settings
     prices: PriceList
     clock: Callable[[], datetime] | None = None
+    watch: Watch = field(default_factory=Watch)
 
     def now(self) -> datetime:
         """The database's time: one machine whose clock is ahead would close months, let checkpoints expire and bill
@@ -44,21 +46,24 @@ Run = Callable[[JobContext], Result]
 
 @dataclass(frozen=True)
 class Job:
+    """`final`: what it does cannot be undone, so it waits while the time is not believed (`store.database.leaps`)."""
+
     name: str
     every_s: float
     run: Run
+    final: bool = False
 
 
 JOBS: dict[str, Job] = {}
 
 
-def job(name: str, every_s: float) -> Callable[[Run], Run]:
+def job(name: str, every_s: float, *, final: bool = False) -> Callable[[Run], Run]:
     """Register a function as the job `name`, due `every_s` after it last started, or when it is asked for."""
 
     def register(run: Run) -> Run:
         if name in JOBS:
             raise ValueError(f"there are two jobs named {name!r}")
-        JOBS[name] = Job(name, every_s, run)
+        JOBS[name] = Job(name, every_s, run, final)
         return run
 
     return register

@@ -10,13 +10,14 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from sqlalchemy import delete, not_, select
 from sqlalchemy.orm import Session
 
 from scheduler.jobs.registry import Job, JobContext, Result
+from store.database import leaps
 from store.database.bulk import insert_into
 from store.tables import JobLease, JobRun
 
@@ -32,14 +33,15 @@ RESTS_TIMES = 10
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as an operator sees it."""
+    """A job as an operator sees it. `waits`: until the time is believed again."""
 
     job: Job
     row: JobRun | None
     running: bool
+    waits: bool = False
 
     def due(self, now: datetime) -> bool:
-        if self.running:
+        if self.running or self.waits:
             return False
         if self.row is None or self.row.started_at is None or self.row.asked_at is not None:
             return True
@@ -62,7 +64,9 @@ class JobState:
 def states(session: Session, jobs: Mapping[str, Job], now: datetime) -> list[JobState]:
     rows = {row.name: row for row in session.scalars(select(JobRun))}
     running = set(session.scalars(select(JobLease.name).where(not_(JobLease.over(now, LEASE_S)))))
-    return [JobState(job, rows.get(name), name in running) for name, job in sorted(jobs.items())]
+    noted = leaps.noted_in(rows.get(leaps.HEARTBEAT))
+    leapt = noted is not None and noted.settles_at(now) is not None
+    return [JobState(job, rows.get(name), name in running, job.final and leapt) for name, job in sorted(jobs.items())]
 
 
 def ask(session: Session, name: str, now: datetime) -> None:
@@ -81,8 +85,13 @@ def run_if_due(context: JobContext, job: Job) -> Result | None:
 
 
 def run_now(context: JobContext, job: Job) -> Result | None:
-    """Run a job whether or not it is due, and raise what it raises. None: another process is running it."""
+    """Run a job whether or not it is due, and raise what it raises. None: another process is running it. Raises
+    TimeNotBelieved for one that cannot be undone."""
     return _run(context, job, forced=True)
+
+
+class TimeNotBelieved(RuntimeError):
+    """The clock has leapt."""
 
 
 def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
@@ -93,7 +102,9 @@ def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
     result: Result | None = None
     error: str | None = None
     try:
-        result = job.run(context)
+        # However the clock leaps meanwhile.
+        steady = replace(context, clock=lambda: started_at + timedelta(seconds=time.monotonic() - began))
+        result = job.run(steady if job.final else context)
         return result
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"[:1024]
@@ -105,6 +116,13 @@ def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
 
 
 def _start(session: Session, job: Job, holder: str, now: datetime, forced: bool) -> bool:
+    if job.final and (until := leaps.settles_at(session, now)) is not None:
+        if not forced:
+            return False
+        raise TimeNotBelieved(
+            f"what it does cannot be undone, and the time, {now:%Y-%m-%d %H:%M} UTC, is not believed yet: the clock "
+            f"leapt, or no job ran for long. See that it is right, and wait until {until:%Y-%m-%d %H:%M} UTC"
+        )
     lease = insert_into(session, JobLease).values(name=job.name, holder=holder, until=now + timedelta(seconds=LEASE_S))
     lease = lease.on_conflict_do_update(
         index_elements=["name"],

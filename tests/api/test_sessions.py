@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, update
 from weft.wire.sessions import ClientSessionFinished, ClientSessionFinishReason, SessionSearchResponse
 
 from api.errors import SessionEnded
@@ -169,6 +169,14 @@ class TestReaping:
         world.run(session)
         age(world.database, session, 5)
         assert self.reap(world, hours=5) == []
+
+    def test_a_database_whose_clock_leaps_ends_no_session(self, world: World) -> None:
+        session, now = world.session(), datetime.now(UTC)
+        beat = tables.JobRun(name="heartbeat", succeeded_at=now)
+        world.database.write_now(lambda writing: writing.add(beat))
+        assert self.reap(world, hours=24 * 3650) == []
+        world.database.write_now(lambda writing: writing.execute(delete(tables.JobRun)) and None)
+        assert self.reap(world, hours=24 * 3650) == [session]
 
     def test_what_waits_for_a_number_that_never_came_does_not_keep_it(self, world: World) -> None:
         session = world.session()

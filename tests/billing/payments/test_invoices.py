@@ -137,6 +137,19 @@ def test_a_clock_that_is_years_ahead_closes_no_month_that_goes_on(payments: Paym
     assert _end_november(payments) == {"closed": 1}
 
 
+def test_a_month_that_a_clock_a_month_ahead_has_closed_goes_on(payments: Payments, org_id: str) -> None:
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    here = payments.fake.stripe.now
+    payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
+    assert close_invoices(payments.context) == {"closed": 1}
+    payments.fake.stripe.now = here
+    assert close_invoices(payments.context) == {"closed": 0}
+    payments.use(org_id, "train", 5_000_000)
+    assert _end_november(payments) == {"closed": 1}
+    assert _invoice(payments).total_nusd == 3_915_123_456
+
+
 def test_a_month_is_not_closed_before_all_of_it_is_in_the_outbox(payments: Payments, org_id: str) -> None:
     put_meter_events(payments.context)
     send_meter_events(payments.context)
