@@ -19,11 +19,13 @@ from sqlalchemy.orm import Session
 from billing.money.accounts import period_start, record_alerts
 from billing.money.wallets import wallet_of
 from store.tables import ApiKey, Budget, BudgetAlert, BudgetPeriod, Operation, Project, StorageSpan, UsageEvent
+from store.tables.base import any_index_but
 
 Scope = Literal["org", "project", "key"]
 Period = Literal["month", "total"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 PERIODS: tuple[Period, ...] = get_args(Period)
+_ACCEPTED = func.coalesce(UsageEvent.accepted_at, UsageEvent.recorded_at)
 #: Default percentages of the limit at which spending is recorded.
 ALERT_PCTS = (50, 80, 100)
 
@@ -43,6 +45,26 @@ class BudgetState:
         return self.budget.limit_nusd - self.spent_nusd - self.held_nusd
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What was spent in the periods that a budget may need, by the events up to `last_id` of its organisation. Those
+    that come later have greater ids: who writes one has the organisation's lock."""
+
+    last_id: int
+    spent_nusd: dict[datetime, int]
+
+
+def count(
+    session: Session, org_id: str, scope: Scope, scope_id: str, period: Period, now: datetime | None = None
+) -> Counted:
+    """For `set_budget`. In a read: it takes as long as the organisation's history, and a write holds up everybody."""
+    budget = Budget(org_id=org_id, scope=scope, scope_id=scope_id, period=period)
+    last_id = session.scalar(select(func.max(UsageEvent.id)).where(UsageEvent.org_id == org_id)) or 0
+    upto = (UsageEvent.id <= last_id, UsageEvent.org_id == org_id)
+    starts = _starts(session, budget, now or datetime.now(UTC))
+    return Counted(last_id, {start: _spent(session, budget, start, *upto) for start in starts})
+
+
 def set_budget(
     session: Session,
     org_id: str,
@@ -54,11 +76,13 @@ def set_budget(
     hard: bool = True,
     alert_pcts: Collection[int] = ALERT_PCTS,
     now: datetime | None = None,
+    counted: Counted | None = None,
 ) -> Budget:
-    """Make a budget, or change the existing one. Call it in a write. The caller has checked that `scope_id` belongs to
-    the organisation."""
+    """Make a budget, or change the existing one. Call it in a write, with what was `counted` before it. The caller has
+    checked that `scope_id` belongs to the organisation."""
     now = now or datetime.now(UTC)
     wallet_of(session, org_id)  # takes its lock: nothing is accepted or settled meanwhile
+    counted = counted or count(session, org_id, scope, scope_id, period, now)
     query = select(Budget).filter_by(org_id=org_id, scope=scope, scope_id=scope_id, period=period)
     budget = session.scalars(query).one_or_none()
     if budget is None:
@@ -67,10 +91,16 @@ def set_budget(
         session.add(budget)
     budget.limit_nusd, budget.hard, budget.alert_pcts = limit_nusd, hard, sorted(set(alert_pcts))
     session.flush()
-    for start in _starts(session, budget, now):
+    # By their ids: whatever index there is of an organisation's events, it is of all of them.
+    since = (UsageEvent.id > counted.last_id, any_index_but(UsageEvent.org_id) == org_id)
+    for start in counted.spent_nusd.keys() | _present(session, budget, now, *since):
         found = session.get(BudgetPeriod, (budget.id, start))
         if found is None:
-            spent, held = derived(session, budget, start)
+            if start in counted.spent_nusd:
+                spent = counted.spent_nusd[start] + _spent(session, budget, start, *since)
+            else:  # of a month that has begun since
+                spent = _spent(session, budget, start)
+            held = _held(session, budget, start)
             found = BudgetPeriod(budget_id=budget.id, start=start, spent_nusd=spent, held_nusd=held)
             session.add(found)
         reached = [pct for pct in budget.alert_pcts if found.spent_nusd * 100 >= limit_nusd * pct]
@@ -125,22 +155,34 @@ def states(session: Session, org_id: str, now: datetime | None = None) -> list[B
 
 def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int]:
     """What was spent and is held of a budget in the period from `start`, computed from events and operations."""
-    event, op = UsageEvent, Operation
-    accepted = func.coalesce(event.accepted_at, event.recorded_at)
-    spent = select(event.amount_nusd).where(*_in_scope(budget, event), *_in_period(budget, accepted, start))
-    held = select(op.hold_nusd).where(op.state == "queued", op.hold_nusd > 0)
-    held = held.where(*_in_scope(budget, op), *_in_period(budget, op.accepted_at, start))
-    return _sum(session, spent), _sum(session, held)
+    return _spent(session, budget, start), _held(session, budget, start)
+
+
+def _spent(session: Session, budget: Budget, start: datetime, *which: ColumnElement[bool]) -> int:
+    """By all events of its organisation, or those that are meant."""
+    chosen = which or (UsageEvent.org_id == budget.org_id,)
+    chosen = (*chosen, *_in_scope(budget, UsageEvent), *_in_period(budget, _ACCEPTED, start))
+    return _sum(session, select(UsageEvent.amount_nusd).where(*chosen))
+
+
+def _held(session: Session, budget: Budget, start: datetime) -> int:
+    op = Operation
+    held = select(op.hold_nusd).where(op.org_id == budget.org_id, op.state == "queued", op.hold_nusd > 0)
+    return _sum(session, held.where(*_in_scope(budget, op), *_in_period(budget, op.accepted_at, start)))
+
+
+def _present(session: Session, budget: Budget, now: datetime, *which: ColumnElement[bool]) -> set[datetime]:
+    """The current period, periods with work that has not ended, and later ones with work that has: whoever accepted it
+    has a clock ahead of ours."""
+    open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
+    chosen = which or (UsageEvent.org_id == budget.org_id,)
+    later = select(_ACCEPTED).where(*chosen, now < _ACCEPTED).distinct()
+    return {period_start(budget.period, at) for at in (now, *session.scalars(open_ops), *session.scalars(later))}
 
 
 def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
-    """The current period, periods with work that has not ended, later ones with work that has (whoever accepted it has
-    a clock ahead of ours), and all since the first with storage that is not metered."""
-    open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
-    accepted = func.coalesce(UsageEvent.accepted_at, UsageEvent.recorded_at)
-    later = select(accepted).where(UsageEvent.org_id == budget.org_id, accepted > now).distinct()
-    times = (now, *session.scalars(open_ops), *session.scalars(later))
-    starts = {period_start(budget.period, at) for at in times}
+    """Those, and all since the first with storage that is not metered."""
+    starts = _present(session, budget, now)
     at = session.scalar(select(func.min(StorageSpan.metered_until)).where(StorageSpan.org_id == budget.org_id)) or now
     while at < now:
         starts.add(period_start(budget.period, at))
@@ -149,12 +191,9 @@ def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
 
 
 def _in_scope(budget: Budget, table: type[UsageEvent] | type[Operation]) -> list[ColumnElement[bool]]:
-    own: list[ColumnElement[bool]] = [table.org_id == budget.org_id]
     if budget.scope == "project":
-        own.append(table.project_id == budget.scope_id)
-    elif budget.scope == "key":
-        own.append(table.key_id == int(budget.scope_id))
-    return own
+        return [table.project_id == budget.scope_id]
+    return [table.key_id == int(budget.scope_id)] if budget.scope == "key" else []
 
 
 def _in_period(budget: Budget, at: Any, start: datetime) -> list[ColumnElement[bool]]:

@@ -15,10 +15,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, event, select
 
 from api.server.housekeeping import reap
+from billing.money.grants import expire, take
 from billing.money.ledger import refund_operation
+from billing.payments.meters import change_mode, put_into_outbox
 from billing.payments.sender import claim
 from billing.payments.summaries import unclear
 from scheduler.jobs.catalogue import JOBS
@@ -27,7 +29,7 @@ from store.blobs.folder import FolderBlobs
 from store.database import bulk, db, wal
 from store.database.db import Database
 from store.settings import Settings
-from store.tables import Operation
+from store.tables import Operation, Wallet
 from tests.api.conftest import World, open_world
 from tests.api.data import batch
 from tests.api.test_custom_loss import body as loss
@@ -165,8 +167,29 @@ def live(world: World) -> None:
     for read in ("training_runs", "checkpoints", "weft/balance", "weft/usage", "weft/ledger", "weft/budgets"):
         world.get(read)
     world.get(f"weft/usage?run_id={run}")
+    pay(world)
     world.post("session_heartbeat", {"session_id": other})
     world.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+
+
+def pay(world: World) -> None:
+    """Limits on money, by whoever sets them, and what an operator does."""
+    key_id = world.get("weft/keys")["keys"][0]["id"]
+    for scope, scope_id in (("org", None), ("key", str(key_id))):
+        for period in ("month", "total"):
+            body = {"scope": scope, "scope_id": scope_id, "period": period, "limit_nusd": 10**12}
+            made = world.call("PUT", "weft/budgets", json=body)
+            assert made.status_code == 200, made.text
+            assert world.call("DELETE", f"weft/budgets/{made.json()['id']}").status_code == 200
+    with world.database.read() as reading:
+        org_id = reading.scalars(select(Wallet.org_id)).first()
+    for work in (
+        lambda db: take(db, org_id, 1, "by mistake"),
+        lambda db: change_mode(db, org_id, "postpaid", 0, LATER),
+        lambda db: put_into_outbox(db, org_id, "cus_1", LATER),
+    ):
+        world.database.write_now(work)
+    expire(world.database, LATER)
 
 
 def _sampler(world: World, session: str, **of: Any) -> str:

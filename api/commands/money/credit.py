@@ -14,7 +14,7 @@ from weft.money import usd
 
 from api.commands.changes import change, organisation
 from api.commands.places import database_of, refuse, settings_of, where
-from billing.money.budgets import PERIODS, Period, Scope, owns, remove_budget, set_budget, states
+from billing.money.budgets import PERIODS, Period, Scope, count, owns, remove_budget, set_budget, states
 from billing.money.grants import GrantKind, give, take
 from billing.money.ledger import refund_operation
 from billing.money.wallets import MODES, Mode, available_nusd, wallet_of
@@ -145,16 +145,22 @@ def set_(
     if project is not None and key_id is not None:
         refuse("give --project or --key, not both: a budget is of one of them")
 
-    def write(session: Session) -> str:
+    def meant(session: Session) -> tuple[str, Scope, str]:
         org_id = organisation(session, org).id
         scope: Scope = "project" if project is not None else "key" if key_id is not None else "org"
         scope_id = project or (str(key_id) if key_id is not None else org_id)
         if not owns(session, org_id, scope, scope_id):
             raise NoSuch(f"no {scope} {scope_id!r} in {org}")
-        made = set_budget(session, org_id, scope, scope_id, period, limit_nusd, hard=not soft)
+        return org_id, scope, scope_id
+
+    def write(session: Session) -> str:
+        org_id, scope, scope_id = meant(session)
+        made = set_budget(session, org_id, scope, scope_id, period, limit_nusd, hard=not soft, counted=counted)
         _note(session, org_id, "budget_set", f"{scope}:{scope_id}", limit_nusd=limit_nusd, period=period, hard=not soft)
         return made.id
 
+    with database_of(config, data_dir) as database, database.read() as session:
+        counted = count(session, *meant(session), period)
     click.echo(change(data_dir, config, write))
 
 

@@ -28,7 +28,7 @@ from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id, run_by_id
 from api.who.principal import Principal
 from billing.metering import usage
-from billing.money.budgets import BudgetState, owns, remove_budget, set_budget, states
+from billing.money.budgets import BudgetState, Counted, count, owns, remove_budget, set_budget, states
 from billing.money.wallets import available_nusd
 from billing.prices import ANY_MODEL, STORAGE
 from store import tables
@@ -140,6 +140,9 @@ async def put_budget(request: Request, service: ServiceDep, who: PrincipalDep) -
 async def change_budget(service: Service, who: Principal, body: SetBudgetRequest) -> BudgetRow:
     """Make or change a budget, for the API and the console."""
 
+    def read(session: Session) -> Counted:
+        return count(session, who.org_id, body.scope, _scope_id(session, who.org_id, body), body.period)
+
     def write(session: Session) -> str:
         scope_id = _scope_id(session, who.org_id, body)
         budget = set_budget(
@@ -151,11 +154,13 @@ async def change_budget(service: Service, who: Principal, body: SetBudgetRequest
             body.limit_nusd,
             hard=body.hard,
             alert_pcts=body.alert_pcts,
+            counted=counted,
         )
         target, detail = f"{body.scope}:{scope_id}", body.model_dump(mode="json")
         audit.record(session, org_id=who.org_id, key_id=who.key_id, event="budget_set", target=target, detail=detail)
         return budget.id
 
+    counted = await service.read(read)
     budget_id = await service.database.write(write)
     found = await service.read(lambda session: states(session, who.org_id))
     return next(_row(state) for state in found if state.budget.id == budget_id)

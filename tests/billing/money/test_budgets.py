@@ -17,6 +17,7 @@ from billing.money.budgets import (
     BudgetState,
     Period,
     Scope,
+    count,
     derived,
     owns,
     remove_budget,
@@ -397,3 +398,24 @@ def test_with_a_budget_go_its_counts_and_alerts_and_nobody_else_s(till: Till) ->
     for table in (tables.BudgetPeriod, tables.BudgetAlert):
         assert {row.budget_id for row in till.rows(table)} == {first, last}
     assert {row.id for row in till.rows(tables.Budget)} == {first, last}
+
+
+@pytest.mark.parametrize("period", PERIODS)
+def test_what_is_spent_after_it_was_counted_is_counted_too(till: Till, period: Period) -> None:
+    """Of another project and organisation nothing; and all of a month that has begun since."""
+    till.end(till.accept(8, KEY, NOVEMBER), now=NOVEMBER, train=8)
+    with till.database.read() as session:
+        counted = count(session, "a", "project", "p", period, NOVEMBER)
+    for payer in (KEY, Payer("a", "q"), Payer("b", "p")):
+        till.end(till.accept(4, payer, NOVEMBER), now=NOVEMBER, train=4)
+        till.end(till.accept(2, payer, DECEMBER), now=DECEMBER, train=2)
+    till.accept(1, KEY, DECEMBER)
+
+    def write(session: Session) -> None:
+        set_budget(session, "a", "project", "p", period, 100, now=DECEMBER, counted=counted)
+
+    till.database.write_now(write)
+    found = {row.start: (row.spent_nusd, row.held_nusd) for row in till.rows(tables.BudgetPeriod)}
+    november, december = (period_start(period, at) for at in (NOVEMBER, DECEMBER))
+    assert found == ({november: (14, 1)} if period == "total" else {november: (12, 0), december: (2, 1)})
+    assert till.agrees()
