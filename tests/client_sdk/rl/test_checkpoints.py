@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from weft import rl
+from weft.errors import WeftError
 from weft.rest_client import RestClient
 from weft.rl.loops.checkpoint import packed
+from weft.training_client import TrainingClient
 from weft.wire.rest import Checkpoint, CheckpointsListResponse
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 
 
-def saved(name: str, step: int, age_s: int, *runs: str) -> Checkpoint:
-    state = packed({"step": step, "runs": runs})
+def saved(name: str, step: int, age_s: int, *runs: str, **more: Any) -> Checkpoint:
+    state = packed({"step": step, "runs": runs, **more})
     facts = {"weft.rl": name, "weft.rl.step": str(step), "weft.rl.state": state}
     return Checkpoint(
         checkpoint_id=f"weights/{name}-{step}",
@@ -82,3 +85,50 @@ def test_what_a_loop_beside_it_has_spent_is_counted() -> None:
     found = asyncio.run(rl.Checkpoints("mine").newest(cast(RestClient, Listing(rows, lambda rows: None))))
     assert found is not None
     assert (found[1]["step"], sorted(found[1]["runs"])) == (10, ["first", "second"])
+
+
+class Run:
+    """One whose checkpoints are in a list."""
+
+    def __init__(self, name: str, rows: list[Checkpoint]) -> None:
+        self.name, self.rows = name, rows
+
+    def create_rest_client(self) -> Listing:
+        return Listing(self.rows, lambda rows: None)
+
+    async def get_info_async(self) -> Any:
+        return SimpleNamespace(model_id=self.name)
+
+    async def save_state(self, name: str, *_: Any, user_metadata: dict[str, str], **__: Any) -> Any:
+        age_s = -len(self.rows)
+        self.rows.insert(0, saved("mine", 0, age_s).model_copy(update={"user_metadata": user_metadata}))
+        return SimpleNamespace(path=name)
+
+
+def test_what_a_loop_that_was_refused_has_paid_elsewhere_is_counted_once() -> None:
+    """No run's usage tells of it: a teacher or a reference has scored. And the first has gone on from what earlier
+    lives had told as a sum."""
+    rows = [saved("mine", 2, 1, "old", elsewhere_nusd=100)]
+    mine, first, second = rl.Checkpoints("mine"), Run("first", rows), Run("second", rows)
+
+    def save(run: Run, step: int, began: str, paid: int) -> None:
+        state = {"step": step, "runs": ["old", run.name], "elsewhere": {"": 100, run.name: paid}}
+        asyncio.run(mine.save(cast(TrainingClient, run), step, state, began))
+
+    def known() -> tuple[int, dict[str, int]]:
+        found = asyncio.run(mine.newest(cast(RestClient, Listing(rows, lambda rows: None))))
+        assert found is not None
+        return found[1]["step"], found[1]["elsewhere"]
+
+    began = rows[0].tinker_path
+    assert known() == (2, {"": 100})
+    save(second, 3, began, 5)
+    save(first, 6, began, 20)
+    with pytest.raises(WeftError, match="another loop saves under 'mine'"):
+        save(second, 5, began, 7)
+    assert known() == (6, {"": 100, "first": 20, "second": 7})
+    with pytest.raises(WeftError, match="another loop saves under 'mine'"):
+        save(Run("third", rows), 5, began, 0)
+    assert len(rows) == 4  # it has paid nothing that its usage does not tell
+    save(first, 8, rows[1].tinker_path, 30)
+    assert known() == (8, {"": 100, "first": 30, "second": 7})

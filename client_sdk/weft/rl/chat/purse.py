@@ -24,7 +24,7 @@ class Purse:
     limit_nusd: int | None = None
     spent_nusd: int = 0
     held_nusd: int = 0
-    #: Of what is spent, what no run of the loop is billed for: what a teacher or a reference has scored.
+    #: Of what was spent from it, what no run of the loop is billed for: what a teacher or a reference has scored.
     elsewhere_nusd: int = 0
 
     def price(self, **tokens: int) -> int:

@@ -28,6 +28,8 @@ from weft.wire.weights import SaveWeightsRequest
 MAX_STATE_BYTES = 16_000
 _NAME, _STATE, _STEP = "weft.rl", "weft.rl.state", "weft.rl.step"
 _PAGE = 100
+#: The step of a checkpoint that is not gone on with: it tells what a loop has spent that was refused.
+_REFUSED = -1
 
 logger = logging.getLogger("weft")
 
@@ -56,22 +58,28 @@ class Checkpoints:
         found = await self.newest(run.create_rest_client())
         if found is not None and found[0] != began and found[1]["step"] >= step:
             run_id = (await run.get_info_async()).model_id
+            if _most(found[1]["elsewhere"], state) != found[1]["elsewhere"]:  # by no run's usage will it be found
+                await self._put(run, step, {**state, "step": _REFUSED})
             raise WeftError(
                 f"another loop saves under {self.name!r}: {found[0]} is of step {found[1]['step']}, this loop came to"
                 f" step {step}. One name is for one loop at a time: start this one under another, or again once that"
                 f" one has ended, to go on from there. What it has trained is in {run_id}"
             )
         if found is not None:
-            state = {**state, "runs": _together(state.get("runs", []), found[1]["runs"])}
-        metadata = {_NAME: self.name, _STEP: str(step), _STATE: _fitting(state)}
+            runs = _together(state.get("runs", []), found[1]["runs"])
+            state = {**state, "runs": runs, "elsewhere": _most(found[1]["elsewhere"], state)}
+        return await self._put(run, step, state)
+
+    async def _put(self, run: TrainingClient, step: int, state: Mapping[str, Any]) -> str:
+        metadata = {_NAME: self.name, _STEP: str(state["step"]), _STATE: _fitting(state)}
         saved = await run.save_state(self._named(step), self.ttl_seconds, overwrite=True, user_metadata=metadata)
         return saved.path
 
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
         """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved. Its
-        `runs` are those of all: a loop beside it that was refused has spent, too."""
+        `runs`, and what was paid `elsewhere`, are those of all: a loop beside it that was refused has spent, too."""
         best: tuple[tuple[int, datetime], str, dict[str, Any]] | None = None
-        runs: list[str] = []
+        runs, elsewhere = list[str](), dict[str, int]()
         offset, last = 0, ""
         while True:
             listed = (await rest.list_user_checkpoints(_PAGE, offset)).checkpoints
@@ -83,17 +91,24 @@ class Checkpoints:
                 if facts.get(_NAME) != self.name:
                     continue
                 age, state = (int(facts[_STEP]), each.time), _unpacked(facts[_STATE])
-                runs = _together(runs, state.get("runs", []))
-                if best is None or age > best[0]:
+                runs, elsewhere = _together(runs, state.get("runs", [])), _most(elsewhere, state)
+                if age[0] != _REFUSED and (best is None or age > best[0]):
                     best = age, each.tinker_path, state
             if len(listed) < _PAGE:
                 break
             offset, last = offset + _PAGE - 1, listed[-1].tinker_path
-        return None if best is None else (best[1], {**best[2], "runs": runs})
+        return None if best is None else (best[1], {**best[2], "runs": runs, "elsewhere": elsewhere})
 
 
 def _together(runs: list[str], more: list[str]) -> list[str]:
     return list(dict.fromkeys([*runs, *more]))
+
+
+def _most(elsewhere: Mapping[str, int], state: Mapping[str, Any]) -> dict[str, int]:
+    """What was paid elsewhere, in nano-dollars, by run: each run's last word. "" is for lives that told their sum."""
+    told: Mapping[str, int] = state.get("elsewhere") or {"": state.get("elsewhere_nusd", 0)}
+    most = {run: max(elsewhere.get(run, 0), paid) for run, paid in told.items() if paid}
+    return {**elsewhere, **most}
 
 
 def _fitting(state: Mapping[str, Any]) -> str:

@@ -20,16 +20,23 @@ from weft.wire.account.usage import UsageKind
 NUSD = 10**9
 
 
-async def purse(run: TrainingClient, budget_usd: float | None, earlier: Sequence[str], elsewhere_nusd: int) -> Purse:
+async def purse(
+    run: TrainingClient, budget_usd: float | None, earlier: Sequence[str], elsewhere: Mapping[str, int]
+) -> Purse:
     """A purse at the prices of now. Earlier lives of the loop have cost what their runs were billed, the most that a
-    killed one has left under way can cost, and elsewhere."""
+    killed one has left under way can cost, and what each has paid elsewhere."""
     limit = None if budget_usd is None else round(budget_usd * NUSD)
-    rest, spent = run.create_rest_client(), elsewhere_nusd
+    rest, spent = run.create_rest_client(), sum(elsewhere.values())
     priced = await rest.get_prices(base_model_of(await run.get_info_async()))
     for run_id in earlier:
         usage = await rest.get_usage(run_id)
         spent += usage.total_nusd + usage.held_nusd
-    return Purse(dict[str, int](**priced.rates_uusd_per_mtok), limit, spent, elsewhere_nusd=elsewhere_nusd)
+    return Purse(dict[str, int](**priced.rates_uusd_per_mtok), limit, spent)
+
+
+def paid_elsewhere(purse: Purse, earlier: Mapping[str, int], run_id: str) -> dict[str, int]:
+    """By run, this life's included."""
+    return {**earlier, run_id: earlier.get(run_id, 0) + purse.elsewhere_nusd}
 
 
 async def prices_of(sampler: SamplingClient) -> Purse:

@@ -101,7 +101,7 @@ def _go(
     steps = max(1, round(len(items) * recipe.epochs / size))
     order, report = Shuffled(len(items), recipe.seed), Report()
     began, state = _resume(run, recipe, steps, size)
-    purse = wait(money.purse(run, recipe.budget_usd, state["runs"], state.get("elsewhere_nusd", 0)))
+    purse = wait(money.purse(run, recipe.budget_usd, state["runs"], state["elsewhere"]))
     order.drawn = state["step"] * size
     report.resumed_at = saved = state["step"]
     runs = list(dict.fromkeys([*state["runs"], run.model_id]))
@@ -110,8 +110,9 @@ def _go(
 
     def save() -> None:
         assert recipe.checkpoint is not None
-        state = {"step": done, "batch": size, "runs": runs, "elsewhere_nusd": purse.elsewhere_nusd}
-        wait(recipe.checkpoint.save(run, done, state, began))
+        paid = money.paid_elsewhere(purse, state["elsewhere"], run.model_id)
+        known = {"step": done, "batch": size, "runs": runs, "elsewhere": paid}
+        wait(recipe.checkpoint.save(run, done, known, began))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
         save()  # so that a life that dies before its next is counted, too
@@ -149,7 +150,7 @@ def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> tuple
     one would leave data out, or train them twice."""
     found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
     if found is None:
-        return None, {"step": 0, "runs": []}
+        return None, {"step": 0, "runs": [], "elsewhere": {}}
     if (saved := found[1].get("batch", size)) != size:
         assert recipe.checkpoint is not None
         raise ValueError(

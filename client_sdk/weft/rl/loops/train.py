@@ -148,8 +148,10 @@ class Loop:
             await self.run.load_state_with_optimizer(self._began)
             tell_resumed(recipe.checkpoint, self._began, state["step"], recipe.steps)
         earlier = state.get("runs", [])
-        self.purse = await money.purse(self.run, recipe.budget_usd, earlier, state.get("elsewhere_nusd", 0))
-        self.runs = list(dict.fromkeys([*earlier, (await self.run.get_info_async()).model_id]))
+        self._elsewhere: dict[str, int] = state.get("elsewhere", {})
+        self.purse = await money.purse(self.run, recipe.budget_usd, earlier, self._elsewhere)
+        self._run_id = (await self.run.get_info_async()).model_id
+        self.runs = list(dict.fromkeys([*earlier, self._run_id]))
         making = self.loss.made(self.run)
         handle = await making if making is not None else None
         self.report.resumed_at = self._saved = state.get("step", 0)
@@ -283,7 +285,7 @@ class Loop:
     async def _save(self, step: int, rollouts: Rollouts) -> None:
         assert self.recipe.checkpoint is not None
         state = {"step": step, "runs": self.runs, "rollouts": rollouts.state_dict()}
-        state["elsewhere_nusd"] = self.purse.elsewhere_nusd
+        state["elsewhere"] = money.paid_elsewhere(self.purse, self._elsewhere, self._run_id)
         if (remembered := advantage_state(self.recipe.advantage)) is not None:
             state["advantage"] = remembered
         state["advantages"] = {name: advantage_state(each) for name, each in self._advantages().items()}
