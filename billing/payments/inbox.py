@@ -76,8 +76,8 @@ def missed(
     client: StripeClient, types: Sequence[str], asked_at: datetime | None, now: datetime
 ) -> Iterator[list[dict[str, Any]]]:
     """The events since they were last asked for, page by page, and before that those that might still have come. Most
-    were stored long ago."""
-    since = now - LISTED if asked_at is None else max(now - LISTED, asked_at - LATE)
+    were stored long ago. Who asked later than now, by a clock that was ahead, has asked for none."""
+    since = now - LISTED if asked_at is None or asked_at > now else max(now - LISTED, asked_at - LATE)
     params: EventListParams = {"created": {"gte": int(since.timestamp())}, "types": list(types), "limit": PAGE}
     page = client.v1.events.list(params)
     while page.data:

@@ -19,6 +19,8 @@ from billing.payments.client import stripe_client
 from billing.payments.events import effect_of
 from billing.prices import load_prices
 from scheduler.jobs.payments import ask_for_missed_events, process_webhooks, put_meter_events, send_meter_events
+from scheduler.jobs.registry import JOBS
+from scheduler.jobs.running import run_now
 from scheduler.journal.journal import Journal
 from store.settings import Settings
 from store.tables import Alert, Organisation, StripeWebhookEvent
@@ -378,6 +380,20 @@ def test_what_never_arrived_is_asked_for(door: Door) -> None:
     process_webhooks(door.payments.context)
     assert sorted(door.ledger()) == [("refund", -5 * USD), ("topup", 25 * USD)]
     assert ask_for_missed_events(door.payments.context) == {"kept": 0}
+
+
+def test_what_a_clock_that_was_ahead_asked_for_is_asked_for_again(door: Door) -> None:
+    """That of a machine that was down for days, and began with a wrong one: who had paid had nothing."""
+    door.paid("25")
+    door.told.clear()
+    door.payments.wait(10 * 86_400)
+    here = door.payments.fake.stripe.now
+    door.payments.wait(3650 * 86_400)
+    assert run_now(door.payments.context, JOBS["ask_for_missed_events"]) == {"kept": 0}
+    door.payments.fake.stripe.now = here
+    assert run_now(door.payments.context, JOBS["ask_for_missed_events"]) is not None
+    process_webhooks(door.payments.context)
+    assert door.ledger() == [("topup", 25 * USD)]
 
 
 def test_what_arrives_later_all_the_same_changes_nothing(door: Door) -> None:
