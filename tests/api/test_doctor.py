@@ -8,6 +8,7 @@ import sqlite3
 import types
 from collections.abc import Callable
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from api.commands import doctor as command
 from api.doctor import machine, stores
 from api.doctor.models import prices
 from migrations.upgrade import head
+from store.database import leaps
 from store.database.db import Database
 from store.settings import Settings
+from store.tables import JobRun
 from tests.servers import free_port, redis_server
 from workers.model.tiny import TINY_PATH
 
@@ -177,6 +180,22 @@ def test_a_login_that_row_level_security_does_not_bind(
     assert (code, found["login"]["state"]) == (0, "warning")
     assert found["database"]["says"].startswith("PostgreSQL ")
     assert "the database" in found["clocks"]["says"]
+
+
+@pytest.mark.parametrize(
+    ("leapt_s", "state", "says"),
+    [(None, "ok", "they run"), (60, "warning", "nothing expires"), (3700, "ok", "they run")],
+)
+def test_a_clock_that_leapt_is_told_while_jobs_wait(
+    database: Database, tmp_path: Path, leapt_s: int | None, state: str, says: str
+) -> None:
+    now = datetime.now(UTC)
+    result = leaps.Noted(now, now - timedelta(seconds=leapt_s) if leapt_s is not None else None).row()
+    row = JobRun(name=leaps.HEARTBEAT, succeeded_at=now, result=result)
+    database.write_now(lambda session: session.add(row))
+    settings = Settings(data_dir=tmp_path, database_url=database.url, redis_url="redis://127.0.0.1:1/0")
+    (found,) = stores.jobs(settings)
+    assert (found.state, says in found.says) == (state, True)
 
 
 def test_a_model_that_costs_what_any_other_does_is_named(tmp_path: Path) -> None:
