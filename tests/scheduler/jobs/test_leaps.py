@@ -79,7 +79,7 @@ def clocks(any_database: Database, tmp_path: Path) -> Clocks:
     return made
 
 
-@pytest.mark.parametrize("leap", [YEARS, timedelta(days=31), HOUR, -2 * HOUR, -YEARS])
+@pytest.mark.parametrize("leap", [YEARS, HOUR, -2 * HOUR])
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_cannot_be_undone_waits_for_an_hour_and_goes_on_by_the_new_time(
     clocks: Clocks, leap: timedelta, restarted: bool
@@ -192,7 +192,7 @@ def test_whoever_asks_for_work_takes_no_credit_back_either(clocks: Clocks) -> No
     assert grants.expire(clocks.database, clocks.now) == {"expired": 0}
     clocks.now -= YEARS
     clocks.wait(timedelta(minutes=1))
-    clocks.go_on(49 * HOUR)
+    clocks.wait(49 * HOUR)
     with pytest.raises(OutOfMoney):
         hold()
     assert grants.expire(clocks.database, clocks.now) == {"expired": 1}
