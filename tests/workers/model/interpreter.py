@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError, TensorHandle
@@ -81,10 +80,8 @@ def keep_dtypes() -> None:
 
 
 def keep_shapes() -> None:
-    """A shape is checked once, and is one object in all types that have it: two are soon found to be the same. A type
-    of blocks is made once, too."""
-    make_type, broadcast = tl.block_type.__init__, TritonSemantic.broadcast_impl_value
-    known, types = dict[Any, Any](), dict[Any, Any]()
+    """A shape is checked once, and is one object in all types that have it: two are soon found to be the same."""
+    make_type, broadcast, known = tl.block_type.__init__, TritonSemantic.broadcast_impl_value, dict[Any, Any]()
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
@@ -96,51 +93,19 @@ def keep_shapes() -> None:
         self.shape, written, self.numel, self.of_tensors = known[sizes]
         self.name = f"<{written}, {element_ty.name}>"
 
-    def block_of(scalar_ty: Any, shape: Any) -> Any:
-        if type(scalar_ty) is not tl.dtype:  # a pointer: each launch has its own
-            return tl.block_type(scalar_ty, shape)
-        if (of := (scalar_ty.name, shape)) not in types:
-            types[of] = tl.block_type(scalar_ty, shape)
-        return types[of]
-
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.of_tensors if type.is_block() else of_scalars
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        same = lhs.type.shape is rhs.type.shape if lhs.type.is_block() and rhs.type.is_block() else rhs.type is lhs.type
-        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
 
     of_scalars = tl.constexpr(1), tl.tuple([])
     tl.block_type.__init__ = init_type
-    tl.block_type.with_element_ty = lambda self, scalar_ty: block_of(scalar_ty, self.shape)
-    interpreter.InterpreterBuilder.get_block_ty = lambda self, dtype, shape: block_of(dtype, shape)
     tl.tensor.__init__ = init_tensor
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
-
-
-def look_first() -> None:
-    """Most of what is compared or combined is of one type, and most of what is looked at is no constant."""
-    unwrap, equal, check = core._unwrap_if_constexpr, tl.dtype.__eq__, TritonSemantic.binary_op_type_checking_impl
-    plain = {bool, int, float, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type}
-
-    def unwrap_if_constexpr(value: Any) -> Any:
-        if type(value) is tl.constexpr:
-            return value.value
-        return value if type(value) in plain else unwrap(value)
-
-    def same(self: Any, other: Any) -> Any:
-        return self is other or equal(self, other)
-
-    def check_binary(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
-        tensors = type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype
-        if tensors and len(options) < 3 and not named:  # no division
-            return self.broadcast_impl_value(lhs, rhs)
-        return check(self, lhs, rhs, *options, **named)
-
-    core._unwrap_if_constexpr = unwrap_if_constexpr
-    tl.dtype.__eq__ = same
-    TritonSemantic.binary_op_type_checking_impl = check_binary
 
 
 def work_once() -> None:
@@ -149,4 +114,3 @@ def work_once() -> None:
     patch_once()
     keep_dtypes()
     keep_shapes()
-    look_first()
