@@ -1,7 +1,8 @@
-"""One virtual environment for each version of the official SDK, kept under `.compat/` in the checkout.
+"""Virtual environments for other versions of what our users have, kept under `.compat/` in the checkout: one for each
+version of the official SDK, and others (`loaders`).
 
-An environment has the SDK and what it asks for, and borrows torch (which some calls of the SDK need, and which is ten
-times the size of the rest) from the environment that runs this.
+An environment has that version and borrows all that this asks for, as far as it is right for it, from the environment
+that runs this: torch alone is ten times the size of the rest.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ IN_CI = ("0.18.2", "0.38.0")
 ALL = ("0.18.2", "0.25.0", "0.26.2", "0.27.2", "0.29.1", "0.30.0", "0.34.0", "0.36.0", "0.38.0")
 
 
-def build(version: str) -> Path:
-    """The Python of that version's environment, which is made where it is not there yet."""
-    folder = HOME / version
+def environment(name: str, *installed: tuple[str, ...]) -> Path:
+    """The Python of an environment, which is made where it is not there yet: each of `installed` is given to a pip."""
+    folder = HOME / name
     python, stamp = folder / "bin" / "python", folder / ".complete"
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        subprocess.run([*pip, f"tinker=={version}"], check=True)
         packages = next((folder / "lib").glob("python3*")) / "site-packages"
         (packages / "zz-borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        for what in installed:
+            pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *what]
+            subprocess.run(pip, check=True)
         stamp.touch()
     return python
+
+
+def build(version: str) -> Path:
+    """The Python with that version of the SDK."""
+    return environment(version, (f"tinker=={version}",))
 
 
 def build_all(versions: tuple[str, ...]) -> dict[str, Path]:

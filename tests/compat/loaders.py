@@ -10,12 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.compat.environments import HOME
+from tests.compat.environments import environment
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 from workers.model.tiny import TINY_PATH
 
@@ -37,18 +36,9 @@ OUTCOMES = {0: "right", 1: "wrong", 2: "refused"}
 
 
 def build(pair: Pair) -> Path:
-    """The Python of an environment with these two and what transformers asks for; the rest (torch) is borrowed."""
-    folder = HOME / f"transformers-{pair.transformers}-peft-{pair.peft}"
-    python, stamp = folder / "bin" / "python", folder / ".complete"
-    if not stamp.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        subprocess.run([*pip, f"transformers=={pair.transformers}"], check=True)
-        subprocess.run([*pip, "--no-deps", f"peft=={pair.peft}"], check=True)
-        packages = next((folder / "lib").glob("python3*")) / "site-packages"
-        (packages / "zz-borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        stamp.touch()
-    return python
+    """The Python of an environment with these two."""
+    name = f"transformers-{pair.transformers}-peft-{pair.peft}"
+    return environment(name, (f"transformers=={pair.transformers}",), ("--no-deps", f"peft=={pair.peft}"))
 
 
 def loads(python: Path, adapter: Path) -> tuple[str, str]:

@@ -28,6 +28,7 @@ KEY = rsa.generate_private_key(65537, 2048).private_bytes(
 FOLDER = tempfile.TemporaryDirectory()
 settings.configure(
     SECRET_KEY="of tests",
+    PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"],  # a secret of tests; others take a second
     ALLOWED_HOSTS=["localhost"],
     ROOT_URLCONF=__name__,
     USE_TZ=True,

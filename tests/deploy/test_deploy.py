@@ -141,6 +141,13 @@ def test_every_kernel_is_compiled_ahead(file: str) -> None:
     assert sorted(named) == sorted((ROOT / "workers").rglob("*.c"))
 
 
+@pytest.mark.parametrize("package", ["", "client_sdk"])
+def test_setup_installs_what_builds_a_package(package: str) -> None:
+    """Which pip does not, where it builds in the environment itself."""
+    needed = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert {f"'{name}'" for name in needed} <= set((ROOT / "Makefile").read_text().split())
+
+
 def test_what_serves_is_compiled_ahead() -> None:
     """Who serves may not write beside the sources (the image, the unit), and would compile them at each start."""
     [served] = re.findall(r"^SERVED := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -30,7 +30,8 @@ DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
 RULES: list[dict[str, Any]] = [
     rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
 ]
-CASES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.test.yaml").read_text())["tests"]
+TESTED = ("alerts.test.yaml", "alerts.days.test.yaml")
+CASES: list[dict[str, Any]] = [case for file in TESTED for case in yaml.safe_load((FOLDER / file).read_text())["tests"]]
 #: Queries of these have an answer only when something has gone wrong, or when a day has passed.
 RARE = re.compile(r"oldest_age|refused|rate_limited|budget_denied|webhook|restarts|ledger_drift")
 NAME = re.compile(r"\b(?:weft|process)_\w+")
@@ -67,7 +68,7 @@ def test_panels_have_titles_and_queries() -> None:
     assert not any("machine" in query or "org" in query for query in queries())
 
 
-@pytest.mark.parametrize("arguments", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts.test.yaml")])
+@pytest.mark.parametrize("arguments", [("check", "rules", "alerts.yaml"), ("test", "rules", *TESTED)])
 def test_prometheus_tool_says_that_the_rules_are_good(arguments: tuple[str, ...]) -> None:
     ran = subprocess.run([tool("promtool"), *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
