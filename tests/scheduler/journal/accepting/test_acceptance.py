@@ -17,11 +17,11 @@ from billing.metering.quotas import Claim, QuotaReached
 from billing.money import ledger
 from billing.money.accounts import OutOfMoney
 from billing.money.wallets import set_mode
-from billing.prices import load_prices
-from scheduler.journal.accepting.acceptance import Acceptance, Taking, insert_all
+from billing.prices import KINDS, load_prices
+from scheduler.journal.accepting.acceptance import Acceptance, Taking, insert_all, most_nusd
 from scheduler.journal.rows import to_row
 from scheduler.order.operations import NewOperation, Operation, SequenceReused
-from scheduler.order.plans import BODY_ONLY
+from scheduler.order.plans import BODY_ONLY, Plan, Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
@@ -64,6 +64,23 @@ def test_what_comes_together_keeps_to_a_quota_together(organisations: Database) 
     with organisations.read() as session:
         assert sorted(row.id for row in session.query(tables.Operation)) == sorted(kept)
         assert sorted(row.id for row in session.query(tables.Run)) == ["r", "r0", "r1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "plan", "most"),
+    [
+        ("forward_backward", 10, BODY_ONLY, 70),
+        ("optim_step", 0, BODY_ONLY, 0),
+        ("save_state", 10, BODY_ONLY, 0),
+        # Read once at the higher rate, from the cache for each other; then what is drawn, and half for each rounding.
+        ("sample", 100 + 3 * 20, Sample(3, 100, "interactive"), 100 * 2 + 2 * 100 * 1 + 3 * 20 * 5 + 1),
+    ],
+)
+def test_the_most_that_an_operation_can_cost_is_held(kind: str, tokens: int, plan: Plan, most: int) -> None:
+    rates = dict.fromkeys(KINDS, 0) | {"prefill": 2000, "cached_prefill": 1000, "sample": 5000, "train": 7000}
+    book = {"version": "n", "effective_from": NOW.replace(year=2020), "models": {"*": rates}}
+    op = Operation("op", "a", "s of a", "lane", 0, kind, "m", tokens, "", plan, NOW)
+    assert most_nusd(load_prices([book | {"storage_uusd_per_gb_month": 1}]), op) == most
 
 
 def train(seq: int, body: bytes, sent: bytes | None = None) -> NewOperation:
