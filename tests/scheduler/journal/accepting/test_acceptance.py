@@ -117,6 +117,7 @@ def test_what_cannot_be_paid_for_leaves_no_body_and_its_number_free(organisation
             await acceptance.take(train(0, b"body"), ())
         assert blobs.listed("ops/*/*") == {}
         assert await acceptance.known(train(0, b"another"), maybe_stored=True) is None
+        await acceptance.take(replace(train(9, b"body"), refused="no", stores_bytes=1 << 62), ())  # it takes no room
         organisations.write_now(
             lambda session: ledger.post(session, org_id="a", type="topup", amount_nusd=10**9, ref_type="t", ref_id="t")
         )
