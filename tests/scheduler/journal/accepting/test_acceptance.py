@@ -91,8 +91,10 @@ def test_a_completed_body_is_checked_as_it_is_and_known_as_it_was_sent(organisat
     blobs = FolderBlobs(tmp_path / "blobs")
     acceptance = Acceptance(organisations, blobs, load_prices(), Limits())
 
+    bodies = ((b"body", None), (b"body", b"body"), (b"sent, completed", b"sent"), (b"completed", b"sent"))
+
     async def story() -> None:
-        for seq, new in enumerate([train(0, b"body"), train(1, b"body", b"body"), train(2, b"completed", b"sent")]):
+        for seq, new in enumerate(train(seq, *body) for seq, body in enumerate(bodies)):
             op = await acceptance.take(new, ())
             assert op.body_sha256 == hashlib.sha256(new.body).hexdigest()
             assert blobs.get(op.body_ref, op.body_sha256) == new.body
