@@ -109,6 +109,52 @@ def test_a_completed_body_is_checked_as_it_is_and_known_as_it_was_sent(organisat
     asyncio.run(story())
 
 
+def test_runs_and_saves_keep_to_quotas_and_nothing_else_does(organisations: Database, tmp_path: Path) -> None:
+    limits = Limits(runs_per_org=1, stored_bytes_per_org=100)
+    acceptance = Acceptance(organisations, FolderBlobs(tmp_path), load_prices(), limits)
+
+    async def story() -> None:
+        with pytest.raises(QuotaReached, match="quota runs is 1"):
+            await acceptance.take(
+                replace(train(0, b""), lane="r1", kind="create"), (run_row("a", NOW, "r1", "s of a"),)
+            )
+        with pytest.raises(QuotaReached, match="quota stored_bytes is 100"):
+            await acceptance.take(replace(train(1, b""), kind="save_state", stores_bytes=101), ())
+        for seq, kind in enumerate(("save_state", "forward_backward", "optim_step")):
+            await acceptance.take(replace(train(seq, b"{}"), kind=kind, stores_bytes=100 if seq == 0 else 0), ())
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_begins_here_while_it_is_looked_for_is_that_which_is_stored(
+    organisations: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    here, there = (Acceptance(organisations, FolderBlobs(tmp_path), load_prices(), Limits()) for _ in range(2))
+    new, stored, takes = train(0, b"body"), here._stored, list[asyncio.Task[Operation]]()
+
+    async def begin() -> None:
+        takes.append(asyncio.create_task(here.take(new, ())))
+        await asyncio.sleep(0)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+
+        def late(lane: str, seq: int) -> Any:
+            found = stored(lane, seq)
+            asyncio.run_coroutine_threadsafe(begin(), loop).result()
+            return found
+
+        monkeypatch.setattr(here, "_stored", late)
+        first = (await there.take(new, ())).id if elsewhere else None
+        known = await here.known(new, maybe_stored=True)
+        (mine,) = await asyncio.gather(*takes, return_exceptions=True)
+        assert isinstance(mine, IntegrityError if elsewhere else Operation)
+        assert known == (first if elsewhere else getattr(mine, "id", None))
+
+    asyncio.run(story())
+
+
 def test_what_cannot_be_paid_for_leaves_no_body_and_its_number_free(organisations: Database, tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path / "blobs")
     acceptance = Acceptance(organisations, blobs, load_prices(), Limits())
