@@ -24,6 +24,7 @@ def test_cosine_goes_up_to_its_peak_and_down_to_its_floor() -> None:
     falls = [1.0 + (1 + math.cos(math.pi * sixth / 6)) / 4 for sixth in range(7)]
     assert shown(rl.cosine(1.5, 9, warmup=3, floor=1.0), 11) == pytest.approx([0.5, 1.0, 1.5, *falls, 1.0])
     assert shown(rl.cosine(1.0, 1), 3) == pytest.approx([1.0, 0.0, 0.0])
+    assert shown(rl.cosine(1.0, 2, warmup=2), 3) == pytest.approx([0.5, 1.0, 0.0])
 
 
 def test_a_rate_takes_the_place_of_the_optimizers_and_of_nothing_else() -> None:

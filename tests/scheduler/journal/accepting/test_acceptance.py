@@ -145,14 +145,23 @@ def test_what_begins_here_while_it_is_looked_for_is_that_which_is_stored(
             asyncio.run_coroutine_threadsafe(begin(), loop).result()
             return found
 
-        monkeypatch.setattr(here, "_stored", late)
+        async def write(*batch: Any, **lock: Any) -> Any:
+            await gate.wait()
+            return await written(*batch, **lock)
+
         first = (await there.take(new, ())).id if elsewhere else None
+        gate, written = asyncio.Event(), organisations.write_batched
+        monkeypatch.setattr(organisations, "write_batched", write)
+        monkeypatch.setattr(here, "_stored", late)
+        if not elsewhere:
+            gate.set()
         known = await here.known(new, maybe_stored=True)
+        gate.set()
         (mine,) = await asyncio.gather(*takes, return_exceptions=True)
         assert isinstance(mine, IntegrityError if elsewhere else Operation)
         assert known == (first if elsewhere else getattr(mine, "id", None))
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 5))
 
 
 def test_what_cannot_be_paid_for_leaves_no_body_and_its_number_free(organisations: Database, tmp_path: Path) -> None:
