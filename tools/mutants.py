@@ -75,9 +75,16 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
+    "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
+    "client_sdk/weft/rl/loops/failures.py": ("--noconftest", "tests/client_sdk/rl/test_failures.py"),
+    "client_sdk/weft/rl/loops/mixture.py": ("--noconftest", "tests/client_sdk/rl/test_mixture.py"),
+    "client_sdk/weft/rl/loops/rate.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_rate.py", "tests/client_sdk/rl/test_checks.py"),
+    ),
     "scheduler/journal/accepting/acceptance.py": (
-        *("tests/scheduler/journal/test_small_bodies.py", "tests/scheduler/journal/test_journal.py"),
-        *("-k", "not postgresql and (number or moment or restart or refused or small or bodies or billed_twice)"),
+        *("tests/scheduler/journal/accepting/test_acceptance.py", "tests/scheduler/journal/test_small_bodies.py"),
+        *("tests/scheduler/journal/test_journal.py", "tests/scheduler/journal/test_database_away.py", "-k"),
+        "acceptance or number or moment or restart or refused or small or bodies or twice or was_stored or rows_that",
     ),
     "scheduler/journal/accepting/admission.py": ("tests/scheduler/journal/test_journal.py",),
     "scheduler/journal/accepting/backlog.py": (

@@ -98,7 +98,7 @@ def _whole(name: str) -> frozenset[str]:
 
 
 def _name(module: str) -> str:
-    return module.removesuffix(".py").replace("/", ".")
+    return module.removeprefix("client_sdk/").removesuffix(".py").replace("/", ".")
 
 
 def _serve(client: socket.socket, tests: Sequence[str]) -> None:

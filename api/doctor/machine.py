@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,9 +14,9 @@ from pathlib import Path
 
 from api.doctor.findings import Finding, ok, warning, wrong
 from api.server.serve import other_server
-from api.state.polls import OTHER_FILES
+from api.state.polls import OTHER_FILES, most_connections
 from store.blobs.room import LEAST_FREE_BYTES, NoRoom, Room
-from store.settings import Settings
+from store.settings import Settings, SettingsError
 
 #: Free bytes below which an operator should look for room, before anything is refused.
 SHORT_BYTES = 40 * LEAST_FREE_BYTES
@@ -82,13 +81,19 @@ def permissions(settings: Settings) -> Iterator[Finding]:
 
 
 def open_files(settings: Settings) -> Iterator[Finding]:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.front.max_connections + OTHER_FILES
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        says = f"a process may open {limit} files: {max(0, limit - OTHER_FILES)} connections at a time"
-        yield warning("open files", says, f"ulimit -n {wanted} (systemd: LimitNOFILE), or lower front.max_connections")
+    """As many as the server can get: it asks for more than a process begins with."""
+    wanted = settings.front.max_connections
+    remedy = f"ulimit -n {wanted + OTHER_FILES} (systemd: LimitNOFILE), or lower front.max_connections"
+    try:
+        most = most_connections(settings.front)
+    except SettingsError as error:
+        yield wrong("open files", str(error), remedy)
+        return
+    if most < wanted:
+        says = f"a process may open {most + OTHER_FILES} files: {most} connections at a time"
+        yield warning("open files", says, remedy)
     else:
-        yield ok("open files", f"enough for {settings.front.max_connections} connections")
+        yield ok("open files", f"enough for {wanted} connections")
 
 
 def server(settings: Settings) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from api.errors import RateLimited
-from store.settings import FrontSettings
+from store.settings import FrontSettings, SettingsError
 
 T = TypeVar("T")
 
@@ -98,9 +98,15 @@ class LongPolls:
 
 
 def most_connections(settings: FrontSettings) -> int:
-    """How many this process may have, after asking for as many files as it can get and use."""
+    """How many this process may have, after asking for as many files as it can get and use. Raises SettingsError where
+    that is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted <= OTHER_FILES:
+        raise SettingsError(
+            f"a process may open {wanted} files here, and {OTHER_FILES} are for other things than connections: "
+            f"ulimit -n {settings.max_connections + OTHER_FILES} (systemd: LimitNOFILE)"
+        )
     return min(settings.max_connections, wanted - OTHER_FILES)

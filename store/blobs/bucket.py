@@ -208,13 +208,15 @@ def _reason(error: Exception) -> tuple[str, str]:
     code = re.search(r"<Code>(\w+)</Code>", text)
     if code is not None:
         return code[1], code[1]
-    if "169.254.169.254" in text or "credential" in text.lower():
+    if "http://169.254." in text:  # where machines, containers and pods ask for those of their role
         return "NoCredentials", "no credentials"
     if isinstance(error, FileNotFoundError):
         return "NoSuchBucket", "NoSuchBucket"
     status = re.search(r"status(?: code)?:? (\d\d\d)", text)
     if status is not None:
         return f"HTTP{status[1]}", f"HTTP {status[1]}"
+    if "credential" in text.lower():  # in an answer, the word may be anything
+        return "NoCredentials", "no credentials"
     if any(word in text.lower() for word in ("connect", "dns", "timed out", "timeout", "sending request")):
         return "Unreachable", "it cannot be reached, or is too slow"
     return type(error).__name__, type(error).__name__

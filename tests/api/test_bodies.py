@@ -18,7 +18,7 @@ from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
 from api.state import threads
-from api.state.large_bodies import AT_A_TIME, REST_TIMES, SMALL_BYTES, LargeBodies
+from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, routes_of
 from tests.tenancy.conftest import settings as settings
@@ -205,9 +205,10 @@ class TestRoom:
                 with pytest.raises(RateLimited, match="this organisation"):
                     async with bodies.room("a", SMALL_BYTES + 1):
                         pass
-                async with bodies.room("a", SMALL_BYTES) as small, bodies.room("d", self.MOST) as large:
-                    await small.work()
-                    await large.work()
+                for size_bytes in (SMALL_BYTES, 1):
+                    async with bodies.room("a", size_bytes) as small, bodies.room("d", self.MOST) as large:
+                        await small.work()
+                        await large.work()
             async with bodies.room("a", self.MOST):
                 pass
 
@@ -221,8 +222,9 @@ class TestRoom:
                     room = await stack.enter_async_context(bodies.room(f"org {number}", self.MOST))
                     for _ in range(2):  # the same body again takes no more
                         await room.work()
-                async with bodies.room("small", SMALL_BYTES) as small:
-                    await small.work()
+                for size_bytes in (SMALL_BYTES, 1):
+                    async with bodies.room("small", size_bytes) as small:
+                        await small.work()
                 last = await stack.enter_async_context(bodies.room("last", self.MOST))
                 with pytest.raises(RateLimited, match="this server"):
                     await last.work()
@@ -299,9 +301,38 @@ class TestRoom:
 
             async with asyncio.timeout(30), bodies.room("a", 2 * part):
                 large, small = asyncio.create_task(one(4 * part)), asyncio.create_task(one(part))
-                await asyncio.sleep(0)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert not large.done()
+                assert not small.done(), "it would keep the large one out"
                 large.cancel()
                 await small
+
+        asyncio.run(scene())
+
+    def test_a_rest_is_nine_times_what_only_reading_the_body_could_find_took_and_ends(self) -> None:
+        async def scene() -> None:
+            bodies, loop = LargeBodies(self.MOST), asyncio.get_running_loop()
+            for status, rests in ((400, True), (404, True), (413, True), (422, True), (403, False), (503, False)):
+                error, org_id = Invalid("wrong"), f"org {status}"
+                error.status = status
+                begun = loop.time()
+                with suppress(Invalid):
+                    async with bodies.room(org_id, self.MOST) as room:
+                        await room.work()
+                        await asyncio.sleep(0.01)
+                        raise error
+                took = loop.time() - begun
+                assert (org_id in bodies._orgs) == rests
+                if rests:
+                    left = bodies._orgs[org_id].rests_until - loop.time()
+                    assert 0 < left <= REST_TIMES * took
+            line = Line("server", self.MOST, 1.0)
+            line.rest(1.0)
+            line.rest(1.0)
+            assert 1.0 < line.rests_until - loop.time() <= 2.0
+            line.rest(60.0)
+            assert line.rests_until - loop.time() <= MOST_REST_S
 
         asyncio.run(scene())
 

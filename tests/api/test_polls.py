@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.doctor.machine import open_files
 from api.errors import RateLimited
-from api.state.polls import LongPolls
+from api.state.polls import LongPolls, most_connections
+from store.settings import FrontSettings, Settings, SettingsError
 from tests.api.conftest import MODEL, World
 from tests.api.test_completions import finished, poll, submit
 from tests.api.test_sampling import sampler
@@ -39,6 +43,64 @@ def test_there_is_room_for_who_comes_next_however_many_there_are() -> None:
 
     first, second, third = asyncio.run(go())
     assert (first, second, third) == (250, 188, 141)  # a quarter of what was free
+
+
+def test_who_waits_is_told_otherwise_when_the_server_stops_and_so_is_who_comes_then() -> None:
+    async def go() -> None:
+        polls, over = LongPolls(most=1000), asyncio.Event()
+        leaves, waits = (asyncio.ensure_future(polls.hold("a", over.wait(), False)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+        assert not polls.released
+        polls.release()
+        assert polls.released
+        await asyncio.sleep(0)
+        assert waits.result() is False
+        assert await polls.hold("a", over.wait(), False) is False
+
+    asyncio.run(go())
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "asked", "most"),
+    [
+        (1024, 4096, [4096], 3840),
+        (1024, INFINITE, [65_536], 8192),
+        (4096, 4096, [], 3840),
+        (INFINITE, INFINITE, [], 8192),
+        (1024, 1 << 20, [65_536], 8192),
+        (257, 257, [], 1),
+    ],
+)
+def test_as_many_connections_as_asked_for_or_as_there_can_be_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, soft: int, hard: int, asked: list[int], most: int
+) -> None:
+    """And doctor says so."""
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _what, wanted: limits.append(wanted))
+    assert most_connections(FrontSettings()) == most
+    assert most_connections(FrontSettings(max_connections=1 << 20)) == (most if most < 8192 else 65_280)
+    assert limits == [(files, hard) for files in asked] * 2
+    (finding,) = open_files(Settings(data_dir=tmp_path))
+    assert (finding.state, f"{most} connections" in finding.says) == ("ok" if most == 8192 else "warning", True)
+
+
+@pytest.mark.parametrize("files", [256, 100])
+def test_a_process_that_may_have_no_connection_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int
+) -> None:
+    """It refused every client with "its most of 0 connections", to come again in a moment."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: (files, files))
+    with pytest.raises(SettingsError, match=rf"may open {files} files here, .* ulimit -n 8448"):
+        most_connections(FrontSettings())
+    (finding,) = open_files(Settings(data_dir=tmp_path))
+    assert (finding.state, finding.remedy[:14]) == ("wrong", "ulimit -n 8448")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from typing import Any
 from unittest.mock import patch
 
@@ -217,3 +218,14 @@ class TestSteps:
         run = world.run()
         world.service.journal.draining = True
         world.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": ADAM}, status=503)
+
+    def test_a_full_disk_is_503_until_there_is_room(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = {"model_id": world.run(), "seq_id": 1, "adam_params": ADAM}
+        monkeypatch.setattr("store.blobs.room.LOOK_EVERY_S", 0.0)
+        with monkeypatch.context() as full:
+            usage = shutil.disk_usage("/")
+            full.setattr("shutil.disk_usage", lambda _path: usage._replace(free=1 << 20))
+            refused = world.post("optim_step", step, status=503)
+        assert refused["code"] == "cannot_store"
+        assert "disk is nearly full (1 MiB free" in refused["detail"]
+        world.post("optim_step", step)

@@ -230,6 +230,7 @@ def test_in_flight(any_world: World) -> None:
     assert world.get("weft/rate_limits")["limits"][0]["in_flight"] == 2
     world.finish(first, prefill=2, sample=1)
     assert sample(world, sampler, 3).is_success
+    assert sample(world, sampler, 1).json()["request_id"] == first  # a repeat adds nothing
 
 
 def test_a_run_counts_once_however_much_of_it_waits(any_world: World) -> None:
@@ -241,6 +242,18 @@ def test_a_run_counts_once_however_much_of_it_waits(any_world: World) -> None:
     assert any_world.get("weft/rate_limits")["limits"][0]["in_flight"] == 1
     body = {"session_id": any_world.session(), "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
     too_many(any_world.call("POST", "create_model", json=body))
+
+
+def test_runs_of_a_project_that_are_in_flight(world: World) -> None:
+    project = world.post("weft/projects", {"name": "p"})["id"]
+    assert world.call("PUT", f"weft/rate_limits/project/{project}", json={"max_in_flight": 1}).is_success
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "1", "project_id": project}
+    session = world.post("create_session", body)["session_id"]
+    new = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    first = world.post("create_model", new)
+    too_many(world.call("POST", "create_model", json=new | {"model_seq_id": 1}), "runs of this project are in flight")
+    assert world.post("create_model", new) == first
+    world.post("create_model", new | {"session_id": world.session()})  # in no project
 
 
 def test_an_admin_cannot_raise_the_limits_of_the_organisation(any_world: World) -> None:

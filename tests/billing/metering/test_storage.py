@@ -67,6 +67,10 @@ def delete(till: Till, at: datetime, name: str = "c", end: bool = True) -> None:
     till.database.write_now(write)
 
 
+def expire(till: Till, name: str, at: datetime) -> None:
+    till.database.write_now(lambda session: setattr(session.get_one(Checkpoint, name), "expires_at", at))
+
+
 def billed(till: Till) -> list[tuple[str, int, int]]:
     events = sorted(till.rows(tables.UsageEvent), key=lambda event: event.accepted_at)
     return [(f"{event.accepted_at:%H:%M}", event.quantity, event.amount_nusd) for event in events]
@@ -75,8 +79,11 @@ def billed(till: Till) -> list[tuple[str, int, int]]:
 def test_each_full_hour_once(till: Till) -> None:
     save(till, NOON + timedelta(minutes=30))
     assert meter(till.database, till.prices, NOON + timedelta(minutes=59))["events"] == 0
-    for minutes in (60, 61, 119, 120, 121):
-        meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
+    told = [
+        meter(till.database, till.prices, NOON + timedelta(minutes=minutes))["nusd"]
+        for minutes in (60, 61, 119, 120, 121)
+    ]
+    assert told == [69_444, 0, 0, GB_HOUR_NUSD, 0]
     assert billed(till) == [("12:30", GB // 2, 69_444), ("13:00", GB, GB_HOUR_NUSD)]
     (event, _) = till.rows(tables.UsageEvent)
     assert (event.kind, event.run_id, event.project_id, event.key_id, event.rate_uusd) == (
@@ -143,11 +150,7 @@ def test_within_an_hour_and_before_any_metering(till: Till) -> None:
 
 def test_it_ends_when_it_expires_however_late_that_is_noticed(till: Till) -> None:
     save(till, NOON)
-
-    def expire(session: Session) -> None:
-        session.get_one(Checkpoint, "c").expires_at = NOON + timedelta(minutes=30)
-
-    till.database.write_now(expire)
+    expire(till, "c", NOON + timedelta(minutes=30))
     meter(till.database, till.prices, NOON + timedelta(hours=5))
     assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
 
@@ -159,12 +162,16 @@ def test_a_deletion_nobody_told_of_ends_it_at_the_next_metering(till: Till) -> N
     assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
 
 
-def test_a_checkpoint_from_before_is_metered_from_now_on(till: Till) -> None:
-    save(till, NOON, begin=False)
+def test_a_checkpoint_from_before_is_metered_from_now_on_unless_it_has_expired(till: Till) -> None:
     now = datetime.now(UTC)
-    assert meter(till.database, till.prices, now)["begun"] == 1
-    (span,) = till.rows(tables.StorageSpan)
-    assert span.started_at >= now
+    for name, hours_left in (("c", None), ("lives", 1), ("expired", -1)):
+        save(till, NOON, name, begin=False)
+        if hours_left is not None:
+            expire(till, name, now + timedelta(hours=hours_left))
+    assert meter(till.database, till.prices, now)["begun"] == 2
+    spans = till.rows(tables.StorageSpan)
+    assert {span.checkpoint_id for span in spans} == {"c", "lives"}
+    assert all(span.started_at >= now for span in spans)
 
 
 def sampler(till: Till, ref: str, model_path: str | None = None) -> None:
@@ -237,10 +244,10 @@ def other_session(till: Till, org_id: str, ref: str) -> None:
     till.database.write_now(write)
 
 
-def load(till: Till, ref: str) -> None:
+def load(till: Till, ref: str, lane: str = "r", session_id: str = "s") -> None:
     """The run was loaded from weights, and would be rebuilt from them."""
     row = tables.Operation(
-        id="load", org_id="a", session_id="s", lane="r", seq=1, kind="load_state", base_model="m", state="done",
+        id="load", org_id="a", session_id=session_id, lane=lane, seq=1, kind="load_state", base_model="m", state="done",
         tokens=0, body_ref="", body_sha256="", accepted_at=NOON,
         plan=msgspec.to_builtins(Load(Source(ref, "tinker://r/weights/c", with_optimizer=True))),
     )  # fmt: skip
@@ -321,6 +328,20 @@ class TestWeightsThatLoseTheirName:
         end_session(till, "of a", 150)
         assert self.minutes(till) == {("a", "r"): 150}
 
+    @pytest.mark.parametrize("use", ["sampled", "loaded"])
+    def test_not_by_a_session_that_was_over_before(self, till: Till, use: str) -> None:
+        save(till, NOON)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        other_session(till, "a", "weights/c" if use == "sampled" else "weights/others")
+        till.database.write_now(lambda session: session.add(run_row("a", START, "other run", "of a")))
+        if use == "loaded":
+            load(till, "weights/c", "other run", "of a")
+        delete(till, NOON + timedelta(minutes=30))
+        end_session(till, "of a", 60)
+        end_session(till, "s", 90)
+        assert self.stored(till) == 0
+        assert self.minutes(till) == {("a", "r"): 90}
+
     def test_not_beside_another_checkpoint_of_the_same(self, till: Till) -> None:
         save(till, NOON)
         save(till, NOON, "copy")
@@ -358,8 +379,7 @@ class TestWeightsThatLoseTheirName:
     def test_after_an_expiry_that_was_noticed_late(self, till: Till) -> None:
         save(till, NOON)
         sampler(till, "c", model_path="tinker://r/sampler_weights/c")
-        soon = NOON + timedelta(minutes=30)
-        till.database.write_now(lambda session: setattr(session.get_one(Checkpoint, "c"), "expires_at", soon))
+        expire(till, "c", NOON + timedelta(minutes=30))
         for minutes in (100, 200):
             meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
         delete(till, NOON + timedelta(minutes=210))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from weft.errors import APIStatusError
-from weft.rl.chat.chat import FATAL
-from weft.rl.loops.failures import InARow, RolloutsFailedError
+from weft.rl.chat.chat import FATAL, StaleError
+from weft.rl.loops.failures import Failures, InARow, RolloutsFailedError
 
 
 def test_a_loop_ends_when_a_batch_of_groups_failed_one_after_another() -> None:
@@ -23,7 +23,19 @@ def test_a_loop_ends_when_a_batch_of_groups_failed_one_after_another() -> None:
 
 def test_one_failure_of_small_batches_is_not_the_end() -> None:
     groups = InARow(1)
-    assert [groups.failed(ValueError("?")) is None for _ in range(4)] == [True, True, True, False]
+    assert [groups.failed(ValueError("?")) is None for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_the_first_of_each_kind_is_told_and_what_the_loop_ends_by_itself_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures = Failures()
+    for error in (ValueError("one"), StaleError("old"), KeyError("two"), ValueError("three"), StaleError("old")):
+        failures.tell(error)
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        "a rollout failed: ValueError: one",
+        "a rollout failed: KeyError: 'two'",
+    ]
 
 
 def failed(kind: type[Exception], body: Any) -> Exception:

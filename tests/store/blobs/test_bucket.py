@@ -4,15 +4,18 @@ blob that is gone."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import BaseError
 
-from store.blobs.bucket import Bucket
+from store.blobs.bucket import Bucket, _reason
 from store.blobs.contract import StoreAway, is_lasting
 from store.blobs.objects import ObjectBlobs
 from store.blobs.opening import check_blobs
@@ -30,14 +33,16 @@ def environment(object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> pyte
 
 @pytest.fixture
 def answering(environment: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A store that answers everything with the last of these codes, and repeats what it should not."""
+    """A store that answers everything with the last of these codes, and repeats what it should not. "": something
+    before it answers."""
     codes = ["AccessDenied"]
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("content-length") or 0))
             sent = self.headers.get("authorization")
-            body = f"<Error><Code>{codes[-1]}</Code><Message>{sent} test-secret-of-weft</Message></Error>".encode()
+            message = f"<Message>{sent} test-secret-of-weft</Message>"
+            body = f"<Error><Code>{codes[-1]}</Code>{message}</Error>".encode() if codes[-1] else message.encode()
             self.send_response(403 if codes[-1] != "NoSuchBucket" else 404)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -55,6 +60,38 @@ def answering(environment: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "at"),
+    [
+        ("s3://bucket/a/b", {}, "https://bucket.s3.us-east-1.amazonaws.com/a/b/x"),
+        ("s3://bucket", {"AWS_DEFAULT_REGION": "eu-west-1"}, "https://bucket.s3.eu-west-1.amazonaws.com/x"),
+        (
+            "s3://a.bucket/",
+            {"AWS_REGION": "eu-west-1"},
+            "https://s3.eu-west-1.amazonaws.com/a.bucket/x",
+        ),  # certificates
+        ("s3://bucket/a", {"AWS_ENDPOINT_URL": "http://own:9000"}, "http://own:9000/bucket/a/x"),
+        (
+            "s3://bucket/a",
+            {"AWS_ENDPOINT_URL": "http://all:1", "AWS_ENDPOINT_URL_S3": "https://s3:2"},
+            "https://s3:2/bucket/a/x",
+        ),
+    ],
+)
+def test_where_a_bucket_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, url: str, variables: dict[str, str], at: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", **variables}.items():
+        monkeypatch.setenv(name, value)
+    region = next((value for name, value in variables.items() if "REGION" in name), "us-east-1")
+    where, _, asked = Bucket(url).link("x", timedelta(seconds=90)).partition("?")
+    assert where == at
+    assert "X-Amz-Expires=90" in asked
+    assert f"%2F{region}%2Fs3" in asked
 
 
 @pytest.mark.parametrize(
@@ -92,6 +129,7 @@ def test_a_start_says_what_to_set(
         ("AccessDenied", "may not list, read, write"),
         ("ExpiredToken", "AWS_SESSION_TOKEN"),
         ("SomethingElse", "SomethingElse"),
+        ("", "HTTP403"),
     ],
 )
 def test_what_a_store_says_is_explained_and_never_repeated(
@@ -100,13 +138,19 @@ def test_what_a_store_says_is_explained_and_never_repeated(
     answering.append(code)
     with pytest.raises(SettingsError, match=said) as refused:
         check_blobs(Settings(data_dir=tmp_path, blob_url=OwnStore.url))
-    with caplog.at_level(logging.WARNING), pytest.raises(StoreAway, match=code) as away:
+    with caplog.at_level(logging.WARNING), pytest.raises(StoreAway, match=code or "HTTP403") as away:
         Bucket(OwnStore.url).get("x")
-    assert what_failed(away.value) == f"the server's object store does not answer ({code})"
-    assert said in caplog.text
+    assert what_failed(away.value) == f"the server's object store does not answer ({code or 'HTTP403'})"
+    assert (said if code else "HTTP 403") in caplog.text
     for text in (str(refused.value), str(away.value), caplog.text):
         assert "secret-of-weft" not in text
         assert "test-key" not in text
+
+
+@pytest.mark.parametrize("place", ["169.254.169.254/latest/api/token", "169.254.170.2/v2/credentials/x"])
+def test_a_machine_or_a_container_without_a_role_has_no_credentials(place: str) -> None:
+    said = f"Error performing GET http://{place} in 2 ms - Server returned non-2xx status code: 404 Not Found: none"
+    assert _reason(BaseError(said))[0] == "NoCredentials"
 
 
 def test_a_bucket_that_is_gone_is_no_blob_that_is_gone(answering: list[str], tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def _denominator(data: Sequence[Datum], reduce: Reduce) -> float:
     if reduce == "sum":
         return 1.0
     if reduce == "rollouts":
-        return float(max(1, len(data)))
+        return float(len(data))
     return max(1.0, sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in data))
 
 

@@ -38,8 +38,8 @@ def cosine(peak: float, steps: int, warmup: int = 0, floor: float = 0.0) -> Rate
     def at(step: int) -> float:
         if step < warmup:
             return peak * (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+        left = max(0, steps - step) / max(1, steps - warmup)
+        return floor + (peak - floor) * (1 - math.cos(math.pi * left)) / 2
 
     return at
 
