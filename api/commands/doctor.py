@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
     stores.database,
     stores.login,
     stores.redis,
+    stores.workers,
     stores.clocks,
     stores.jobs,
     sign_in.provider,

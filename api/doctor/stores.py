@@ -25,6 +25,7 @@ from store.database.leaps import HEARTBEAT, noted_in
 from store.database.row_security import SERVICE_ROLE, may_use
 from store.settings import Settings
 from store.tables import JobRun
+from workers.model.tiny import TINY_NAME, TINY_PATH
 
 #: Clocks may differ by this much: leases last seconds.
 SKEW_S = 2.0
@@ -147,6 +148,29 @@ def redis(settings: Settings) -> Iterator[Finding]:
         yield warning("redis", f"may forget keys (maxmemory-policy {policy})", "CONFIG SET maxmemory-policy noeviction")
     else:
         yield ok("redis", f"version {version}")
+
+
+def workers(settings: Settings) -> Iterator[Finding]:
+    """Who has come to Redis for each base model, or loads it. Trainers come to the server that leads, which tells of
+    them."""
+    if not settings.redis_url:
+        return
+    from scheduler.links.contract import QueueUnreachable
+    from scheduler.links.loading import LoadingBoard, longest
+    from scheduler.links.redis_queue import RedisQueue
+
+    with closing(LoadingBoard(settings.redis_url)) as board, closing(RedisQueue(settings.redis_url)) as queue:
+        try:
+            loading, served = board.there(), queue.served()
+        except QueueUnreachable:  # as `redis` says
+            return
+    for one in loading:
+        yield ok("workers", f"{one.name} loads {', '.join(one.models)}, for {one.loading_s:.0f} s now")
+    for name in settings.models or {TINY_NAME: TINY_PATH}:
+        if name in served:
+            yield ok("workers", f"a generator has {name}")
+        elif longest(loading, "generator", name) is None:
+            yield warning("workers", f"no generator has or loads {name}", "start one: weftd worker generator")
 
 
 def clocks(settings: Settings) -> Iterator[Finding]:

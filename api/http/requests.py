@@ -36,7 +36,10 @@ class Requests:
         become(Caller(None, SERVER.actor, client[0] if client else None))  # until it is known who asks
         headers = dict(scope["headers"])
         request_id = request_id_of(headers)
-        began, received, sent, status = time.monotonic(), 0, 0, NO_ANSWER
+        method = scope["method"]
+        if method == "HEAD":  # what a GET would answer, without its body
+            scope = {**scope, "method": "GET"}
+        began, received, sent, status, headed = time.monotonic(), 0, 0, NO_ANSWER, False
 
         async def read() -> Message:
             nonlocal received
@@ -45,23 +48,27 @@ class Requests:
             return message
 
         async def answer(message: Message) -> None:
-            nonlocal sent, status
+            nonlocal headed, sent, status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
                 message["headers"] = [*message.get("headers", ()), (HEADER, request_id.encode())]
+            elif method == "HEAD":
+                if headed:
+                    return
+                headed, message = True, {"type": "http.response.body"}
             sent += len(message.get("body", b""))
             await send(message)
 
         self.traffic.in_flight += 1
-        with logs.on(request=request_id), tracing.request(scope["method"], headers) as span:
+        with logs.on(request=request_id), tracing.request(method, headers) as span:
             try:
                 await self.app(scope, read, answer)
             finally:
                 self.traffic.in_flight -= 1
                 seconds, route = time.monotonic() - began, route_of(scope)
-                self.traffic.ended(route, scope["method"], status, seconds, received, sent)
-                tracing.answered(span, scope["method"], route, status, logs.about())
-                log.debug("%s %s: %s in %.4f s", scope["method"], route, status, seconds)
+                self.traffic.ended(route, method, status, seconds, received, sent)
+                tracing.answered(span, method, route, status, logs.about())
+                log.debug("%s %s: %s in %.4f s", method, route, status, seconds)
 
 
 def request_id_of(headers: dict[bytes, bytes]) -> str:

@@ -21,8 +21,8 @@ from scheduler.journal.samples.streams import cut
 from scheduler.links.messages import DrawnTokens
 from scheduler.order.operations import Outcome, Waiting
 
-#: The journal is asked again so often.
-LOOK_S = 30.0
+#: The journal is asked so soon whether anybody can serve a sample, and then so often.
+FIRST_LOOK_S, LOOK_S = 1.0, 30.0
 #: The most tokens that a reader is told at once. Who reads slowly, or asks for a sample that has ended, has all of it
 #: coming; others have their turn between two pieces.
 TOLD_AT_ONCE = 256
@@ -55,8 +55,8 @@ class Unserved(Unavailable):
 
     def __init__(self) -> None:
         super().__init__(
-            "no generator here has the base model of this request: send it again later, or ask the operator for a "
-            "generator that has it"
+            "no generator here has the base model of this request, and none is loading it: send it again later, or "
+            "ask the operator for a generator that has it"
         )
 
 
@@ -67,7 +67,8 @@ RESTARTING = "the server is restarting: the operation is kept"
 @dataclass(frozen=True)
 class Waited:
     """A sample that somebody waits for, who is told `restarting` when the server stops first. Unless they go on waiting
-    while it is `unserved`, Unserved is raised where no generator has had its model for LOOK_S."""
+    while it is `unserved`, Unserved is raised where no generator has had its model, nor loads it
+    (`scheduler.order.presence`)."""
 
     service: Service
     who: Principal
@@ -79,8 +80,9 @@ class Waited:
         """How it ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first, or
         when database or disk do not answer. Of an error of theirs a stream that has begun could tell nothing."""
         service, org_id, request_id = self.service, self.who.org_id, self.request_id
+        look_s = FIRST_LOOK_S
         while True:
-            waiting = service.journal.outcome(org_id, request_id, LOOK_S)
+            waiting, look_s = service.journal.outcome(org_id, request_id, look_s), LOOK_S
             try:
                 found = await service.polls.hold(org_id, waiting, None)
             except STORES as error:

@@ -48,6 +48,8 @@ def render(meters: Meters, stats: Mapping[str, Any], stored: Stored | None, othe
     return generate_latest(_Families(families)).decode()
 
 
+#: Workers that take operations, by what they are called in the statistics.
+WORKERS = ("trainer", "generator")
 #: What is shown of each trainer and of each generator: its name there, as Prometheus names it, and what it is.
 _EACH = {
     "trainer": {
@@ -88,6 +90,7 @@ class _Families(Collector):
 def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
     queue, trainer, generator = (stats.get(name, {}) for name in ("queue", "trainer", "generator"))
     started: dict[tuple[str, ...], float] = {(one["role"],): one["restarts"] for one in stats.get("workers", [])}
+    loading = {(role,): float(len(stats.get(role, {}).get("loading", {}))) for role in WORKERS}
     settling = histogram("weft_settle_lag_seconds", "From computed to told.", [], {(): meters.settling})
     return [
         counter("weft_ops_submitted_total", "Operations accepted.", ["kind"], alone(meters.submitted)),
@@ -96,6 +99,7 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
         _by_kind("weft_op_exec_seconds", "In workers' hands.", meters.execution),
         settling,
         counter("weft_worker_restarts_total", "Starts of a worker after its first.", ["role"], started),
+        gauge("weft_workers_loading", "Workers that read their models.", ["role"], loading),
         *(_gauge(name, about, queue[count]) for count, (name, about) in _QUEUE.items() if count in queue),
         _counter("weft_trainer_passes_total", "Passes.", trainer.get("passes", 0)),
         _counter(

@@ -12,6 +12,7 @@ from scheduler.journal.training import Training
 from scheduler.links.messages import PolicyMoved
 from scheduler.links.policies import MOST_MOVES, PolicyBoard
 from scheduler.order.operations import Operation
+from scheduler.order.presence import Present
 
 #: Between two times that it is told what has moved: every generator hears everything, so it hears more at once.
 TOGETHER_S = 0.05
@@ -23,7 +24,6 @@ class PolicyDesk:
     """The leader's end: a desk of its runs. `run` calls what blocks."""
 
     worker = "generator"
-    attached = True
 
     def __init__(self, training: Training, board: PolicyBoard, run: Callable[..., Awaitable[Any]]) -> None:
         self._training, self._board, self._run = training, board, run
@@ -34,9 +34,9 @@ class PolicyDesk:
         self._look_at = 0.0
         training.desks.append(self)
 
-    def serves(self, base_model: str) -> bool:
+    def presence(self, base_model: str) -> Present:
         """Generators say that at the shared queue."""
-        return True
+        return Present()
 
     def wake(self) -> None:
         """Generators come to the shared queue by themselves."""

@@ -40,10 +40,10 @@ from scheduler.journal.rows import from_row, pack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
-from scheduler.journal.training import queued_for
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Told
 from scheduler.links.contract import QueueUnreachable
+from scheduler.links.loading import Loading, LoadingBoard, longest
 from scheduler.links.messages import Done, OpKind
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.order.operations import (
@@ -56,6 +56,7 @@ from scheduler.order.operations import (
     RunClosed,
     Waiting,
 )
+from scheduler.order.presence import Presence, Present, queued_for
 from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
@@ -93,6 +94,7 @@ class SharedJournal:
         queue: RedisQueue,
         broadcasts: Broadcasts,
         board: BacklogBoard,
+        loads: LoadingBoard,
         threads: Executor,
         waiting_of: Callable[[str], Waiting | None],
         limits: Limits | None = None,
@@ -108,10 +110,12 @@ class SharedJournal:
         self.others = 0  # replicas that take answers, too
         self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
         self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
+        self.loading: list[Loading] = []  # workers that load, as it was lately
+        self._presence = Presence()  # of generators
         self.stored = StoredOperations(database)
         self._database, self._costs = database, expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
-        self._waiting_of, self._board = waiting_of, board
+        self._waiting_of, self._board, self._loads = waiting_of, board, loads
         self._backlog = Backlog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters = Waiters()
         self._numbers = Gathered[Key, Number](lambda keys: self.run(numbers_of, database, keys))
@@ -238,8 +242,19 @@ class SharedJournal:
             return self._waiting_of(op.id) or Waiting("active", "waiting for the trainer")
         if await self.reach(self._queue.holder, op.id) is not None:
             return Waiting("active", "running")
-        ahead, served = await self.reach(self._queue.ahead, op.id), await self.reach(self._queue.served) or set()
-        return queued_for("generator", ahead or 0, op.base_model, attached=bool(served), serves=op.base_model in served)
+        ahead, served = await self.reach(self._queue.ahead, op.id), await self.look_for_workers()
+        model, missing_s = op.base_model, self._presence.missing_s(op.base_model)
+        found = Present(bool(served), model in served, longest(self.loading, "generator", model), missing_s)
+        return queued_for("generator", ahead or 0, model, found)
+
+    async def look_for_workers(self) -> set[str]:
+        """The base models that generators serve, and who loads any."""
+        served, loading = await self.reach(self._queue.served), await self.reach(self._loads.there)
+        if served is None or loading is None:  # nor could a worker say that it is there
+            self._presence.forget()
+        self._presence.saw(served or ())
+        self.loading = loading or []
+        return served or set()
 
     # ---- broadcasts
 
@@ -276,6 +291,7 @@ class SharedJournal:
                 await self.tell_again(await self.run(self.stored.ended, here))
                 self.generators = await self.reach(self._broadcasts.generators) or self.generators
                 self.each_generator = await self.reach(self._broadcasts.each_generator) or {}
+                await self.look_for_workers()
             except Exception:
                 log.exception("cannot see what has ended; looking again")
 

@@ -29,6 +29,7 @@ from scheduler.journal.left import open_runs
 from scheduler.journal.samples.sampling import GAVE_UP
 from scheduler.links.broadcasts import MOST_AT_ONCE, Accepted, Broadcasts
 from scheduler.links.contract import QueueUnreachable
+from scheduler.links.loading import longest
 from scheduler.links.messages import Done, Failure
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
@@ -84,7 +85,12 @@ class Term:
             self.database, shared.blobs, shared.prices, replica.meters, replica.announce, shared.sizes
         )
         self._board = PolicyBoard(shared.url)
-        self.desk = TrainerDesk(self.journal.training, shared.pass_tokens, shared.pass_limit_s)
+        self.desk = TrainerDesk(
+            self.journal.training,
+            shared.pass_tokens,
+            shared.pass_limit_s,
+            loading_s=lambda base_model: longest(replica.loading, "trainer", base_model),
+        )
         self._policies = PolicyDesk(self.journal.training, self._board, self._run)
         self._joining = Joining(shared.url, token)
         self._tasks: list[asyncio.Task[None]] = []

@@ -31,6 +31,7 @@ from scheduler.links.messages import (
 )
 from scheduler.links.sockets import Link
 from scheduler.order.operations import SAMPLE, Operation
+from scheduler.order.presence import LoadingFor, Presence, Present, nobody_loads
 from scheduler.order.roster import remember
 from scheduler.order.timings import Stretch
 
@@ -57,15 +58,16 @@ class _Generator:
 
 class SampleDesk:
     """`expected` generators are to come: what those who are here have declined waits for the others, and fails when all
-    have."""
+    have. `loading_s` says for how long one loads."""
 
     worker = "generator"
 
-    def __init__(self, journal: Journal, expected: int = 1) -> None:
+    def __init__(self, journal: Journal, expected: int = 1, loading_s: LoadingFor = nobody_loads) -> None:
         self._journal, self._queue = journal, journal.sample_queue
         self._queue.expect(expected)
         self._generators: dict[str, _Generator] = {}  # by their names at the queue
         self._lives = 0
+        self._presence, self._loading_s = Presence(), loading_s
         self.stats: dict[str, Any] = {**_COUNTS, "busy_s": 0.0, "lost": 0}
         journal.desks.append(self)
 
@@ -120,13 +122,10 @@ class SampleDesk:
                     generator.link.send(Cancel(held.op.id))
             generator.link.send(Drain())
 
-    @property
-    def attached(self) -> bool:
-        return bool(self._generators)
-
-    def serves(self, base_model: str) -> bool:
+    def presence(self, base_model: str) -> Present:
         told = [generator.offer.models for generator in self._generators.values()]
-        return any(not models or base_model in models for models in told)
+        serves = any(not models or base_model in models for models in told)
+        return Present(bool(told), serves, self._loading_s(base_model), self._presence.missing_s(base_model))
 
     def replicas(self) -> dict[str, dict[str, Any]]:
         """Each generator that is here: its counts, and what it holds now."""
@@ -214,6 +213,7 @@ class SampleDesk:
     def _lost(self, generator: _Generator) -> None:
         """A generator is gone: what it held goes back to the queue, for another one or for its successor."""
         self.stats["lost"] += 1
+        self._presence.saw(generator.offer.models)
         for held in generator.held.values():
             _stop(held.op)
         self._queue.renew(generator.offer.worker, -math.inf)

@@ -36,6 +36,7 @@ from scheduler.links.sockets import Link
 from scheduler.order.compose import compose, upcoming
 from scheduler.order.lanes import Unit
 from scheduler.order.operations import Operation
+from scheduler.order.presence import LoadingFor, Presence, Present, nobody_loads
 from scheduler.order.timings import Stretch
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class _Trainer:
 
 
 class TrainerDesk:
-    """Hands out passes. A pass of `pass_tokens` may take `pass_limit_s`, or for ever (0)."""
+    """Hands out passes. A pass of `pass_tokens` may take `pass_limit_s`, or for ever (0). `loading_s` says for how long
+    a trainer loads."""
 
     worker = "trainer"
 
@@ -74,11 +76,13 @@ class TrainerDesk:
         pass_tokens: int,
         pass_limit_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        loading_s: LoadingFor = nobody_loads,
     ) -> None:
         self._training = training
         self._pass_tokens, self._pass_limit_s = pass_tokens, pass_limit_s
         self._residents = Residents(training, pass_tokens, clock)
         self._trainers: dict[str, _Trainer] = {}
+        self._presence, self._loading_s = Presence(clock), loading_s
         self._lives = 0
         self._passes = 0
         self.stats: dict[str, float] = {**_COUNTS, "lost": 0}
@@ -145,12 +149,10 @@ class TrainerDesk:
             self._leaves(trainer)
             trainer.link.send(Drain())
 
-    @property
-    def attached(self) -> bool:
-        return bool(self._trainers)
-
-    def serves(self, base_model: str) -> bool:
-        return any(not trainer.has or base_model in trainer.has for trainer in self._trainers.values())
+    def presence(self, base_model: str) -> Present:
+        serves = any(not trainer.has or base_model in trainer.has for trainer in self._trainers.values())
+        missing_s = self._presence.missing_s(base_model)
+        return Present(bool(self._trainers), serves, self._loading_s(base_model), missing_s)
 
     def report(self) -> dict[str, Any]:
         """The counts of all, the `moves` of runs that one trainer handed over to another, and as `replicas` each that
@@ -222,6 +224,7 @@ class TrainerDesk:
     async def _lost(self, trainer: _Trainer) -> None:
         """A trainer is gone, and with it the state of each run that lived there: queue again what rebuilds them."""
         self.stats["lost"] += 1
+        self._presence.saw(trainer.has)
         loss, overran = trainer.overdue.loss, trainer.overdue.overran
         held, trainer.models = self._give_back(trainer), None
         self._residents.retire(trainer.key)

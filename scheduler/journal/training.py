@@ -33,6 +33,7 @@ from scheduler.order.lanes import RunLane, Unit
 from scheduler.order.light_work import SizesOf, cost_of
 from scheduler.order.operations import Operation, Waiting
 from scheduler.order.plans import Create, NewSampler
+from scheduler.order.presence import Present, queued_for
 from store import tables
 from store.blobs.contract import Blobs
 from store.database.db import Transactions
@@ -43,11 +44,8 @@ class Desk(Protocol):
 
     worker: str
 
-    @property
-    def attached(self) -> bool: ...
-
-    def serves(self, base_model: str) -> bool:
-        """Whether a worker that is here has this model, as far as they have told."""
+    def presence(self, base_model: str) -> Present:
+        """Of its workers, as far as they have told."""
 
     def wake(self) -> None: ...
 
@@ -327,20 +325,8 @@ def under_way(op: Operation) -> Waiting | None:
 
 def in_line(desks: list[Desk], worker: str, ahead: int, base_model: str) -> Waiting:
     """What is said of an operation of `base_model` that is queued for a `worker` of these desks."""
-    its = [desk for desk in desks if desk.worker == worker]
-    attached, serves = all(desk.attached for desk in its), all(desk.serves(base_model) for desk in its)
-    return queued_for(worker, ahead, base_model, attached=attached, serves=serves)
-
-
-def queued_for(worker: str, ahead: int, base_model: str, *, attached: bool, serves: bool) -> Waiting:
-    """What is said of an operation behind `ahead` others: whether a worker is there, and one that has its model."""
-    place = f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
-    if not attached:
-        return Waiting("paused_capacity", f"waiting for the {worker}, which is starting; {place}")
-    if not serves:
-        reason = f"no {worker} here has its base model {base_model}: it waits until one has"
-        return Waiting("paused_capacity", reason, unserved=True)
-    return Waiting("active", f"waiting for the {worker}, which is busy; {place}")
+    found = next((desk.presence(base_model) for desk in desks if desk.worker == worker), Present())
+    return queued_for(worker, ahead, base_model, found)
 
 
 def moves_samplers(op: Operation) -> bool:

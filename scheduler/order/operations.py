@@ -67,7 +67,7 @@ class NewOperation(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Not finished yet, and why. `unserved`: workers are there, and none of them has its base model."""
+    """Not finished yet, and why. `unserved`: no worker has, or loads, its base model (`scheduler.order.presence`)."""
 
     state: Literal["active", "paused_capacity"]
     reason: str

@@ -19,12 +19,13 @@ from api.commands import doctor as command
 from api.doctor import machine, stores
 from api.doctor.models import prices
 from migrations.upgrade import head
+from scheduler.links.loading import announced
 from store.database import leaps
 from store.database.db import Database
 from store.settings import Settings
 from store.tables import JobRun
 from tests.servers import free_port, redis_server
-from workers.model.tiny import TINY_PATH
+from workers.model.tiny import TINY_NAME, TINY_PATH
 
 Patch = pytest.MonkeyPatch
 
@@ -166,9 +167,19 @@ def test_what_may_become_wrong_is_a_warning(folder: Path, monkeypatch: Patch) ->
         monkeypatch.setenv("WEFT_REDIS_URL", url)
         code, found = examined(folder)
     warned = {about for about, finding in found.items() if finding["state"] == "warning"}
-    assert (code, warned) == (0, {"permissions", "redis", "jobs"})
+    assert (code, warned) == (0, {"permissions", "redis", "workers", "jobs"})
+    assert found["workers"]["remedy"] == "start one: weftd worker generator"
     assert found["redis"]["remedy"] == "CONFIG SET maxmemory-policy noeviction"
     assert "Redis" in found["clocks"]["says"]
+
+
+def test_a_generator_that_loads_its_model_is_told_and_missed_by_nobody(folder: Path) -> None:
+    with redis_server() as url, announced(url, "generator", [TINY_NAME]):
+        settings = Settings(data_dir=folder, redis_url=url)
+        while not (found := list(stores.workers(settings)))[0].says.startswith("generator-"):
+            continue
+        assert [finding.state for finding in found] == ["ok"]
+        assert f" loads {TINY_NAME}, for 0 s now" in found[0].says
 
 
 @pytest.mark.usefixtures("without_torch")

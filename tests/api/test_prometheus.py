@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatch
 from pathlib import Path
 
-from api.server.prometheus import Stored, metrics_server, render
+from api.server.prometheus import WORKERS, Stored, metrics_server, render
 from api.server.serve import listening
 from billing.money.alerts import MoneyGauges
 from scheduler.journal.ending.meters import BOUNDS_S, Meters
@@ -50,6 +50,12 @@ def test_an_operator_sees_which_worker_starts_again() -> None:
     found = values(render(Meters(), {"workers": workers}, NO_MONEY))
     assert found['weft_worker_restarts_total{role="trainer"}'] == 2
     assert found['weft_worker_restarts_total{role="generator"}'] == 0
+
+
+def test_an_operator_sees_how_many_workers_load() -> None:
+    loading = {"trainer": {"loading": {"a": 3.0}}, "generator": {"loading": {}}}
+    found = values(render(Meters(), loading, NO_MONEY))
+    assert [found[f'weft_workers_loading{{role="{role}"}}'] for role in WORKERS] == [1, 0]
 
 
 def test_every_line_is_of_the_format_and_names_no_tenant() -> None:

@@ -51,6 +51,15 @@ def test_refusals_name_it(world: World, method: str, path: str, status: int) -> 
     assert (reply.status_code, reply.json()["request_id"]) == (status, "mine-1"), reply.text
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/openapi.json", "/api/v1/weft/usage", "/api/v1/asample"])
+def test_whoever_asks_for_the_head_is_told_what_a_get_would_answer_without_its_body(world: World, path: str) -> None:
+    """Probes and `curl -I` do."""
+    whole, head = (world.http.request(method, path, headers={"x-api-key": world.key}) for method in ("GET", "HEAD"))
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    sizes = [reply.headers["content-length"] for reply in (whole, head)]
+    assert sizes[0] == sizes[1]
+
+
 def test_without_a_key_too(world: World) -> None:
     reply = world.http.get("/api/v1/weft/usage", headers={"x-request-id": "mine-2"})
     assert (reply.status_code, reply.json()["request_id"]) == (401, "mine-2")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
@@ -20,6 +21,7 @@ from api.who.principal import Principal
 from scheduler.dispatch.sample_desk import SampleDesk
 from scheduler.journal import journal, training
 from scheduler.journal.accepting import acceptance
+from scheduler.order.presence import Present
 from store import tables
 from store.database.db import Database
 from store.tables import AuditEntry
@@ -304,8 +306,7 @@ class TestReaping:
     ) -> None:
         """A restarted server serves other models: what was queued for this one would hold its user's money for ever."""
         SampleDesk(world.journal)
-        monkeypatch.setattr(SampleDesk, "attached", True)
-        monkeypatch.setattr(SampleDesk, "serves", lambda *_: False)
+        monkeypatch.setattr(SampleDesk, "presence", lambda *_: Present(missing_s=math.inf))
         session = world.session()
         made = world.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL})
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}

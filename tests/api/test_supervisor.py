@@ -143,6 +143,7 @@ def test_a_worker_attaches_with_its_first_word(run: Run, capfd: pytest.CaptureFi
     async def main(supervisor: Supervisor, server: Server) -> None:
         assert [status.attached for status in supervisor.status()] == [False, False]
         await supervisor.wait_attached()
+        assert supervisor.loading_s() == {}
         await until(lambda: len(server.heard) == 2)
         assert sorted(server.heard) == [("generator", b"hello"), ("trainer", b"hello")]
         assert all(status.attached and status.pid and not status.restarts for status in supervisor.status())
@@ -238,9 +239,11 @@ def test_a_worker_that_hangs_is_killed(
 def test_a_worker_that_is_still_loading_does_not_hold_up_the_stop(run: Run) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
         await until(lambda: supervisor.status()[0].pid is not None)
+        await until(lambda: list(supervisor.loading_s()) == ["trainer"])
         started = time.monotonic()
         await supervisor.stop(grace_s=30)
         assert time.monotonic() - started < 10
+        assert supervisor.loading_s() == {}
         assert server.heard == []
 
     run(main, program("import time; time.sleep(60)"))

@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -287,11 +288,24 @@ class TestOperators:
     def test_tenants_see_themselves_and_others(self, console: Console) -> None:
         sign_in_by_link(console, operator=False)
         page = console.get("/queues")
+        assert "is loading its models" not in page
         assert "Rival" not in page
         assert "rival" not in page
         assert re.search(r"You \d+\.\d%", page)
         assert re.search(r"Others \d+\.\d%", page)
         console.get("/ownership", status=403)
+
+    def test_everybody_sees_that_a_worker_loads(self, console: Console) -> None:
+        sign_in_by_link(console, operator=False)
+        state = console.http.app.state  # type: ignore[attr-defined]
+        before = state.service
+        state.service = replace(before, stats=lambda: {"generator": {"loading": {"generator-host-1": 71.2}}})
+        try:
+            page = console.get("/queues")
+        finally:
+            state.service = before
+        assert "A generator is loading its models, for 71 s now" in page
+        assert "host" not in page.partition("is loading its models")[0][-200:]
 
     def test_operators_see_everybody(self, console: Console) -> None:
         sign_in_by_link(console, operator=True)

@@ -239,6 +239,21 @@ def test_streams_of_several_prompts_have_their_indices(client: openai.OpenAI, se
     assert usage.completion_tokens == whole.usage.completion_tokens == used(service)["sample"] - before
 
 
+def test_what_has_no_place_in_the_context_is_named_as_its_door_does(http: httpx.Client) -> None:
+    long, draws = [1] * 2048, {"model": BASE_MODEL, "max_tokens": 1}
+    said = [{"role": "user", "content": "3 " * 2048}]
+    asked = {
+        "/v1/completions": draws | {"prompt": long},
+        "/v1/chat/completions": draws | {"messages": said},
+        "/v1/chat/completions/tokens": draws | {"messages": said, "tokens": long},
+        "/v1/responses": {"model": BASE_MODEL, "input": "3 " * 2048},
+        "/inference/v1/generate": {"model": BASE_MODEL, "token_ids": long, "sampling_params": {"max_tokens": 1}},
+    }
+    errors = [http.post(door, json=body).json()["error"] for door, body in asked.items()]
+    assert {error["code"] for error in errors} == {"context_length_exceeded"}
+    assert [error["param"] for error in errors] == ["prompt", "messages", "tokens", "input", "token_ids"]
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -28,6 +28,7 @@ from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
 from workers.generator.worker import Generator
 from workers.leave import leave
+from workers.loading import announced
 from workers.model.base.shared import base_decoder
 from workers.model.card import read_card
 from workers.model.device import ModelDevice, device_of
@@ -48,7 +49,8 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
     blobs = blobs_of(basics)
-    engines = {name: _engine(name, Path(path), config, where) for name, path in basics.models.items()}
+    with announced(basics, "generator"):
+        engines = {name: _engine(name, Path(path), config, where) for name, path in basics.models.items()}
     shared = _shared(basics.redis_url, blobs) if basics.redis_url else None
     generator = Generator(engines, blobs, shared or server, slots=config.slots)
 

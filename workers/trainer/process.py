@@ -30,6 +30,7 @@ from scheduler.links.sockets import WorkerLink
 from store.blobs.contract import Blobs
 from workers.blobs import blobs_of
 from workers.leave import leave
+from workers.loading import announced
 from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of
@@ -123,7 +124,8 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: leave(0))  # it has nothing to finish yet
     torch.set_num_threads(basics.threads)
     where = device_of(basics.device, basics.dtype)
-    models = load_models(basics.models, where, basics.base_dir, data_dir / "isolation")
+    with announced(basics, "trainer"):
+        models = load_models(basics.models, where, basics.base_dir, data_dir / "isolation")
     blobs = blobs_of(basics)
     signal.signal(signal.SIGTERM, stop.set)
     log.info("loaded on %s, with %d threads", where, torch.get_num_threads())

@@ -29,6 +29,8 @@ router = console_router()
 BUCKETS = 120
 #: Live runs whose health the page shows, those that asked for something last.
 SHOWN_RUNS = 12
+#: By what they are called in the statistics.
+WORKERS = ("trainer", "generator")
 #: Organisations that an operator's chart tells apart; the others are one.
 SHOWN_ORGS = 5
 SPANS = {"15m": timedelta(minutes=15), "1h": timedelta(hours=1), "6h": timedelta(hours=6), "24h": timedelta(hours=24)}
@@ -65,7 +67,10 @@ async def queues(
             health.append((run, title, await run_health(run.id, service, viewer.who, 3600.0)))
         except NotFound:
             continue
-    return page(request, "queues.html", viewer, health=health, span=span, spans=list(SPANS), **values)
+    stats = service.stats()
+    loading = {role: max(stats.get(role, {}).get("loading", {}).values(), default=None) for role in WORKERS}
+    facts: dict[str, Any] = {"health": health, "loading": loading, "span": span, "spans": list(SPANS)}
+    return page(request, "queues.html", viewer, **facts, **values)
 
 
 def _oneself(line: Timeline, org_id: str) -> dict[str, Any]:

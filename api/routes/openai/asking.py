@@ -138,14 +138,16 @@ async def ask(
     *,
     told: int = 0,
     likeliest: str = "top_logprobs",
+    field: str = "messages",
     **options: Any,
 ) -> list[Asked]:
     """Accept a request for samples of each prompt, each token of which comes with `told` log-probabilities in the
-    answer. `likeliest` is what its door calls the number of likeliest tokens. Raises Refused for what cannot be had."""
+    answer. `likeliest` is what its door calls the number of likeliest tokens, and `field` what prompts come in. Raises
+    Refused for what cannot be had."""
     service.polls.check(who.org_id)
     _check_count(service, target, len(prompts), num_samples)
     model = service.limits.models[target.sampler.base_model]
-    most = _room_behind(prompts, model.context_length, params.max_tokens)
+    most = _room_behind(prompts, model.context_length, params.max_tokens, field)
     read, drawn = sum(map(len, prompts)), num_samples * sum(most)
     of_prompt = 1 + options.get("topk_prompt_logprobs", 0) if options.get("prompt_logprobs") else 0
     choices = (model.mixture_layers or 0) * (model.experts_per_token or 0)
@@ -205,7 +207,7 @@ def of_prompt_at(place: int, prompts: int) -> Iterator[None]:
         raise
 
 
-def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int | None) -> list[int]:
+def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int | None, field: str) -> list[int]:
     """How many tokens may be drawn behind each prompt, at most. Raises Refused for one that does not fit."""
     most = list[int]()
     for place, prompt in enumerate(prompts):
@@ -214,7 +216,7 @@ def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int
                 raise Refused(
                     f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: "
                     "shorten it",
-                    "messages",
+                    field,
                     "context_length_exceeded",
                 )
         most.append(min(max_tokens if max_tokens is not None else longest, longest - len(prompt)))

@@ -52,7 +52,7 @@ async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, 
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     await in_turn(who.org_id, lambda: target.text)  # the first time it is read from its file
-    return await _chat(request, service, who, priority, body, target, body.tokens)
+    return await _chat(request, service, who, priority, body, target, body.tokens, field="tokens")
 
 
 @router.post("/v1/completions", **SAMPLES)
@@ -82,7 +82,7 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
         for given, tokens in zip(body.prompts, prompts, strict=True)
     ]
     most = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
-    options = _options(body, form) | {"likeliest": "logprobs"}
+    options = _options(body, form) | {"likeliest": "logprobs", "field": "prompt"}
     if body.echo and form.logprobs:
         options |= {"prompt_logprobs": True, "topk_prompt_logprobs": top}
     asked = await ask(service, who, request, priority, target, prompts, params_of(body, most, target), body.n or 1,
@@ -110,6 +110,7 @@ async def _chat(
     body: ChatBody,
     target: Target,
     prompt: Sequence[int],
+    field: str = "messages",
 ) -> Response:
     form = Form(
         target.text,
@@ -124,7 +125,7 @@ async def _chat(
         one_call=body.parallel_tool_calls is False,
     )
     asked = await ask(service, who, request, priority, target, [prompt], params_of(body, body.most, target),
-                      body.n or 1, **_options(body, form))  # fmt: skip
+                      body.n or 1, field=field, **_options(body, form))  # fmt: skip
     return await answered(asked, [form], body)
 
 

@@ -44,6 +44,7 @@ async def generate(request: Request, service: ServiceDep, who: PrincipalDep, pri
         params.n or 1,
         told=1 + params.top,
         likeliest="logprobs",
+        field="token_ids",
         topk_sample_logprobs=params.top,
         prompt_logprobs=True if params.prompt_logprobs is not None else None,
         topk_prompt_logprobs=params.prompt_logprobs or 0,

@@ -37,7 +37,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
     messages, tools = messages_of(body), tools_of(body)
-    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, body.chat_template_kwargs))
+    prompt = await in_turn(who.org_id, lambda: target.text.render(messages, tools, body.chat_template_kwargs, "input"))
     params = params_of(body, body.max_output_tokens, target)
     top = body.top_logprobs or 0
     told = LOGPROBS in (body.include or ())
@@ -46,6 +46,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
     form = Form(target.text, True, told, top if told else 0, ids, stops_of(body), bool(tools), one_call=one_call)
     more: dict[str, Any] = {
         "told": form.told,
+        "field": "input",
         "topk_sample_logprobs": form.top,
         "stream": body.stream or None,
         "max_staleness": body.max_staleness,

@@ -86,16 +86,17 @@ class ModelText:
             return []
         return self._tokens(self.decode(whole, special=True).partition(_ANSWER)[2])
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token). Raises Refused for a text
-        of more than twice the context: while they are made, tokens take a few hundred bytes each."""
+    def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> list[int]:
+        """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token). Raises Refused, of the
+        `field` that the text comes of, if it has more than twice the context: while they are made, tokens take a few
+        hundred bytes each."""
         if len(text) > 2 * self._context:
             pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
             if any(tokens > 2 * self._context for tokens in accumulate(len(self._tokens(each)) for each in pieces)):
                 raise Refused(
                     f"This model's maximum context length is {self._context} tokens, and this text has more than twice "
                     "as many: shorten it",
-                    "messages",
+                    field,
                     "context_length_exceeded",
                 )
         return self._tokens(text, special)
@@ -137,9 +138,10 @@ class ModelText:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        field: str = "messages",
     ) -> list[int]:
         """The tokens of a conversation; `options` are for the template (`enable_thinking`, ...). Raises Refused for
-        what the template cannot say."""
+        what the template cannot say, or what is too long: then of the `field` that the conversation comes in."""
         if self._chat is None:
             raise Refused("messages: this model has no chat template; use /v1/completions", "messages")
         if tools and "tools" not in self.template:
@@ -162,7 +164,7 @@ class ModelText:
             if role not in {"assistant", "user", *self._own} and content not in text:
                 what = f"the chat template of this model leaves out what role {quote(role)} says"
                 raise Refused(f"messages[{place}].role: {what}", f"messages[{place}].role", "unsupported_value")
-        return self.encode(text, special=False)
+        return self.encode(text, special=False, field=field)
 
     def _tell_apart(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raises Refused for users of several names, which the template does not tell: to the model they are one."""

@@ -4,7 +4,7 @@ stops those that have not ended (`api.routes.openai.asking`), and so does one of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -33,19 +33,13 @@ async def results(asked: Sequence[Asked]) -> list[SampleResult]:
             return await one.waited.result()
 
     each = [asyncio.ensure_future(ended(place, one)) for place, one in enumerate(asked)]
-    ending = asyncio.gather(*each)
-    gone = asyncio.ensure_future(_disconnected(asked[0].request))
     try:
-        await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
-            raise ClientDisconnect
-        found = await ending
+        found = await _unless_gone(asked[0].request, asyncio.gather(*each))
     except BaseException:
         for one in asked:
             one.leave()
         raise
     finally:
-        gone.cancel()
         for waits in each:
             waits.cancel()
     for one, result in zip(asked, found, strict=True):
@@ -55,14 +49,18 @@ async def results(asked: Sequence[Asked]) -> list[SampleResult]:
 
 async def answer(asked: Sequence[Asked], write: Callable[[list[SampleResult]], dict[str, Any]]) -> Response:
     """The results in JSON; writing long ones takes seconds, and a few of one organisation are written at a time, each
-    when there is room for it beside those that clients are still taking."""
+    when there is room for it beside those that clients are still taking, and while its client is there."""
     found, service, org_id = await results(asked), asked[0].service, asked[0].who.org_id
     async with AsyncExitStack() as held:
         held.enter_context(service.polls.counted(org_id))
         size_bytes = sum(_size_of(one, result) for one, result in zip(asked, found, strict=True))
-        await held.enter_async_context(service.large_answers.room(org_id, size_bytes))
-        written = await in_turn(org_id, lambda: orjson.dumps(write(found)))
-        return Large(written, "application/json", held.pop_all())
+
+        async def written() -> bytes:
+            await held.enter_async_context(service.large_answers.room(org_id, size_bytes))
+            return await in_turn(org_id, lambda: orjson.dumps(write(found)))
+
+        body = await _unless_gone(asked[0].request, written())
+        return Large(body, "application/json", held.pop_all())
 
 
 def _size_of(asked: Asked, result: SampleResult) -> int:
@@ -124,6 +122,20 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         await asyncio.gather(*coming, return_exceptions=True)
         for stream in streams:
             await stream.aclose()
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` comes to. It is stopped when the client has left: raises ClientDisconnect."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.wait((working,))  # what has begun in a thread has the room that it was given
 
 
 async def _disconnected(request: Request) -> None:

@@ -76,8 +76,16 @@ class EmbeddedMachines:
             sizes=sizes_of(cards),
             limits=settings.limits,
         )
-        self._trainer = TrainerDesk(self.journal.training, settings.trainer.pass_tokens, settings.trainer.pass_limit_s)
-        self._generator = SampleDesk(self.journal, len(settings.generator.kinds))
+        trainer, kinds = settings.trainer, settings.generator.kinds
+        self._trainer = TrainerDesk(
+            self.journal.training,
+            trainer.pass_tokens,
+            trainer.pass_limit_s,
+            loading_s=lambda _model: max(self._loading("trainer").values(), default=None),
+        )
+        self._generator = SampleDesk(
+            self.journal, len(kinds), lambda _model: max(self._loading("generator").values(), default=None)
+        )
         models = {name: card.path for name, card in cards.items()}
         self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, nursery)
 
@@ -111,13 +119,21 @@ class EmbeddedMachines:
         for worker in workers:
             del worker["pid"]
         return {
-            "trainer": self._trainer.report(),
-            "generator": {**self._generator.stats, "replicas": self._generator.replicas()},
+            "trainer": {**self._trainer.report(), "loading": self._loading("trainer")},
+            "generator": {
+                **self._generator.stats,
+                "replicas": self._generator.replicas(),
+                "loading": self._loading("generator"),
+            },
             "workers": workers,
         }
 
     def processes(self) -> dict[str, int]:
         return {status.role: status.pid for status in self._supervisor.status() if status.pid is not None}
+
+    def _loading(self, role: str) -> dict[str, float]:
+        """Workers here have all models."""
+        return {name: age_s for name, age_s in self._supervisor.loading_s().items() if name.startswith(role)}
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = await ServerLink.over(sock)

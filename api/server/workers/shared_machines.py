@@ -18,6 +18,7 @@ from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import STORE_WITHIN_S, Shared
 from scheduler.links.broadcasts import Broadcasts, Ended, Listener
 from scheduler.links.contract import QueueUnreachable
+from scheduler.links.loading import LoadingBoard
 from scheduler.links.messages import Drawn
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import worker_name
@@ -40,7 +41,7 @@ class SharedMachines:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "carrier")
         self._broadcasts, self._queue = Broadcasts(settings.redis_url), RedisQueue(settings.redis_url)
-        self._board = BacklogBoard(settings.redis_url)
+        self._board, self._loads = BacklogBoard(settings.redis_url), LoadingBoard(settings.redis_url)
         limits, self._name = settings.limits, worker_name("api")
         self.journal = SharedJournal(
             database,
@@ -52,6 +53,7 @@ class SharedMachines:
             queue=self._queue,
             broadcasts=self._broadcasts,
             board=self._board,
+            loads=self._loads,
             threads=self._threads,
             waiting_of=self._waiting_of,
             limits=limits,
@@ -103,20 +105,27 @@ class SharedMachines:
         await asyncio.to_thread(self._threads.shutdown)
         with suppress(QueueUnreachable):
             self._board.leave(self._name)
-        for client in (self._queue, self._broadcasts, self._board):
+        for client in (self._queue, self._broadcasts, self._board, self._loads):
             client.close()
 
     def stats(self) -> dict[str, Any]:
         term = self._leadership.term
         return {
-            "trainer": term.desk.report() if term is not None else {},
-            "generator": {**self.journal.generators, "replicas": self.journal.each_generator},
+            "trainer": {**(term.desk.report() if term is not None else {}), "loading": self._loading("trainer")},
+            "generator": {
+                **self.journal.generators,
+                "replicas": self.journal.each_generator,
+                "loading": self._loading("generator"),
+            },
             "workers": [],
             "replica": {"name": self._name, "leads": self._leads(), "redis": self.journal.reachable()},
         }
 
     def processes(self) -> dict[str, int]:
         return {}
+
+    def _loading(self, role: str) -> dict[str, float]:
+        return {one.name: one.loading_s for one in self.journal.loading if one.role == role}
 
     def _leads(self) -> bool:
         return self._leadership.term is not None

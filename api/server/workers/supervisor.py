@@ -90,7 +90,7 @@ class Supervisor:
         """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after."""
         self.retire()
         for keeper in self._keepers:
-            if keeper.loading:  # it holds no work, and nobody could tell it to drain
+            if keeper.loading_since is not None:  # it holds no work, and nobody could tell it to drain
                 keeper.signal(signal.SIGTERM)
         if not await self._all_ended(grace_s):
             for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
@@ -102,6 +102,11 @@ class Supervisor:
 
     def status(self) -> list[WorkerStatus]:
         return [keeper.status() for keeper in self._keepers]
+
+    def loading_s(self) -> dict[str, float]:
+        """The workers that have been started and have not attached, by role, and since when."""
+        found = {keeper.program.role: keeper.loading_since for keeper in self._keepers}
+        return {role: time.monotonic() - since for role, since in found.items() if since is not None}
 
     async def _all_ended(self, timeout_s: float | None) -> bool:
         if not self._tasks:
@@ -117,7 +122,7 @@ class _Keeper:
         self.program = program
         self.retired = asyncio.Event()
         self.attached = False
-        self.loading = False
+        self.loading_since: float | None = None
         self._attach = attach
         self._nursery = nursery
         self._starting: asyncio.Task[WorkerProcess] | None = None
@@ -185,7 +190,7 @@ class _Keeper:
             return "was not started"
         finally:
             self._starting = None
-        self.loading = True
+        self.loading_since = time.monotonic()
         output = asyncio.create_task(process.pass_output_on())
         link = asyncio.create_task(self._talk(process))
         exited = asyncio.create_task(process.ended())
@@ -200,7 +205,7 @@ class _Keeper:
             await asyncio.gather(link, output)
         finally:
             process.signal(signal.SIGKILL)
-            self._process = None
+            self._process = self.loading_since = None
         return _how_it_ended(code)
 
     async def _talk(self, process: WorkerProcess) -> None:
@@ -210,7 +215,7 @@ class _Keeper:
         if not await _has_spoken(sock):
             sock.close()
             return
-        self.attached, self.loading = True, False
+        self.attached, self.loading_since = True, None
         self._attached_at = time.monotonic()
         self._ever_attached.set()
         log.info("%s attached (pid %s)", self.program.role, process.pid)

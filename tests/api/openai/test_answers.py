@@ -7,13 +7,14 @@ import base64
 import itertools
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import orjson
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from weft.wire import SamplingParams
 from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
@@ -201,7 +202,8 @@ def test_experts_of_any_number_are_told(largest: int, dtype: str) -> None:
 
 
 def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asked again and again for one sample, and read nothing, had the server hold a copy for each."""
+    """Who asked again and again for one sample, and read nothing, had the server hold a copy for each; and who had
+    left meanwhile, write one."""
     found = SampleResult([SequenceResult(np.zeros(2000, np.int32), np.zeros(2000, np.float32), "length")])
     written, taken = list[int](), list[Message]()
 
@@ -224,15 +226,30 @@ def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytes
         bodies = LargeBodies(100_000, wait_s=30, what="results")
         service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies)
 
-        def asked(org_id: str) -> list[Asked]:
+        left = asyncio.Event()
+
+        async def leaves() -> Message:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def stays() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        def asked(org_id: str, receive: Callable[[], Awaitable[Message]] = stays) -> list[Asked]:
             who: Any = SimpleNamespace(org_id=org_id)
-            about = (service, who, cast(Any, None), cast(Any, None), [1], SamplingParams(), "id", None, None)
+            request: Any = SimpleNamespace(receive=receive)
+            about = (service, who, request, cast(Any, None), [1], SamplingParams(), "id", None, None)
             return [Asked(*about, keep=True, told=1)]
 
         first = await waiting.answer(asked("a"), write(1))
+        gone = asyncio.ensure_future(waiting.answer(asked("a", leaves), write(0)))
         second = asyncio.ensure_future(waiting.answer(asked("a"), write(2)))
         await waiting.answer(asked("b"), write(3))
         assert written == [1, 3]
+        left.set()
+        with pytest.raises(ClientDisconnect):
+            await gone
         await first({"type": "http"}, cast(Any, None), send)
         await second
         assert written == [1, 3, 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,11 +302,16 @@ def test_a_text_that_cannot_fit_is_not_read_to_its_end(text: ModelText, monkeypa
         return real(self, words, special)
 
     monkeypatch.setattr(ModelText, "_tokens", counted)
-    for ask in (lambda words: text.encode(words), lambda words: text.render([{"role": "user", "content": words}])):
+    asks: dict[str, Callable[[str], object]] = {
+        "prompt": text.encode,
+        "messages": lambda words: text.render([{"role": "user", "content": words}]),
+        "input": lambda words: text.render([{"role": "user", "content": words}], field="input"),
+    }
+    for field, ask in asks.items():
         read.clear()
         with pytest.raises(Refused, match="maximum context length is 2048 tokens") as refused:
             ask("a 1 " * (1 << 20))
-        assert refused.value.code == "context_length_exceeded"
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", field)
         assert sum(read) == PIECE
 
 

@@ -38,15 +38,17 @@ from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import SMALL_BYTES, from_row
 from scheduler.journal.rows import pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
-from scheduler.links import redis_queue
+from scheduler.links import loading, redis_queue
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
 from scheduler.links.contract import Answered, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, pack
+from scheduler.links.loading import Loading, LoadingBoard, announced
 from scheduler.links.messages import Done, Pass, PassOver, PolicyMoved, PullPass, PullSamples, SampleWork, SetAside
 from scheduler.links.policies import PolicyBoard
 from scheduler.links.redis_queue import BATCH, RedisQueue
 from scheduler.links.sample_link import SampleLink
 from scheduler.links.train_link import TrainerLink
+from scheduler.order import presence
 from scheduler.order.operations import (
     Draining,
     Gone,
@@ -81,6 +83,7 @@ class Replica:
     def __init__(self, name: str, database: Database, blobs: FolderBlobs, url: str) -> None:
         self.threads = ThreadPoolExecutor(12)
         self.broadcasts, self.queue, self.board = Broadcasts(url), RedisQueue(url), BacklogBoard(url)
+        self.loads = LoadingBoard(url)
         self.journal = SharedJournal(
             database,
             blobs,
@@ -91,6 +94,7 @@ class Replica:
             queue=self.queue,
             broadcasts=self.broadcasts,
             board=self.board,
+            loads=self.loads,
             threads=self.threads,
             waiting_of=lambda op_id: None,
         )
@@ -818,7 +822,9 @@ def test_what_redis_forgets_is_queued_again_by_the_leader(play: Play, url: str, 
     play(scenario)
 
 
-def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(play: Play) -> None:
+def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(
+    play: Play, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
         await until(lambda: one.queue.known([request_id]))
@@ -826,7 +832,23 @@ def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(play: 
         assert await two.result(request_id, 0.02) == Waiting("paused_capacity", nobody)
         one.queue.lease("here", ["other"], 2, 60)
         others = "no generator here has its base model m: it waits until one has"
-        assert await two.result(request_id, 0.02) == Waiting("paused_capacity", others, unserved=True)
+        assert await two.result(request_id, 0.02) == Waiting("paused_capacity", others)
+        with monkeypatch.context() as patch:
+            patch.setattr(presence, "GRACE_S", -1.0)
+            told = await two.result(request_id, 0.02)
+            assert isinstance(told, Waiting)
+            assert told.unserved
+            with announced(url, "generator", ["m"]):
+                await until(two.loads.there)
+                told = await two.result(request_id, 0.02)
+                assert isinstance(told, Waiting)
+                assert told.reason.startswith("waiting for the generator, which is starting: it has been loading m for")
+                assert not told.unserved
+            assert not two.loads.there()
+            two.loads.say(Loading("killed", "generator", ["m"]))
+            assert [one.name for one in two.loads.there()] == ["killed"]
+            patch.setattr(loading, "LAPSES_S", -1)
+            assert not two.loads.there()
         one.queue.lease("there", ["m", "other"], 0, 60)
         busy = "waiting for the generator, which is busy; it is next"
         assert await two.result(request_id, 0.02) == Waiting("active", busy)

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
 from workers.blobs import blobs_of
 from workers.leave import leave
+from workers.loading import announced
 from workers.model.base.files import CannotShare
 from workers.model.base.sharded import held_bytes, load_sharded
 from workers.model.base.shared import Mapped, mapped
@@ -55,7 +57,8 @@ def main(door: str, parent: int) -> int:
     on_gpu = where.device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=FOR_EVER)
     group = Group(dist.new_group(backend="gloo", timeout=FOR_EVER) if on_gpu else None)
-    bases = load(config, where, mesh_of(config, where), group)
+    with nullcontext() if link is None else announced(config.basics, "trainer"):
+        bases = load(config, where, mesh_of(config, where), group)
     watchdog = Watchdog()
     blobs = blobs_of(config.basics)
 
