@@ -11,6 +11,7 @@ from pathlib import Path
 from api.server.prometheus import WORKERS, Stored, metrics_server, render
 from api.server.serve import listening
 from billing.money.alerts import MoneyGauges
+from scheduler.jobs.catalogue import JOBS
 from scheduler.journal.ending.meters import BOUNDS_S, Meters
 from scheduler.order.operations import Operation, Outcome
 from scheduler.order.plans import BODY_ONLY
@@ -50,6 +51,15 @@ def test_an_operator_sees_which_worker_starts_again() -> None:
     found = values(render(Meters(), {"workers": workers}, NO_MONEY))
     assert found['weft_worker_restarts_total{role="trainer"}'] == 2
     assert found['weft_worker_restarts_total{role="generator"}'] == 0
+
+
+def test_what_waits_for_the_time_to_be_right_is_not_late() -> None:
+    def due(*, time_believed: bool) -> set[str]:
+        found = values(render(Meters(), {}, Stored(MoneyGauges(0, 0, None, 0, 0.0, time_believed=time_believed))))
+        return {name for name in JOBS if f'weft_job_every_seconds{{name="{name}"}}' in found}
+
+    assert due(time_believed=True) == set(JOBS)
+    assert due(time_believed=False) == {name for name, job in JOBS.items() if not job.final}
 
 
 def test_an_operator_sees_how_many_workers_load() -> None:
