@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
 from workers.model.gpu import fla
-from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.lora.linear import Site, lora_linear
+from workers.model.lora.rows import LoraRows
 from workers.model.parts.chunks import by_head, chunked, faded
 from workers.model.parts.convolution import convolved
 from workers.model.parts.frozen import frozen
