@@ -59,7 +59,7 @@ MAX_ALIGNED_WIDTH = 1 << 16
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
 #: The parts that compute functions of single numbers, and steps of recurrences.
-_PARTS = ("steady", "gated_delta", "mamba2", "one_token", "chunks", "convolution")
+_PARTS = ("steady", "gated_delta", "mamba2", "one_token", "chunks")
 _STEP = "native/recur.c"
 _NATIVE = (_STEP, "native/gemm.c", "native/gate.c", "native/products.h", "native/vectors.h")
 _CODE = ("isolation.py", "lora/base_mm.py", "mixture/gate.py", *_NATIVE, *(f"parts/{name}.py" for name in _PARTS))

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from workers.model.config import DecoderConfig
 from workers.model.gpu import fla
-from workers.model.parts.chunks import by_head, chunked, faded
-from workers.model.parts.convolution import convolved
+from workers.model.parts.chunks import by_head, chunked, convolved, faded
 from workers.model.parts.frozen import frozen
 from workers.model.parts.one_token import Tokens, one_token
 from workers.model.parts.recurrent import Recurrent
