@@ -35,10 +35,12 @@ from bench.parts.results import asked, claim, keep, machine, tell
 from bench.parts.serving import as_workers_run
 from bench.trainer import TIMED_ALONE, Batch, Tenants, measure, peft_step, step
 from tests.workers.model.models import FAMILIES, ours, reference
-from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter
+from workers.model.adapters.adapter import Adapter, load_adapter
 from workers.model.adapters.imported import read_adapter
-from workers.model.decoder import Decoder, LoraRows
+from workers.model.adapters.shape import AdapterShape
+from workers.model.decoder import Decoder
 from workers.model.families.table import FAMILIES as TABLE
+from workers.model.lora.rows import LoraRows
 
 TENANTS, TOKENS = 16, 64
 GOAL = 0.9

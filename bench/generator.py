@@ -55,7 +55,8 @@ from workers.generator.engine import Engine, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
 from workers.model.adapters.peft_format import write_peft
-from workers.model.decoder import Decoder, DecoderConfig
+from workers.model.config import DecoderConfig
+from workers.model.decoder import Decoder
 
 BATCH = 64
 RANK = 8

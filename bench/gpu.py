@@ -31,10 +31,13 @@ import torch
 from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
 from bench.parts.results import machine
 from bench.parts.toy import random_decoder
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
+from workers.model.attend import PackedAttend
 from workers.model.config import DecoderConfig, RopeConfig
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 from workers.model.memory import choose_saving
 
 SHAPES = {

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu import SHAPES, Pass, lengths_of
 from bench.parts.toy import random_decoder
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 
 TENANTS, TOKENS, SEQUENCE, LENGTH = 64, 8192, 512, 1024

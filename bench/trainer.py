@@ -37,9 +37,12 @@ from bench.parts.peers import adapter_parameters, peft_model, shape_of
 from bench.parts.results import asked, claim, machine, tell
 from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, random_decoder
-from workers.model.adapters.adapter import Adapter, AdapterShape
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 
 #: More tokens than these are computed in turns, as the trainer does: larger batches fall out of the caches.
 PASS_TOKENS = 4096

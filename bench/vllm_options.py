@@ -23,7 +23,8 @@ from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from workers.basics import say_as
 from workers.leave import leave
 from workers.nursery import NURSERY, Nursery
-from workers.say import say_as
 
 ROLES = ("trainer", "generator")
 

@@ -21,7 +21,8 @@ from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
 from workers.generator.cache.kv_cache import KVCache, pages_of
 from workers.generator.gpu.capture import CudaGraphs, Repeated
 from workers.generator.gpu.step import Step
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms

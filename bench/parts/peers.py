@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 import torch
 
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.peft_format import write_export
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 
 Parts = Literal["attention", "experts"]

@@ -16,10 +16,11 @@ from torch import Tensor
 from workers.generator.engine import GenerateRequest
 from workers.generator.engine import SamplingParams as EngineParams
 from workers.generator.torch_engine import TorchEngine
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
-from workers.model.parts.router import Router
+from workers.model.mixture.router import Router
 from workers.model.tiny import TINY_PATH
 
 #: Of the routers, in units of their logits and of their weights' standard deviation.

@@ -41,7 +41,8 @@ LAST_WORDS_S = 8.0
 FIRST = [ROOT / "tests/workers/model/base/test_holder.py", ROOT / "tests/workers/trainer/ranks/test_on_gpus.py"]
 TESTS = [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
 TESTS += [ROOT / "tests/workers/generator/gpu", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
-TESTS += [*sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py")), ROOT / "tests/workers/model/test_base_mm.py"]
+TESTS += sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py"))
+TESTS += [ROOT / "tests/workers/model/lora/test_base_mm.py"]
 #: Commands that tests start, and where they begin.
 COMMANDS = {
     "weftd": "weft_server import main",

@@ -115,27 +115,8 @@ def unpack(packed: bytes) -> Operation:
 
 def from_row(row: tables.Operation) -> Operation:
     """An operation that this process has not accepted itself."""
-    return Operation(
-        id=row.id,
-        org_id=row.org_id,
-        session_id=row.session_id,
-        lane=row.lane,
-        seq=row.seq,
-        kind=row.kind,
-        base_model=row.base_model,
-        tokens=row.tokens,
-        body=(row.body or "").encode(),
-        body_ref=row.body_ref,
-        plan=plan_of(row),
-        accepted_at=row.accepted_at,
-        key_id=row.key_id,
-        user_id=row.user_id,
-        project_id=row.project_id,
-        body_bytes=row.body_bytes,
-        body_sha256=row.body_sha256,
-        origin=row.origin,
-        attempts=row.attempts,
-    )
+    named = {name: getattr(row, name) for name in (*_Packed.__struct_fields__, "attempts")}
+    return Operation(**named | {"body": (row.body or "").encode(), "plan": plan_of(row)})
 
 
 def plan_of(row: tables.Operation) -> Plan:

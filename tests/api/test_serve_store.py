@@ -16,8 +16,9 @@ from store.blobs.opening import blobs_of
 from store.people.secret import secret_of
 from store.settings import Settings
 from tests.servers import OwnStore
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.peft_format import write_peft
+from workers.model.adapters.shape import AdapterShape
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 

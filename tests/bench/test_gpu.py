@@ -10,7 +10,8 @@ import torch
 from bench import gpu
 from bench.parts.gpu_measure import distinct_adapters, seconds_of
 from bench.parts.toy import random_decoder
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 
 
 def test_parameters_of_the_published_shape() -> None:

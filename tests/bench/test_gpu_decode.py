@@ -12,8 +12,9 @@ import torch
 from bench import gpu
 from bench.parts.toy import random_decoder
 from tests.workers.model.gpu_kit import DEVICE
-from workers.model import lora_products
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
+from workers.model.lora import products as lora_products
 
 
 @pytest.fixture

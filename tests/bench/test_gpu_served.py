@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench import gpu, gpu_served
 from bench.parts import gpu_measure
 from bench.parts.published import size_of, write_folder
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder
 from workers.model.card import read_card
-from workers.model.decoder import PackedAttend
 from workers.model.logprobs import target_logprobs
 from workers.model.planning.plan import Device, Part, Plan
 

@@ -16,8 +16,9 @@ from tinker import types
 
 from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import prompt, supervised
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.peft_format import write_peft
+from workers.model.adapters.shape import AdapterShape
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 

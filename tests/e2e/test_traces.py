@@ -240,7 +240,7 @@ from datetime import datetime
 from api.http.requests import Requests
 from scheduler.links.configs import Basics
 from store import tracing
-from workers.say import say_as
+from workers.basics import say_as
 say_as(Basics("", {}))
 tracing.span("train", "origin", datetime.now(), datetime.now())
 with tracing.request("GET", {}) as span:

@@ -23,7 +23,7 @@ FILES = {
         (
             "store.people.keys",
             {"store.people.organisations", "api.who.lookup", "api.routes.people.keys"},
-            {"store.tables", "workers.model.lora"},
+            {"store.tables", "workers.model.lora.linear"},
         ),
         (
             "store.tables.work",

@@ -1,5 +1,5 @@
 """The contract of every family that is served: what transformers, peft and torch's autograd compute, on a tiny random
-model of each. tests/workers/model/test_decoder.py holds their logits, test_lora.py that groups are strangers."""
+model of each. tests/workers/model/test_decoder.py holds their logits, lora/test_linear.py that groups are strangers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
+from tests.workers.model.lora.test_linear import merged
 from tests.workers.model.models import FAMILIES, ours, packed, random_adapter, reference
-from tests.workers.model.test_lora import merged
 from tests.workers.trainer.kit import Bench, ce_data, output
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
 from workers.model.adapters.imported import read_adapter
 from workers.model.adapters.peft_format import write_export
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.families.table import FAMILIES as TABLE
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 
 #: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]

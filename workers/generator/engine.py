@@ -24,26 +24,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from weft.wire.binary.sample_codec import PolicySpan, SequenceResult, StopReason, TopkLogprobs
+from weft.wire.binary.sample_codec import SequenceResult, TopkLogprobs
 
 from store.blobs.contract import Weights
-
-__all__ = [
-    "AltTokens",
-    "Engine",
-    "EngineStats",
-    "Facts",
-    "Finished",
-    "GenerateRequest",
-    "PolicySpan",
-    "RequestError",
-    "SamplingParams",
-    "SequenceResult",
-    "SoFar",
-    "StopReason",
-    "TargetTokens",
-    "TopkLogprobs",
-]
 
 Logprobs = npt.NDArray[np.float32]
 #: Token ids int64 and their logprobs float32, both [prompt - 1, k].

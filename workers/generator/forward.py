@@ -7,7 +7,7 @@ written: a prefill adds those it reaches to the request's, a step leaves them in
 A prefill treats every block of a prompt (BLOCK_TOKENS at a multiple of BLOCK_TOKENS) alike, bit for bit, whichever
 piece it comes in: its products with an adapter, and its attention where C does not compute that row by row, are calls
 of their own, of a shape that follows from its place in the prompt; products with the base weights give a row the same
-bits in any company (`workers.model.lora`).
+bits in any company (`workers.model.lora.linear`).
 On a device all prompts are one launch instead, in which kernels sum each row by itself (`gpu/prefill.py`).
 
 Shapes: T packed tokens, R rows that need logits, V vocabulary, N tokens of a piece, G groups of layers, W pages
@@ -32,9 +32,10 @@ from workers.generator.cache.states import States
 from workers.generator.requests.progress import RequestProgress, Row, SequenceProgress
 from workers.generator.tokens.sampling import SamplingRows
 from workers.model.attend import Attend
-from workers.model.decoder import Decoder, OnRoute
+from workers.model.decoder import Decoder
 from workers.model.device import sent
-from workers.model.lora import LoraRows
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.mixture import OnRoute
 from workers.model.planning.plan import SCORED_LOGITS
 
 #: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory; on a device more

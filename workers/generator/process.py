@@ -22,7 +22,7 @@ import torch
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
 from store.blobs.contract import Blobs
-from workers.blobs import blobs_of
+from workers.basics import blobs_of
 from workers.generator.tokens.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine

@@ -21,24 +21,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from workers.model import lora_products
-from workers.model.attend import Attend, PackedAttend
+from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.lora import products as lora_products
+from workers.model.lora.linear import Site, lora_linear
+from workers.model.lora.rows import LoraRows
 from workers.model.memory import Saving, choose_saving
+from workers.model.mixture.mixture import Mixture, OnRoute
+from workers.model.mixture.mlp import Mlp
 from workers.model.native.gemm import pack
 from workers.model.native.joined import rms_norm
 from workers.model.parts.attention import GroupedAttention
-from workers.model.parts.experts import Mixture, OnRoute
 from workers.model.parts.frozen import frozen
 from workers.model.parts.gated_delta import GatedDelta
 from workers.model.parts.latent import LatentAttention
 from workers.model.parts.mamba2 import Mamba2
-from workers.model.parts.mlp import Mlp
 from workers.model.parts.rotary import Angles, Rotary
-from workers.model.parts.router import FREE
-
-__all__ = ["FREE", "Attend", "Decoder", "DecoderConfig", "LoraRows", "OnRoute", "PackedAttend"]
 
 
 class Decoder(nn.Module):

@@ -27,12 +27,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from workers.model.base_mm import MIN_ROWS, base_mm
 from workers.model.config import GateConfig
 from workers.model.gpu import fla
+from workers.model.lora.base_mm import MIN_ROWS, base_mm
+from workers.model.mixture.gate import activated, again
 from workers.model.native.build import library, processor
 from workers.model.native.gemm import packed
-from workers.model.parts.gate import activated, again
 from workers.model.parts.gated_delta import GatedDelta
 from workers.model.parts.mamba2 import Mamba2
 from workers.model.parts.steady import sigmoid_of
@@ -59,10 +59,10 @@ MAX_ALIGNED_WIDTH = 1 << 16
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
 #: The parts that compute functions of single numbers, and steps of recurrences.
-_PARTS = ("gate", "steady", "gated_delta", "mamba2", "one_token", "chunks", "convolution")
+_PARTS = ("steady", "gated_delta", "mamba2", "one_token", "chunks")
 _STEP = "native/recur.c"
 _NATIVE = (_STEP, "native/gemm.c", "native/gate.c", "native/products.h", "native/vectors.h")
-_CODE = ("isolation.py", "base_mm.py", *_NATIVE, *(f"parts/{name}.py" for name in _PARTS))
+_CODE = ("isolation.py", "lora/base_mm.py", "mixture/gate.py", *_NATIVE, *(f"parts/{name}.py" for name in _PARTS))
 
 #: Rows of a step of a recurrence that are tested, each of which has a state.
 STEP_ROWS = 36

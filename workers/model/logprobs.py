@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model import lora_products
 from workers.model.decoder import Decoder
 from workers.model.device import sent
-from workers.model.lora import LoraRows, adapters_backward, add_adapters, base_mm
-from workers.model.lora_products import LoraProducts, products_of
+from workers.model.lora import products as lora_products
+from workers.model.lora.base_mm import base_mm
+from workers.model.lora.linear import adapters_backward, add_adapters
+from workers.model.lora.products import LoraProducts, products_of
+from workers.model.lora.rows import LoraRows
 from workers.model.memory import SHARE, free_bytes
 
 if TYPE_CHECKING:

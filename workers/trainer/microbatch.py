@@ -21,10 +21,13 @@ from weft.wire.binary.codec import ArrayDatum
 from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import LOSSES, ROUTES, TEMPERATURE, THRESHOLDS, clip_of
 
-from workers.model.decoder import FREE, Decoder, LoraRows, PackedAttend
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.device import sent
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 from workers.model.memory import is_out_of_memory
+from workers.model.mixture.router import FREE
 from workers.trainer.losses.custom import custom_loss
 from workers.trainer.losses.named import LOSS_FUNCTIONS
 from workers.trainer.metrics import Measure, RouteCounter

@@ -28,7 +28,8 @@ from store.blobs.folder import FolderBlobs
 from tests.servers import redis_server
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
 

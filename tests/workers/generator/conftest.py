@@ -11,7 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from workers.generator.engine import Engine, Finished, GenerateRequest
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
 

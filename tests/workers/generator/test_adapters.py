@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.wire.binary.sample_codec import PolicySpan
 
 from workers.generator.adapters import AdapterCache, AdapterUnusable, HeldAdapter
-from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 
 from .conftest import run, until_read

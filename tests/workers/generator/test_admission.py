@@ -14,7 +14,8 @@ import torch
 from tests.search import chance, examples
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 
 from .conftest import run, until_read

@@ -15,9 +15,11 @@ from tests.workers.generator.conftest import EOS, run
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from tests.workers.model import models
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder
 from workers.model.card import ModelCard
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
 from workers.model.planning.check import check_model
 

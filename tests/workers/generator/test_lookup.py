@@ -20,7 +20,8 @@ from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.tokens.drafts import shared
 from workers.generator.tokens.lookup import Lookup, runs_of
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 
 from .conftest import EOS, VOCAB, four_adapters, run, spell, until_read

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from weft.wire.binary.sample_codec import PolicySpan
 
-from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter, version_of
+from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter, version_of
+from workers.model.adapters.shape import AdapterShape
 from workers.model.attend import ALL, Reach
-from workers.model.decoder import Decoder, LoraRows
+from workers.model.decoder import Decoder
+from workers.model.lora.rows import LoraRows
 
 from .conftest import run, until_read
 from .test_engine_contract import ask, same

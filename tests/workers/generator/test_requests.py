@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, decode_sample_response
 from weft.wire import SamplingParams as WireSamplingParams
+from weft.wire.binary.sample_codec import PolicySpan
 
 from scheduler.links.messages import Failure, SampleOp
 from store.blobs.ahead import Ahead
 from store.blobs.folder import FolderBlobs
-from workers.generator.engine import Facts, Finished, PolicySpan, RequestError
+from workers.generator.engine import Facts, Finished, RequestError
 from workers.generator.requests.bodies import PendingSample, answer, read_sample, read_sampling, record_stability
 
 

@@ -16,8 +16,10 @@ from tests.workers.generator.conftest import EOS, EngineFactory, run, until_read
 from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 
 PROMPT = tuple(range(5, 45))
 FREE_RUN = SamplingParams(max_tokens=24, seed=1, stop_at_eos=False)
@@ -35,7 +37,7 @@ def other_routers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "topk", topk)
-        patch.setattr("workers.model.parts.router.packed", lambda _: None)  # the kernel chooses by itself
+        patch.setattr("workers.model.mixture.router.packed", lambda _: None)  # the kernel chooses by itself
         yield
 
 

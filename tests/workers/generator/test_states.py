@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from weft.wire.binary.sample_codec import PolicySpan
 
 from tests.workers.model import naive_fla
 from tests.workers.model.models import ours, random_adapter, reference
 from workers.generator import decoding, torch_engine
 from workers.generator.cache.prefix_cache import BLOCK_TOKENS, PrefixCache
-from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import load_adapter, save_adapter
-from workers.model.decoder import Decoder, LoraRows
+from workers.model.decoder import Decoder
 from workers.model.gpu import fla
+from workers.model.lora.rows import LoraRows
 from workers.model.parts.gated_delta import GatedDelta
 from workers.model.parts.mamba2 import Mamba2
 from workers.model.recur import Recurrence, State

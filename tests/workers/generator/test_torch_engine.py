@@ -19,10 +19,13 @@ from workers.generator.engine import Facts, Finished, GenerateRequest, SamplingP
 from workers.generator.requests.progress import SequenceProgress
 from workers.generator.requests.seating import Seating
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
-from workers.model.base_mm import base_mm
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.base_mm import base_mm
+from workers.model.lora.rows import LoraRows
 
 from .conftest import VOCAB, run
 from .test_engine_contract import ask, prompt, same
@@ -248,9 +251,9 @@ def test_where_rows_mind_their_neighbours_each_is_computed_alone(
         y += 1e-3 * len(x)
         return y
 
-    monkeypatch.setattr("workers.model.lora.packed", lambda _: None)
-    monkeypatch.setattr("workers.model.lora.base_mm", minding)
-    monkeypatch.setattr("workers.model.base_mm.base_mm", minding)
+    monkeypatch.setattr("workers.model.lora.linear.packed", lambda _: None)
+    monkeypatch.setattr("workers.model.lora.linear.base_mm", minding)
+    monkeypatch.setattr("workers.model.lora.base_mm.base_mm", minding)
     names = ["", "", "a0", "a1"]
     requests = [
         ask(f"r{i}", 40 + i, SamplingParams(max_tokens=6, seed=i), adapter=name, adapter_folder=adapters.get(name))

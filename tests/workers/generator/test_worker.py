@@ -40,7 +40,8 @@ from store.blobs.folder import FolderBlobs
 from workers.generator import adapters
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 
 TINY = Path(workers.model.tiny.__file__).parent / "weights"

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig, GateConfig, RopeConfig, RouterConfig
 from workers.model.decoder import Decoder
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 
 #: Triton reads this when a kernel is defined, so it must be set before the kernels are imported.
 if not torch.cuda.is_available():

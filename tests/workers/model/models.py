@@ -40,7 +40,8 @@ from transformers import (
 )
 
 from tests.workers.model.bailing import BailingConfig, BailingMoeV2ForCausalLM
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from workers.generator.attention.decode_attend import DecodeAttend
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.model.attend import Reach
-from workers.model.base_mm import base_mm
 from workers.model.config import GateConfig
+from workers.model.lora.base_mm import base_mm
+from workers.model.mixture.gate import activated, again
 from workers.model.native import gate, gemm, joined
 from workers.model.native.build import library
-from workers.model.parts.gate import activated, again
 from workers.model.parts.one_token import Tokens, one_token
 
 #: Of the crowd: more than the rows that any kernel takes at a time, and no multiple of them.

@@ -16,9 +16,10 @@ from transformers import (
 
 from tests.workers.model.models import FAMILIES, HYBRID, SIZES, ours, packed, random_adapter, reference
 from workers.model.adapters.adapter import Adapter
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import ModelWeightsError, copy_weights, load_decoder
-from workers.model.decoder import LoraRows, PackedAttend
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 
 LENGTHS = [5, 17, 5, 1, 40]
 

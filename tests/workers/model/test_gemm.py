@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.base_mm import base_mm, per_expert
+from workers.model.lora.base_mm import base_mm, per_expert
 from workers.model.native import gemm
 
 

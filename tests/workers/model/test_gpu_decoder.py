@@ -21,12 +21,13 @@ from tests.workers.model.gpu_kit import (
     random_decoder,
     twice,
 )
-from workers.model import lora_products
+from workers.model.attend import PackedAttend
 from workers.model.config import DecoderConfig
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.gpu.varlen import VarlenAttend
 from workers.model.logprobs import target_logprobs
-from workers.model.lora_rows import LoraRows
+from workers.model.lora import products as lora_products
+from workers.model.lora.rows import LoraRows
 
 LENGTHS = [3, 20, 20, 7, 18, 1]
 TOLERANCE = 1e-4 if DEVICE.type == "cpu" else 5e-3

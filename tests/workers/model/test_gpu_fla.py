@@ -20,11 +20,13 @@ from tests.workers.model.gpu_kit import DEVICE, assert_same_grads
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from tests.workers.model.naive_fla import NAIVE
 from workers.model.adapters.adapter import Adapter
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.gpu import fla
 from workers.model.isolation import probe
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 from workers.model.parts.gated_delta import GatedDelta
 from workers.model.parts.mamba2 import Mamba2
 from workers.model.recur import Packed

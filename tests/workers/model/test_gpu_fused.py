@@ -24,14 +24,15 @@ from tests.workers.model.gpu_kit import (
 )
 from tests.workers.model.models import ours, reference
 from tests.workers.model.test_memory import forward
-from workers.model import logprobs, lora_products
+from workers.model import logprobs
 from workers.model.config import RopeConfig
 from workers.model.gpu import softmax
 from workers.model.gpu.combine import combined, spread
 from workers.model.gpu.heads import Heads
 from workers.model.gpu.norms import add_norm
 from workers.model.logprobs import target_logprobs
-from workers.model.lora_rows import LoraRows
+from workers.model.lora import products as lora_products
+from workers.model.lora.rows import LoraRows
 from workers.model.parts.rotary import Rotary, turn
 from workers.model.planning.check import kept_bytes, kept_on_device
 

@@ -23,12 +23,12 @@ from tests.workers.model.gpu_kit import (
     mixed_rows,
     twice,
 )
-from workers.model import lora_products
 from workers.model.config import GateConfig
 from workers.model.gpu import launch
-from workers.model.lora import Site, lora_linear
-from workers.model.lora_rows import LoraRows
-from workers.model.moe import Experts, Names, expert_block
+from workers.model.lora import products as lora_products
+from workers.model.lora.linear import Site, lora_linear
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.experts import Experts, Names, expert_block
 from workers.model.owned.exchange import Exchange
 from workers.model.owned.layer import OfLayer
 from workers.model.owned.owner import Owner

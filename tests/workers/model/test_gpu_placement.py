@@ -17,13 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from tests.workers.model.gpu_kit import CONFIG, DENSE
-from workers.model import lora, moe
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
+from workers.model.attend import PackedAttend
 from workers.model.config import DecoderConfig
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.gpu import fused_kernels, kernels, segments
 from workers.model.isolation import probe
-from workers.model.lora_rows import LoraRows
+from workers.model.lora import linear as lora
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture import experts as moe
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

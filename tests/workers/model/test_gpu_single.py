@@ -12,7 +12,7 @@ from tests.workers.model.gpu_kit import CONFIG, DEVICE, adapter
 from workers.model.adapters.adapter import Adapter
 from workers.model.gpu.segments import forms, rewritable
 from workers.model.gpu.single import SingleProducts
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.routing import Routing
 
 QKV = "layers.0.attn.qkv_A"

@@ -11,10 +11,12 @@ from torch import Tensor
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model import isolation
 from workers.model.adapters.adapter import Adapter
-from workers.model.base_mm import base_mm
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.isolation import choose, probe
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.base_mm import base_mm
+from workers.model.lora.rows import LoraRows
 
 
 def train(decoder: Decoder, tenants: list[tuple[list[int], Adapter]]) -> list[tuple[Tensor, Adapter]]:

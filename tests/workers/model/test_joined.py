@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.model.gpu_kit import CONFIG, adapter
-from workers.model.lora import Site, lora_linear
-from workers.model.lora_rows import LoraRows
-from workers.model.moe import Experts, Names, expert_block
+from workers.model.lora.linear import Site, lora_linear
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.experts import Experts, Names, expert_block
 from workers.model.native import build, gemm, joined
 from workers.model.native.launch import NativeProducts
 from workers.model.parts.rotary import turn

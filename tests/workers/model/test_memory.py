@@ -12,8 +12,10 @@ from torch import Tensor
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model import decoder as decoder_module
 from workers.model.adapters.adapter import Adapter
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 from workers.model.memory import Saving, choose_saving, free_bytes
 from workers.model.planning.check import kept_bytes
 

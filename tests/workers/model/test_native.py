@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.workers.model.gpu_kit import CONFIG, adapter
 from workers.model.adapters.adapter import Adapter
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.native import build, launch
 from workers.model.native.launch import NativeProducts
 from workers.model.routing import Routing

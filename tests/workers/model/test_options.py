@@ -15,9 +15,9 @@ import torch
 from tests.search import chance, examples
 from tests.workers.model.models import FAMILIES, HYBRID, packed, reference
 from tests.workers.test_families import EACH
+from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder
 from workers.model.config import UnsupportedModel
-from workers.model.decoder import PackedAttend
 
 Options = dict[str, Sequence[Any]]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from scheduler.links.messages import OpKind
 from tests.workers.trainer.kit import Bench, arenas, ce_data, output
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.trainer.steps.adamw import OptimizerError
 from workers.trainer.steps.dimuon import Dimuon, DimuonStep, matrices, orthogonal, step_dimuon

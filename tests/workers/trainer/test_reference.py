@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from weft.wire.checks.losses import LOSSES
 
+from tests.workers.model.lora.test_linear import merged
 from tests.workers.model.models import ours, reference
-from tests.workers.model.test_lora import merged
 from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
 from workers.model.adapters.adapter import Adapter
 from workers.trainer.losses.named import LOSS_FUNCTIONS

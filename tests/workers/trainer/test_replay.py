@@ -16,7 +16,8 @@ from weft.wire.binary.codec import ArrayDatum
 from weft.wire.checks.losses import ROUTES
 
 from tests.workers.trainer.kit import Bench, ce_data, output
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.attend import PackedAttend
+from workers.model.decoder import Decoder
 
 LENGTHS = [9, 4]
 

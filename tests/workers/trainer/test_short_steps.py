@@ -14,7 +14,8 @@ from scheduler.links.messages import Done, SetAside, TrainOp
 from tests.workers.trainer.allocations import Allocations, Failing
 from tests.workers.trainer.kit import Bench, arenas, ce_data, replayed
 from tests.workers.trainer.test_out_of_memory import ERRORS, assert_equal_worlds
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.trainer.steps import stepping
 from workers.trainer.steps.adamw import Adam, HalfDone, Step, step_many

@@ -21,10 +21,10 @@ from workers.generator.cache.kv_cache import KVCache
 from workers.generator.gpu.attend import PagedAttend
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
-from workers.model.base_mm import replayed
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import rewritable
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.base_mm import replayed
+from workers.model.lora.rows import LoraRows
 
 #: Up to this many changed rows of the page table are sent one by one; beyond, the whole table is sent.
 MAX_SINGLE_ROWS = 8

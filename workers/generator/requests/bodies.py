@@ -10,20 +10,12 @@ from datetime import UTC, datetime
 import numpy as np
 from weft.wire import SampleRequest, TensorData
 from weft.wire import SamplingParams as WireSamplingParams
-from weft.wire.binary.sample_codec import SampleUsage, encode_sample_response
+from weft.wire.binary.sample_codec import SampleUsage, SequenceResult, encode_sample_response
 
 from scheduler.links.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
 from store.blobs.ahead import Ahead
 from store.blobs.contract import Blobs
-from workers.generator.engine import (
-    Finished,
-    GenerateRequest,
-    Logprobs,
-    RequestError,
-    SamplingParams,
-    SequenceResult,
-    TargetTokens,
-)
+from workers.generator.engine import Finished, GenerateRequest, Logprobs, RequestError, SamplingParams, TargetTokens
 
 
 @dataclass(frozen=True)

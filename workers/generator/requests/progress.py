@@ -15,21 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from weft.wire.binary.sample_codec import PolicySpan, SequenceResult, StopReason, TopkLogprobs
 
 from workers.generator.adapters import HeldAdapter
 from workers.generator.cache.page_groups import Held
 from workers.generator.cache.prefix_cache import BLOCK_TOKENS, Chain, Root
 from workers.generator.cache.states import States
-from workers.generator.engine import (
-    Facts,
-    Finished,
-    GenerateRequest,
-    PolicySpan,
-    SequenceResult,
-    SoFar,
-    StopReason,
-    TopkLogprobs,
-)
+from workers.generator.engine import Facts, Finished, GenerateRequest, SoFar
 from workers.generator.tokens.lookup import Lookup, Runs
 from workers.generator.tokens.prompt_scores import PromptScores
 from workers.generator.tokens.sampling import Draw, sequence_rng

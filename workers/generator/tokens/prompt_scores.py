@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from weft.wire.binary.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
+from weft.wire.binary.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN, TopkLogprobs
 
-from workers.generator.engine import AltTokens, GenerateRequest, Logprobs, TopkLogprobs
+from workers.generator.engine import AltTokens, GenerateRequest, Logprobs
 from workers.generator.tokens.sampling import draw, prompt_rng
 from workers.model.device import sent
 

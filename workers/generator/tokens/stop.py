@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer
+from weft.wire.binary.sample_codec import StopReason
 
-from workers.generator.engine import SamplingParams, StopReason
+from workers.generator.engine import SamplingParams
 
 #: Tokens of the prompt that a text is read behind.
 BEFORE_TOKENS = 8

@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.wire.binary.sample_codec import PolicySpan
+
 from store.blobs.contract import Weights
 from workers.generator.adapters import AdapterUnusable
-from workers.generator.engine import PolicySpan
 from workers.generator.vllm.adapters import LoraLimits, convert
 from workers.generator.vllm.client import VllmClient, VllmRefused
 from workers.model.config import DecoderConfig

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workers.generator.engine import Facts, Finished, GenerateRequest, SequenceResult
+from weft.wire.binary.sample_codec import SequenceResult
+
+from workers.generator.engine import Facts, Finished, GenerateRequest
 from workers.generator.tokens.stop import StopRule
 from workers.generator.vllm import translate
 from workers.generator.vllm.policies import Pushed, spans

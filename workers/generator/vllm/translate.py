@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from weft.wire.binary.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN
+from weft.wire.binary.sample_codec import EMPTY_LOGPROB, EMPTY_TOKEN, SequenceResult, TopkLogprobs
 
-from workers.generator.engine import GenerateRequest, Logprobs, SequenceResult, TopkLogprobs
+from workers.generator.engine import GenerateRequest, Logprobs
 
 #: The most top logprobs asked of vLLM; beyond, JSON would be most of the work.
 MAX_TOPK = 1024

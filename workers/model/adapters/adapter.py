@@ -23,21 +23,9 @@ from torch import Tensor
 from workers.model.adapters.encryption import SUFFIX as ENCRYPTED
 from workers.model.adapters.peft_format import WEIGHTS_FILE, Array, PeftFormatError
 from workers.model.adapters.peft_reading import read_layout, with_zeros
-from workers.model.adapters.shape import FORMAT, AdapterShape, Slot, adapter_config
+from workers.model.adapters.shape import FORMAT, AdapterShape, adapter_config
 from workers.model.adapters.writing import writing
 from workers.model.config import DecoderConfig, read_json
-
-__all__ = [
-    "Adapter",
-    "AdapterFileError",
-    "AdapterShape",
-    "LoadedAdapter",
-    "Slot",
-    "adapter_bytes",
-    "load_adapter",
-    "save_adapter",
-    "version_of",
-]
 
 
 class AdapterFileError(ValueError):

@@ -26,11 +26,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from workers.model.attend import PackedAttend
 from workers.model.base.stored import Stored
 from workers.model.base.weights import Place, does_not_fit, matched, reading
 from workers.model.card import weight_files
 from workers.model.config import DecoderConfig
-from workers.model.decoder import Decoder, PackedAttend, rotary_of
+from workers.model.decoder import Decoder, rotary_of
 from workers.model.families.read import read_config
 
 #: Of what is gathered on a CPU; other messages between ranks have 0.

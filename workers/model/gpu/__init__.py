@@ -1,2 +1,2 @@
-"""Adapter and expert products of the decoder on a CUDA device, called by `workers.model.lora` and `workers.model.moe`;
-results equal those of the CPU code up to rounding. Needs Triton, which CUDA builds of torch bring."""
+"""Adapter and expert products of the decoder on a CUDA device, called by `lora` and `mixture`; results equal those of
+the CPU code up to rounding. Needs Triton, which CUDA builds of torch bring."""

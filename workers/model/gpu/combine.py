@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.model.gpu import fused_kernels
 from workers.model.gpu.launch import Tile, TritonProducts, where
-from workers.model.lora_products import Added
+from workers.model.lora.products import Added
 
 #: Columns that a block has at a time, and how many numbers it copies.
 WIDTH, COPIED = 1024, 8192

@@ -20,7 +20,7 @@ from torch import Tensor
 from workers.model.gpu import fused_kernels
 from workers.model.gpu.launch import HELD, Tile, TritonProducts
 from workers.model.gpu.segments import EXPERT_ROWS
-from workers.model.lora_products import LoraProducts
+from workers.model.lora.products import LoraProducts
 
 #: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
 FORWARD, FORWARD_HELD, BACKWARD = Tile(256, 4), Tile(64, 2), Tile(64, 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.model.gpu import kernels
 from workers.model.gpu.segments import EXPERT_ROWS, Blocks, RankClass, Segments, Table, table_of
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.native.launch import Parts, split
 from workers.model.routing import Routing
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.device import sent
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 
 #: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) segments.
 DENSE_ROWS = 32

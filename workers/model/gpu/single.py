@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.model.gpu import single_kernels
 from workers.model.gpu.segments import Table
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.native.launch import Parts
 from workers.model.routing import Routing
 

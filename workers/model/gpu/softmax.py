@@ -17,9 +17,9 @@ from torch import Tensor
 from workers.model.gpu import softmax_kernels
 from workers.model.gpu.launch import HELD, Tile, TritonProducts, where
 from workers.model.gpu.segments import DENSE_ROWS
-from workers.model.lora import Site
-from workers.model.lora_products import LoraProducts
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.linear import Site
+from workers.model.lora.products import LoraProducts
+from workers.model.lora.rows import LoraRows
 
 #: Not searched for on a GPU yet (bench/gpu_tiles.py).
 FORWARD, BACKWARD = Tile(128, 4), Tile(128, 4)

@@ -1,7 +1,7 @@
 """Linears and mixtures of experts with their adapters, each in one call, where nothing needs a gradient (joined.c).
 
 The factors of many adapters are read while the base is multiplied, and what is small is not spread over dozens of
-torch's operations. `lora.py` and `moe.py` call it where the weights are packed.
+torch's operations. `lora/` and `mixture/` call it where the weights are packed.
 
 Shapes: T tokens, K choices, O out, I in, D hidden.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.config import GateConfig
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.native.build import library
 from workers.model.native.gemm import Packed, at, rows_at
 from workers.model.native.launch import PARTS, Factor, NativeProducts, Parts, table_of

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.adapters.adapter import Adapter, Slot
-from workers.model.lora_rows import LoraRows
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import Slot
+from workers.model.lora.rows import LoraRows
 from workers.model.native.build import library
 from workers.model.native.gemm import rows_at
 from workers.model.routing import Routing

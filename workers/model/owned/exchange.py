@@ -29,7 +29,7 @@ from torch import Tensor
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.memory import is_out_of_memory
 from workers.model.owned.owner import AdapterPerGroup, Owner, PerGroup, Served
 from workers.model.owned.travel import Travel

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.model.lora_rows import LoraRows
-from workers.model.moe import Inner
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.experts import Inner
 from workers.model.owned.exchange import Exchange
 from workers.model.routing import Routing
 

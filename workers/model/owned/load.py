@@ -18,10 +18,10 @@ from workers.model.card import weight_files
 from workers.model.config import DecoderConfig, UnsupportedModel
 from workers.model.decoder import Decoder, rotary_of
 from workers.model.families.read import read_config
+from workers.model.mixture.mixture import Mixture
 from workers.model.owned.exchange import Exchange
 from workers.model.owned.layer import OfLayer
 from workers.model.owned.owner import Owner
-from workers.model.parts.experts import Mixture
 from workers.model.planning.check import unequal
 
 #: Parameters of a mixture with a row for each expert, which owners have.

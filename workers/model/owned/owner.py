@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from workers.model.adapters.adapter import Adapter
-from workers.model.lora_products import LoraProducts, products_of
-from workers.model.lora_rows import LoraRows
-from workers.model.moe import Experts, Names, Sorted
+from workers.model.lora.products import LoraProducts, products_of
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.experts import Experts, Names, Sorted
 from workers.model.routing import Routing
 
 #: For each process something of each of its groups.

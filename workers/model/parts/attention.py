@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.model import lora_products
 from workers.model.attend import Attend, Reach
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows, Site, lora_linear, lora_linear_then
+from workers.model.lora import products as lora_products
+from workers.model.lora.linear import Site, lora_linear, lora_linear_then
+from workers.model.lora.rows import LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen

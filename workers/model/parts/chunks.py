@@ -1,13 +1,26 @@
-"""What recurrences whose state is a matrix for each head share: chunks of a sequence, and reading a state.
+"""What recurrences whose state is a matrix for each head share: the short causal convolution before them, chunks of a
+sequence, and reading a state.
 
-Shapes: H heads, N tokens, C chunks, L tokens of a chunk, R rows, D of what a state is read by, V of what it gives.
+Shapes: H heads, N tokens, C chunks, L tokens of a chunk, R rows, D of what a state is read by, V of what it gives, M
+channels of the convolution, J its taps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def convolved(taps: Sequence[Tensor], weight_MJ: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """Of each channel by itself, the sum of each position's J taps [.., M], the oldest first."""
+    weight_JM = weight_MJ.t().contiguous()  # torch's vectors need neighbours
+    total = taps[0] * weight_JM[0]
+    for tap, own in zip(taps[1:], weight_JM[1:], strict=True):
+        total = total + tap * own
+    return total if bias_M is None else total + bias_M
 
 
 def chunked(x_HN: Tensor, length: int) -> Tensor:

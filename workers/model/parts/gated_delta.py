@@ -15,49 +15,35 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from workers.model.attend import Attend
 from workers.model.config import DecoderConfig
 from workers.model.gpu import fla
-from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.parts.chunks import by_head, chunked, faded
-from workers.model.parts.convolution import convolved
+from workers.model.parts.chunks import by_head, chunked, convolved, faded
 from workers.model.parts.frozen import frozen
 from workers.model.parts.one_token import Tokens, one_token
-from workers.model.parts.rotary import Angles
+from workers.model.parts.recurrent import Recurrent
 from workers.model.parts.steady import steady
-from workers.model.recur import CHUNK, Packed, Recur, State, begun
+from workers.model.recur import CHUNK, Packed, State, begun
 
 #: Keeps the length of a query or key from being zero, as the published code does.
 _TINY = 1e-6
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(Recurrent):
     """All projections of the input are one fused product, with one stacked A and a B each."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
         assert config.delta is not None
-        self.layer, self.config, self.norm_eps = layer, config.delta, config.norm_eps
+        super().__init__(config, layer, config.delta)
         c, d = config.delta, config.hidden_size
+        self.config = c
         self.inputs = frozen(dtype, c.in_size, d)
         self.conv = frozen(torch.float32, c.mixed_size, c.taps)
         self.decay_log = frozen(torch.float32, c.value_heads)
         self.decay_bias = frozen(torch.float32, c.value_heads)
         self.norm = frozen(torch.float32, c.value_dim)
         self.out = frozen(dtype, d, c.value_size)
-        at = config.adapter_at(layer, "attn")
-        self.in_site, self.whole_site = Site.of(at + "in_A", c.trained), Site.of(at + "whole_in_A", c.whole)
-        self.out_site = Site(at + "out_A", (at + "out_B",), (d,))
-        self.packs = False
-
-    def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
-        if not isinstance(attend, Recur):
-            raise TypeError(f"{type(attend).__name__} keeps no states, which a gated delta rule needs")
-        projected = lora_linear(x_TD, self.inputs, self.in_site, lora, self.whole_site)
-        y = attend.recur(self.layer, self, projected, apart=lora is not None and lora.apart)
-        return lora_linear(y, self.out, self.out_site, lora)
 
     def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:
         c, x = self.config, self._inputs(x_NI)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.model.attend import Attend
-from workers.model.base_mm import per_expert
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows, Site, lora_linear, own_rows
+from workers.model.lora.base_mm import per_expert
+from workers.model.lora.linear import Site, lora_linear, own_rows
+from workers.model.lora.rows import LoraRows
 from workers.model.parts.frozen import frozen
 from workers.model.parts.rotary import Angles, pairs_apart, turn
 

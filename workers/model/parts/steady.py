@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.lora import LoraRows, own_rows
+from workers.model.lora.linear import own_rows
+from workers.model.lora.rows import LoraRows
 
 #: Numbers that torch computes at a time, at most: several vectors of the widest kind.
 _VECTORS = 64

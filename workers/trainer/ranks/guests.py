@@ -2,7 +2,7 @@
 
 The home sends the adapter and the operation, the helper computes each part into a gradient of its own that begins with
 zero, and sends back what came of it. The home adds gradients and results in the order of the data. A part's gradient
-is one sum over its own rows that is added once (`workers.model.lora_products`), so the bits are those of one process.
+is one sum over its own rows that is added once (`workers.model.lora.products`), so the bits are those of one process.
 What a helper has no memory for, beside its own runs, comes back: from there on the home computes the operation itself.
 Where that does not hold a part stays at home: the head adds to its adapter once for each `HEAD_ROWS` rows of a part.
 """

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
-from workers.blobs import blobs_of
+from workers.basics import blobs_of, say_as
 from workers.leave import leave
 from workers.loading import announced
 from workers.model.base.files import CannotShare
@@ -30,7 +30,6 @@ from workers.model.device import ModelDevice, device_of
 from workers.model.isolation import probe
 from workers.model.owned.load import Owned, load_owned
 from workers.nursery import die_with_parent
-from workers.say import say_as
 from workers.scratch import scratch
 from workers.trainer.computing import Others
 from workers.trainer.process import StopFlag, serve_all

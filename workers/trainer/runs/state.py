@@ -25,16 +25,10 @@ from weft.wire.binary.codec import decode_train_output, encode_train_output
 
 from scheduler.links.messages import RunSpec
 from store.blobs.contract import Blobs, Damaged, is_lasting
-from workers.model.adapters.adapter import (
-    Adapter,
-    AdapterFileError,
-    AdapterShape,
-    LoadedAdapter,
-    load_adapter,
-    save_adapter,
-)
+from workers.model.adapters.adapter import Adapter, AdapterFileError, LoadedAdapter, load_adapter, save_adapter
 from workers.model.adapters.encryption import encrypt_folder, parse_recipients
 from workers.model.adapters.peft_format import write_export
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.trainer.runs.arena import Arena, ArenaKind, TakeArena
 

@@ -36,7 +36,7 @@ from workers.generator.tokens.prompt_scores import land
 from workers.generator.tokens.sampling import Draw, chosen, sample
 from workers.generator.torch_engine import TorchEngine
 from workers.model.adapters.adapter import Adapter
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 
 
 class Failed(RuntimeError):

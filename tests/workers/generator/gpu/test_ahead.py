@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
+from weft.wire.binary.sample_codec import PolicySpan
 
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from tests.workers.generator.conftest import EOS, run, spell
 from tests.workers.generator.test_engine_contract import prompt, same
 from tests.workers.generator.test_policies import steps, swap
 from workers.generator import forward
-from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.gpu.ahead import Ahead, Flight
 from workers.generator.tokens.sampling import Draw
 from workers.generator.torch_engine import TorchEngine

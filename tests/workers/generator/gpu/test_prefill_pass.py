@@ -33,12 +33,13 @@ from workers.generator.tokens.prompt_scores import PromptScores
 from workers.generator.tokens.sampling import SamplingRows, chosen
 from workers.generator.tokens.stop import StopRule
 from workers.generator.torch_engine import TorchEngine
-from workers.model import base_mm, lora_products
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
+from workers.model.lora import base_mm
+from workers.model.lora import products as lora_products
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

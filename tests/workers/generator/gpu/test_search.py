@@ -17,6 +17,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from weft.wire.binary.sample_codec import PolicySpan, SequenceResult
 
 from tests.search import chance, examples
 from tests.workers.generator.conftest import EOS, VOCAB, four_adapters, spell, until_read
@@ -24,11 +25,12 @@ from tests.workers.generator.gpu.device import Device, Faults, assert_pages, fai
 from tests.workers.generator.test_lookup import repeating
 from tests.workers.model import models
 from workers.generator.cache.kv_cache import PAGE_TOKENS
-from workers.generator.engine import Finished, GenerateRequest, PolicySpan, SamplingParams, SequenceResult
+from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.requests.progress import SequenceProgress
 from workers.generator.tokens.sampling import sequence_rng
 from workers.generator.torch_engine import TorchEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 
 CONTEXT = 96

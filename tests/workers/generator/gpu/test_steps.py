@@ -30,11 +30,13 @@ from workers.generator.gpu.capture import Capture
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps, bucket
 from workers.generator.torch_engine import TorchEngine
-from workers.model import base_mm, lora_products, routing
+from workers.model import routing
 from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
+from workers.model.lora import base_mm
+from workers.model.lora import products as lora_products
 from workers.model.native import gate
 
 CONTEXT, SLOTS = 96, 6

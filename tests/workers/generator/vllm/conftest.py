@@ -12,7 +12,8 @@ import torch
 from workers.generator.vllm.adapters import LoraLimits, targets
 from workers.generator.vllm.engine import VllmEngine
 from workers.generator.vllm.server import Launch
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH
 

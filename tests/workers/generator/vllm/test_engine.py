@@ -17,7 +17,8 @@ from tests.workers.generator.conftest import run
 from workers.generator.engine import GenerateRequest, RequestError, SamplingParams, TargetTokens
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.engine import VllmEngine
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base.weights import load_decoder
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH

@@ -14,18 +14,20 @@ import psutil
 import pytest
 import torch
 from safetensors.numpy import load_file
+from weft.wire.binary.sample_codec import PolicySpan
 
 from store.blobs.contract import StoreAway
 from tests.workers.model.models import FAMILIES, SIZES
 from workers.generator.adapters import AdapterUnusable
-from workers.generator.engine import GenerateRequest, PolicySpan, SamplingParams
+from workers.generator.engine import GenerateRequest, SamplingParams
 from workers.generator.vllm import guard, translate
 from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, not_servable, targets
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.process import not_on_cpu, quantised
 from workers.generator.vllm.server import VllmServer
 from workers.generator.vllm.serving import PrioritySemaphore, _fault
-from workers.model.adapters.adapter import Adapter, AdapterShape, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import LatentConfig, RopeConfig, read_json
 from workers.model.families.read import read_config
 from workers.model.tiny import TINY_PATH

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from workers.model.adapters.adapter import Adapter, AdapterFileError, AdapterShape, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 
 QWEN3_30B_A3B = DecoderConfig(

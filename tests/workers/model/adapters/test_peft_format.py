@@ -21,7 +21,7 @@ from workers.model.adapters.peft_format import PeftFormatError, write_export
 from workers.model.adapters.peft_reading import read_layout
 from workers.model.attend import PackedAttend
 from workers.model.decoder import Decoder
-from workers.model.lora import LoraRows
+from workers.model.lora.rows import LoraRows
 
 LENGTHS = [7, 12]
 RANK = 6  # not a power of two, so that alpha / rank is no exact float

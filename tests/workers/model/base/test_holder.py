@@ -22,11 +22,12 @@ import torch
 
 from tests.forked import Forked
 from tests.workers.model.models import packed, reference
+from workers.model.attend import PackedAttend
 from workers.model.base import holder, shared
 from workers.model.base.files import CannotShare, at_folder, remove_unused
 from workers.model.base.shared import base_decoder
 from workers.model.base.weights import ModelWeightsError, load_decoder
-from workers.model.decoder import Decoder, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice
 from workers.model.tiny import TINY_PATH
 

@@ -17,11 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.parts.toy import CONFIG, save_toy
 from tests.workers.model.models import FAMILIES, ours, reference
+from workers.model.attend import PackedAttend
 from workers.model.base import sharded
 from workers.model.base.sharded import copy_shards, load_sharded, rows_of, units
 from workers.model.base.stored import Stored
 from workers.model.card import weight_files
-from workers.model.decoder import PackedAttend
 
 RANKS = 3
 

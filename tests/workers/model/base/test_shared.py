@@ -20,12 +20,14 @@ from bench.memory import Host, forget_pages, make_model, pair, planned
 from bench.parts.worker import Worker
 from tests.forked import Forked
 from tests.workers.model.models import packed, random_adapter, reference
+from workers.model.attend import PackedAttend
 from workers.model.base.files import CannotShare, hold, leave_files, own_folder, remove_unused, stored_bytes
 from workers.model.base.shared import base_decoder
 from workers.model.base.weights import ModelWeightsError, load_decoder
-from workers.model.decoder import Decoder, LoraRows, PackedAttend
+from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice
 from workers.model.logprobs import target_logprobs
+from workers.model.lora.rows import LoraRows
 from workers.model.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[4]

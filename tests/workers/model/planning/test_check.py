@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from api.cli import weftd
 from tests.workers.model.models import FAMILIES, ours, reference
-from workers.model.adapters.adapter import Adapter, AdapterShape
+from workers.model.adapters.adapter import Adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.card import ModelCard, read_card
 from workers.model.config import UnsupportedModel
 from workers.model.families.read import read_config

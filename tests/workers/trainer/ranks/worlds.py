@@ -31,7 +31,8 @@ from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, replayed, rl_data, sliced
 from tests.workers.trainer.ranks.faults import FAILURES, LITTLE, USUAL, scenario
 from workers.leave import leave
-from workers.model.adapters.adapter import Adapter, AdapterShape, save_adapter
+from workers.model.adapters.adapter import Adapter, save_adapter
+from workers.model.adapters.shape import AdapterShape
 from workers.model.base.sharded import held_bytes, load_sharded
 from workers.model.base.shared import Mapped
 from workers.model.base.stored import Stored

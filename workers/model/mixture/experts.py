@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model import lora_products
-from workers.model.base_mm import per_expert
-from workers.model.choices import over_choices, spread, summed, weighted
 from workers.model.config import GateConfig
-from workers.model.lora import own_rows
-from workers.model.lora_products import Added, LoraProducts, products_of
-from workers.model.lora_rows import LoraRows
+from workers.model.lora import products as lora_products
+from workers.model.lora.base_mm import per_expert
+from workers.model.lora.linear import own_rows
+from workers.model.lora.products import Added, LoraProducts, products_of
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.choices import over_choices, spread, summed, weighted
+from workers.model.mixture.gate import activated, again
 from workers.model.native import joined
 from workers.model.native.gemm import packed
-from workers.model.parts.gate import activated, again
 from workers.model.routing import Routing
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Away(Protocol):
 def expert_block(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor:
-    """sum_k weights[:, k] * down_e(activated(gate_e x, up_e x)), e = experts[:, k] (`parts/gate.py`). Differentiable in
+    """sum_k weights[:, k] * down_e(activated(gate_e x, up_e x)), e = experts[:, k] (`gate.py`). Differentiable in
     x and weights; gradients of adapters go to `rows.grads`."""
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)

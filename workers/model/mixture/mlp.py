@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows, Site, lora_linear, own_rows
-from workers.model.moe import Names
+from workers.model.lora.linear import Site, lora_linear, own_rows
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.experts import Names
+from workers.model.mixture.gate import activated
 from workers.model.parts.frozen import frozen
-from workers.model.parts.gate import activated
 
 
 class Mlp(nn.Module):

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workers.model.lora_rows import LoraRows
+from workers.model.lora.rows import LoraRows
 from workers.model.native.launch import NativeProducts, Parts
 from workers.model.routing import Routing
 

@@ -20,23 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.base_mm import base_mm
-from workers.model.lora_products import LoraProducts, on_device, products_of
-from workers.model.lora_rows import Group, LoraRows
+from workers.model.lora.base_mm import base_mm
+from workers.model.lora.products import LoraProducts, on_device, products_of
+from workers.model.lora.rows import LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
-
-__all__ = [
-    "Group",
-    "LoraRows",
-    "Site",
-    "Then",
-    "adapters_backward",
-    "add_adapters",
-    "base_mm",
-    "lora_linear",
-    "lora_linear_then",
-]
 
 
 @dataclass(frozen=True)

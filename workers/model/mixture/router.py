@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig, RouterConfig
-from workers.model.lora import LoraRows, Site, lora_linear
+from workers.model.lora.linear import Site, lora_linear
+from workers.model.lora.rows import LoraRows
 from workers.model.native import joined
 from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen

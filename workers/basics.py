@@ -1,12 +1,20 @@
-"""Where a worker finds what is stored: as it was told."""
+"""What a worker was told about its log, its traces and where blobs lie, as it uses it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from scheduler.links.configs import Basics
+from store import logs, tracing
 from store.blobs.contract import Blobs
 from store.blobs.opening import open_blobs
+
+
+def say_as(basics: Basics) -> None:
+    """Set up this process's log and traces."""
+    role = basics.role or "worker"
+    logs.configure(basics.log_format, basics.log_level, role)
+    tracing.configure(f"weft-{role.partition('-')[0]}")
 
 
 def blobs_of(basics: Basics) -> Blobs:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.config import DecoderConfig
-from workers.model.lora import LoraRows, Site, lora_linear
-from workers.model.moe import Away, Experts, Names, expert_block
+from workers.model.lora.linear import Site, lora_linear
+from workers.model.lora.rows import LoraRows
+from workers.model.mixture.experts import Away, Experts, Names, expert_block
+from workers.model.mixture.mlp import Mlp
+from workers.model.mixture.router import Router
 from workers.model.parts.frozen import frozen
-from workers.model.parts.mlp import Mlp
-from workers.model.parts.router import Router
 from workers.model.parts.steady import sigmoid_of
 
 #: Called for every mixture layer with its index and the chosen experts [tokens, choices].

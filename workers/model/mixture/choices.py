@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.model import lora_products
-from workers.model.lora_products import Added
+from workers.model.lora import products as lora_products
+from workers.model.lora.products import Added
 from workers.model.routing import Routing
 
 

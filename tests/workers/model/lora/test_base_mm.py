@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.model.gpu_kit import DEVICE
-from workers.model import base_mm as grouped
+from workers.model.lora import base_mm as grouped
 
 
 @pytest.mark.parametrize("most", [1024, 3], ids=["one call", "calls of two groups"])
