@@ -148,7 +148,8 @@ def _money(money: MoneyGauges) -> list[Metric]:
     if money.drift_nusd is not None:
         drift.add_metric([], money.drift_nusd)
     jobs: dict[tuple[str, ...], float] = {(name,): at.timestamp() for name, at in money.succeeded.items()}
-    due: dict[tuple[str, ...], float] = {(name,): job.every_s for name, job in JOBS.items()}
+    runs = {name: job for name, job in JOBS.items() if money.time_believed or not job.final}
+    due: dict[tuple[str, ...], float] = {(name,): job.every_s for name, job in runs.items()}
     alerts: dict[tuple[str, ...], float] = {(kind,): at.timestamp() for kind, at in money.alerts.items()}
     raised = "When the latest alert for the operator was raised that is not over."
     return [
@@ -158,7 +159,7 @@ def _money(money: MoneyGauges) -> list[Metric]:
         _gauge("weft_outbox_pending", "Meter events that Stripe has not confirmed.", money.outbox_pending),
         _gauge("weft_outbox_oldest_age_seconds", "Age of the oldest of them.", money.outbox_oldest_age_s),
         gauge("weft_job_last_success_timestamp_seconds", "When a job last succeeded.", ["name"], jobs),
-        gauge("weft_job_every_seconds", "How often a job is to run.", ["name"], due),
+        gauge("weft_job_every_seconds", "How often a job is to run, unless it waits.", ["name"], due),
         gauge("weft_alert_raised_timestamp_seconds", raised, ["kind"], alerts),
     ]
 

@@ -12,6 +12,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from store.database.bulk import insert_into
+from store.database.leaps import settles_at
 from store.tables import Alert, JobRun, Operation, StripeOutbox, Wallet
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def resolve_alert(session: Session, *, kind: str, ref: str, now: datetime) -> No
 @dataclass(frozen=True)
 class MoneyGauges:
     """`drift_nusd` is what the last reconciliation found, None before the first; `succeeded` is when each job last
-    succeeded, `alerts` when the latest of each kind was raised that is for the operator alone, and not over."""
+    succeeded, `alerts` when the latest of each kind was raised that is for the operator alone, and not over;
+    `time_believed` whether what cannot be undone is done (`store.database.leaps`)."""
 
     holds_open: int
     held_nusd: int
@@ -57,6 +59,7 @@ class MoneyGauges:
     outbox_oldest_age_s: float
     succeeded: dict[str, datetime] = field(default_factory=dict)
     alerts: dict[str, datetime] = field(default_factory=dict)
+    time_believed: bool = True
 
 
 def read_gauges(session: Session, now: datetime) -> MoneyGauges:
@@ -74,4 +77,5 @@ def read_gauges(session: Session, now: datetime) -> MoneyGauges:
         outbox_oldest_age_s=max(0.0, (now - oldest).total_seconds()) if oldest is not None else 0.0,
         succeeded={name: row.succeeded_at for name, row in sorted(jobs.items()) if row.succeeded_at is not None},
         alerts={kind: at for kind, at in session.execute(mine.group_by(Alert.kind).order_by(Alert.kind))},
+        time_believed=settles_at(session, now) is None,
     )

@@ -58,7 +58,7 @@ class JobState:
     def overdue(self, now: datetime) -> bool:
         """It should have succeeded twice over since it last did."""
         age_s = self.age_s(now)
-        return age_s is None or age_s > 2 * self.job.every_s + LEASE_S
+        return not self.waits and (age_s is None or age_s > 2 * self.job.every_s + LEASE_S)
 
 
 def states(session: Session, jobs: Mapping[str, Job], now: datetime) -> list[JobState]:

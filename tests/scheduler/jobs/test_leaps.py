@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from billing.money import grants
 from billing.money.accounts import OutOfMoney, Payer, check_left
+from billing.money.alerts import read_gauges
 from billing.money.wallets import set_mode
 from billing.prices import load_prices
 from scheduler.jobs.catalogue import JOBS
@@ -64,6 +65,9 @@ class Clocks:
         ran = run_if_due(self.context, self.job) is not None
         assert state.due(self.now) == ran
         assert state.waits is not ran
+        assert not (state.waits and state.overdue(self.now))
+        with self.database.read() as session:
+            assert read_gauges(session, self.now).time_believed is not state.waits
         return state.waits
 
     def told(self) -> list[bool]:
