@@ -74,7 +74,7 @@ def test_the_norm_of_a_large_gradient_is_that_of_float64(scale: float) -> None:
     exact = float(grad.double().norm())
     (norm,) = norms_of([grad])
     assert norm == pytest.approx(exact, rel=1e-6)
-    clip_gradients([grad], [clip_scale(norm, 1.0)])
+    clip_gradients([(grad, clip_scale(norm, 1.0))])
     assert float(grad.double().norm()) == pytest.approx(1.0, rel=1e-6)
 
 
