@@ -169,6 +169,13 @@ def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss: Loss, adva
     assert metrics["custom/mismatch_kl:sum"] == pytest.approx(math.exp(199) + math.exp(198))
 
 
+@pytest.mark.parametrize("name", [name for name, loss in CASES.items() if loss.fn is not None])
+def test_a_datum_of_which_nothing_was_drawn_has_no_loss(name: str) -> None:
+    value, grad = gradient(plain, CASES[name], LP, given(CASES[name], 1.0, [0.0] * len(LP)))
+    assert value == 0
+    assert not grad.any()
+
+
 def test_a_sequence_that_opsm_drops_may_have_any_ratio() -> None:
     inputs = {"q": [-100.0, -1.0], "advantages": [-1.0, -1.0], "mask": [1.0, 1.0]}
     tensors = {name: torch.tensor(values) for name, values in inputs.items()}

@@ -119,7 +119,7 @@ def intellect3(
             whole = torch.exp(torch.clamp((on * log_rho).sum(), max=10.0)).detach()
             rho = whole * torch.exp(logprobs - logprobs.detach())
             drop = _outside(rho, low, high)
-            return _result(-(1 - drop) * rho / on.sum() * advantages, logprobs, q, mask, drop)
+            return _result(-(1 - drop) * rho / torch.clamp(on.sum(), min=1.0) * advantages, logprobs, q, mask, drop)
         vetoed = ((on * (rho < veto).float()).sum() > 0).float().detach()
         drop = torch.clamp(_outside(rho, low, high) + vetoed, max=1.0)
         return _result(-_kept_ratio(log_rho, drop) * advantages, logprobs, q, mask, drop)
@@ -199,7 +199,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4, old: bool = False) -> Loss:
     def body(lp: Tensor, q: Tensor, to: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
         on = (m != 0).float()
-        log_s = (on * (lp - to)).sum() / on.sum()
+        log_s = (on * (lp - to)).sum() / torch.clamp(on.sum(), min=1.0)
         return _result(-_clip(log_s, a, low, high), lp, q, m, _outside(torch.exp(log_s), 1 - low, 1 + high))
 
     return _with_old("gspo_sequence", body, old, sampler=True)
