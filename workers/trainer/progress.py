@@ -7,6 +7,7 @@ the same pass never touch it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -125,9 +126,12 @@ class Progress:
         """The encoded result of the complete operation, its gradient given to the run; or why it failed, the run
         being as it was. Call once; again where it has run out of memory, which changes nothing."""
         grad = self.grad if self.failure is None else None
-        if grad is not None and not bool(torch.isfinite(grad.flat).all()):
+        if grad is not None and not _is_finite(grad.flat):
             said = f"the gradient that this operation gives the adapter is not finite; {self.about_weights()}"
             self.fail(said, "user", ran=True)
+        elif grad is not None and self.run.grad is not None and not _is_finite(grad.flat + self.run.grad.flat):
+            said = "with this operation's gradient the sum of all since the last step is beyond float32"
+            self.fail(f"{said}: scale weights or advantages down", "user", ran=True)
         if self.failure is not None:
             self.abandon()
             return b"", self.failure
@@ -138,6 +142,11 @@ class Progress:
         if grad is not None:
             self.run.accumulate(self.op.op_id)
         return payload, None
+
+
+def _is_finite(flat: Tensor) -> bool:
+    """In one pass, and without a tensor of its size: a NaN is the largest of all numbers."""
+    return math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
 
 
 @dataclass(frozen=True, eq=False)

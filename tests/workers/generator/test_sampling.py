@@ -56,6 +56,16 @@ def test_top_p_at_an_exact_tie_keeps_the_smallest_prefix(top_p: float, count: in
     assert set(tokens) == set(range(count))
 
 
+@pytest.mark.parametrize("size", [3, 8, 10, 49, 50_000])
+def test_top_p_of_equal_tokens_keeps_as_many_as_reach_it(size: int) -> None:
+    """However their sum rounds."""
+    counts = sorted({1, size // 3, size // 2, size - 1})
+    equals = torch.log_softmax(torch.zeros(len(counts), size), dim=-1)
+    top_p = torch.tensor([count / size for count in counts], dtype=torch.float64)
+    logprobs_CK, _ = truncate(equals, torch.full((len(counts),), size), top_p)
+    assert torch.isfinite(logprobs_CK).sum(dim=1).tolist() == counts
+
+
 def test_draw_inverts_the_cumulative_distribution() -> None:
     uniforms = [0.0, 0.099, 0.101, 0.499, 0.501, 0.549, 0.551, 0.849, 0.851, 0.9999999]
     columns = torch.tensor(uniforms, dtype=torch.float64)

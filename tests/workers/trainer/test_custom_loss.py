@@ -322,7 +322,7 @@ FAILS = {
             node("call_function", "x", "operator.getitem", ref("a"), {"tuple": [[0] * 120]}),
             SUM,
         ),
-        "for a list, index with torch.tensor",
+        "for a list, name an input of integers, or stack",
     ),
     "a matrix's norm by its singular values": (
         graph(

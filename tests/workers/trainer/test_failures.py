@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from weft.wire.binary.codec import ArrayDatum
 
 from scheduler.links.messages import OpKind, Pass
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, output, rl_data, sliced
@@ -108,6 +109,37 @@ def test_gradient_overflow_leaves_the_run_as_it_was(worlds) -> None:
     assert failure.category == "user"
     assert "not finite" in failure.message
     assert bench.run("a").grad is None
+
+
+def test_gradients_whose_sum_overflows_leave_the_sum_before(worlds) -> None:
+    """Each of them is finite, up to 6e37."""
+    bench, clean = worlds
+    [datum] = ce_data([5], seed=1)
+    large = [ArrayDatum(datum.tokens, {**datum.inputs, "weights": np.float32(3e37) * np.float32([1, -1, 1, -1, 0])})]
+    bench.ok(*(bench.fb("a", large) for _ in range(5)))
+    before = bench.run("a").grad.flat.clone()
+    bad = bench.fb("a", large)
+    done = beside_a_neighbour(bench, bad, clean_world=clean)
+    assert done[bad.op_id].failure.category == "user"
+    assert "beyond float32: scale weights or advantages down" in done[bad.op_id].failure.message
+    assert torch.equal(bench.run("a").grad.flat, before)
+
+
+def test_a_step_whose_squares_overflow_leaves_its_run_and_gradient(worlds) -> None:
+    """Its second moments would be infinite, and the weights never move again."""
+    bench, clean = worlds
+    [datum] = ce_data([5], seed=1)
+    bench.ok(bench.fb("a", [ArrayDatum(datum.tokens, {**datum.inputs, "weights": np.full(5, 1e20, np.float32)})]))
+    before = [arena.clone() for arena in (*arenas(bench.run("a")), bench.run("a").grad.flat)]
+    step = bench.optim("a")
+    done = beside_a_neighbour(bench, step, clean_world=clean)
+    assert done[step.op_id].failure.category == "user"
+    assert "repeat the step with adam_params.grad_clip_norm" in done[step.op_id].failure.message
+    for kept, now in zip(before, (*arenas(bench.run("a")), bench.run("a").grad.flat), strict=True):
+        assert torch.equal(kept, now)
+    bench.ok(bench.optim("a", grad_clip_norm=1.0))
+    assert bench.run("a").step == 1
+    assert bool(torch.isfinite(bench.run("a").v).all())
 
 
 def test_all_slices_of_a_bad_operation_give_one_failure(worlds) -> None:

@@ -74,8 +74,20 @@ def test_the_norm_of_a_large_gradient_is_that_of_float64(scale: float) -> None:
     exact = float(grad.double().norm())
     (norm,) = norms_of([grad])
     assert norm == pytest.approx(exact, rel=1e-6)
-    clip_gradients([grad], [clip_scale(norm, 1.0)])
+    clip_gradients([(grad, clip_scale(norm, 1.0))])
     assert float(grad.double().norm()) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.9999])
+def test_with_the_least_eps_a_weight_moves_by_no_more_than_the_learning_rate(beta2: float) -> None:
+    """Squares of these gradients come down to 0."""
+    gradient = torch.logspace(-18, -40, 200)
+    weights, m, v = (torch.zeros(200) for _ in range(3))
+    step = Step(Adam(1e-2, beta2=beta2, eps=LEAST_EPS), weights, m, v, gradient, 0)
+    step_many([step])
+    exact = 1e-2 / (1 + LEAST_EPS / gradient.double())
+    assert float((-step.weights / exact).max()) < 2
+    assert float(-step.weights.min()) <= 1e-2
 
 
 def test_with_the_least_eps_a_weight_without_a_gradient_stays() -> None:
@@ -86,7 +98,15 @@ def test_with_the_least_eps_a_weight_without_a_gradient_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}, {"eps": 1e-46}, {"grad_clip_norm": -1.0}]
+    "bad",
+    [
+        {"learning_rate": float("nan")},
+        {"beta1": 1.0},
+        {"eps": 0.0},
+        {"eps": 1e-46},
+        {"eps": 1e-24},
+        {"grad_clip_norm": -1.0},
+    ],
 )
 def test_refuses_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(OptimizerError, match=next(iter(bad))):

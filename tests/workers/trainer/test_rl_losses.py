@@ -141,6 +141,48 @@ def test_a_token_that_is_masked_has_no_ratio_however_large_it_is(loss: Loss, adv
     assert grad.tolist() == pytest.approx([pull, -advantage])
 
 
+@pytest.mark.parametrize(
+    ("loss", "advantage"),
+    [
+        (losses.ppo_clip(old=True), 1.0),
+        (losses.ppo_clip(old=True), 0.0),
+        (losses.ppo_clip(dual=3.0, old=True), 1.0),
+        (losses.ppo_clip(dual=3.0, old=True), -1.0),
+        (losses.icepop(old=True), 1.0),
+        (losses.tis(old=True), 1.0),
+        (losses.areal(old=True), 1.0),
+        (losses.gspo(), 1.0),
+        (losses.gspo(old=True), 1.0),
+        (losses.sapo(old=True), 1.0),
+        (losses.sapo(old=True), -1.0),
+    ],
+    ids=lambda given: getattr(given, "name", given),
+)
+def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss: Loss, advantage: float) -> None:
+    """As with the server's own losses; and what it tells are numbers."""
+    given = {"q": -200.0, "old": -200.0, "advantages": advantage, "mask": 1.0}
+    inputs = {name: torch.tensor([given[name]] * 2) for name in loss.reads}
+    value, grad = gradient(interpreted, loss, [-1.0, -2.0], inputs)
+    assert math.isfinite(value)
+    assert grad.tolist() == [0.0, 0.0]
+    _, metrics = interpreted(loss, torch.tensor([-1.0, -2.0]), inputs)
+    assert metrics["custom/mismatch_kl:sum"] == pytest.approx(math.exp(199) + math.exp(198))
+
+
+@pytest.mark.parametrize("name", [name for name, loss in CASES.items() if loss.fn is not None])
+def test_a_datum_of_which_nothing_was_drawn_has_no_loss(name: str) -> None:
+    value, grad = gradient(plain, CASES[name], LP, given(CASES[name], 1.0, [0.0] * len(LP)))
+    assert value == 0
+    assert not grad.any()
+
+
+def test_a_sequence_that_opsm_drops_may_have_any_ratio() -> None:
+    inputs = {"q": [-100.0, -1.0], "advantages": [-1.0, -1.0], "mask": [1.0, 1.0]}
+    tensors = {name: torch.tensor(values) for name, values in inputs.items()}
+    _, grad = gradient(interpreted, losses.opsm(), [-1.0, -500.0], tensors)
+    assert grad.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("run", [plain, interpreted], ids=["plain", "trainer"])
 def test_areal_is_ppo_on_the_proximal_policy_times_its_weight(run: Runner, advantage: float) -> None:

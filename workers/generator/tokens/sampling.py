@@ -23,6 +23,8 @@ from workers.model.device import sent
 
 #: exp of this is about the smallest normal float64.
 SMALLEST = -708.0
+#: A sum of a vocabulary's probabilities in float64 is within this of the exact one.
+ROUNDING = 1e-10
 
 
 #: Numbers that one step of the counter yields.
@@ -177,6 +179,6 @@ def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, most: int | 
     sorted_CK.masked_fill_(rank_K[None] >= top_k_C[:, None], -torch.inf)
     reached_CK = sorted_CK.double().exp().cumsum(-1)
     beyond_CK = torch.zeros_like(reached_CK, dtype=torch.bool)
-    # What is before a candidate, as it was summed: a difference would round, and equals at p would not be equal.
-    beyond_CK[:, 1:] = reached_CK[:, :-1] >= top_p_C[:, None] * reached_CK[:, -1:]
+    # What is before a candidate, as it was summed, of which the last bits are rounding: three of ten equals reach 0.3.
+    beyond_CK[:, 1:] = reached_CK[:, :-1] >= (1 - ROUNDING) * top_p_C[:, None] * reached_CK[:, -1:]
     return sorted_CK.masked_fill_(beyond_CK & (top_p_C < 1.0)[:, None], -torch.inf), ids_CK

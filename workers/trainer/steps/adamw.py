@@ -20,6 +20,8 @@ from weft.wire.checks.runs import LEAST_EPS
 #: So many squares of a gradient are added up in float32. In one sum of many more a CPU loses the small ones: the norm
 #: of 1e8 numbers came out 1 % too small.
 NORM_BLOCK = 1 << 16
+#: The square of a larger number is no float32: the second moment would be infinite for ever, and its weight never move.
+MOST_NORM = 2.0**64
 
 
 class OptimizerError(ValueError):
@@ -75,9 +77,10 @@ class Step:
     step: int
 
 
-def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
-    """Update every run and return its metrics. Decoupled weight decay and bias correction as torch.optim.AdamW. Out of
-    memory is raised before anything has changed.
+def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
+    """Update every run and return its metrics, or the error that left it unchanged: a gradient that is too large.
+    Decoupled weight decay and bias correction as torch.optim.AdamW. Out of memory is raised before anything has
+    changed.
 
     Runs with equal hyperparameters share one call of torch's multi-tensor kernel, whatever their steps and clipping;
     the kernel takes one value of each hyperparameter. Separate calls lose little: on a CPU it goes through one arena
@@ -88,16 +91,29 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float]]:
     if not steps:
         return []
     norms = norms_of([step.grad for step in steps])
-    scales = [clip_scale(norm, step.adam.grad_clip_norm) for norm, step in zip(norms, steps, strict=True)]
+    results = [_result(step, norm) for step, norm in zip(steps, norms, strict=True)]
     counts = torch.tensor([float(s.step + 1) for s in steps], device=steps[0].weights.device).unbind()
+    clipped: list[tuple[Tensor, float]] = []
     groups: dict[Adam, list[tuple[Step, Tensor]]] = defaultdict(list)
-    for step, count in zip(steps, counts, strict=True):
-        groups[replace(step.adam, grad_clip_norm=0.0) if step.adam.grad_clip_norm else step.adam].append((step, count))
+    for step, count, norm, result in zip(steps, counts, norms, results, strict=True):
+        if not isinstance(result, OptimizerError):
+            clipped.append((step.grad, clip_scale(norm, step.adam.grad_clip_norm)))
+            adam = replace(step.adam, grad_clip_norm=0.0) if step.adam.grad_clip_norm else step.adam
+            groups[adam].append((step, count))
     with changing():
-        clip_gradients([step.grad for step in steps], scales)
+        clip_gradients(clipped)
         for adam, group in groups.items():
             _fused(adam, group)
-    return [step_metrics(norm, s.adam.learning_rate, s.step) for s, norm in zip(steps, norms, strict=True)]
+    return results
+
+
+def _result(step: Step, norm: float) -> dict[str, float] | OptimizerError:
+    if norm * clip_scale(norm, step.adam.grad_clip_norm) < MOST_NORM:
+        return step_metrics(norm, step.adam.learning_rate, step.step)
+    return OptimizerError(
+        f"the norm of the accumulated gradient is {norm:.3g}; AdamW keeps its square, which is no float32 from "
+        f"{MOST_NORM:.3g} on: repeat the step with adam_params.grad_clip_norm, or scale weights or advantages down"
+    )
 
 
 def clip_scale(norm: float, limit: float) -> float:
@@ -106,9 +122,9 @@ def clip_scale(norm: float, limit: float) -> float:
     return limit / (norm + 1e-6) if limit and limit < norm + 1e-6 else 1.0
 
 
-def clip_gradients(grads: Sequence[Tensor], scales: Sequence[float]) -> None:
+def clip_gradients(clipped: Sequence[tuple[Tensor, float]]) -> None:
     """Multiply each gradient in place by its `clip_scale`."""
-    over = [(grad, scale) for grad, scale in zip(grads, scales, strict=True) if scale != 1]
+    over = [(grad, scale) for grad, scale in clipped if scale != 1]
     if over:
         torch._foreach_mul_([grad for grad, _ in over], [scale for _, scale in over])
 

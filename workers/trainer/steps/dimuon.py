@@ -75,7 +75,7 @@ def step_dimuon(step: DimuonStep) -> dict[str, float]:
     scale = clip_scale(norm, max(0.0, params.grad_clip_norm))
     moves = _moves(step, scale)
     with changing():
-        clip_gradients([step.grad], [scale])
+        clip_gradients([(step.grad, scale)])
         step.m.mul_(params.beta1).add_(step.grad.mul_(1 - params.beta1))
         for weights, direction in moves:
             weights.sub_(direction, alpha=params.learning_rate)

@@ -55,7 +55,7 @@ _Due = tuple[RunState, Adam | Dimuon]
 
 def _update(due: Sequence[_Due], memory: Memory) -> list[bytes | Exception]:
     """Update runs in one call; where there is no memory for all of them, half of them after the other. A call changes
-    all of its runs or none, and the bits are the same."""
+    all of its runs or none, but those whose gradient it refuses, and the bits are the same."""
     runs = [run for run, _ in due]
     try:
         memory.bring(*runs)
@@ -64,11 +64,16 @@ def _update(due: Sequence[_Due], memory: Memory) -> list[bytes | Exception]:
         if len(due) == 1:
             return [error]
     else:
-        for run in runs:
-            run.stepped()
-        return [msgspec.json.encode({"metrics": found}) for found in metrics]
+        return [_stepped(run, found) for run, found in zip(runs, metrics, strict=True)]
     half = len(due) // 2
     return [*_update(due[:half], memory), *_update(due[half:], memory)]
+
+
+def _stepped(run: RunState, found: dict[str, float] | OptimizerError) -> bytes | Exception:
+    if isinstance(found, OptimizerError):
+        return found
+    run.stepped()
+    return msgspec.json.encode({"metrics": found})
 
 
 def _params(run: RunState, body: bytes) -> Adam | Dimuon:
@@ -101,7 +106,7 @@ def _zeros(runs: Sequence[RunState]) -> Tensor:
     return max(unused, key=Tensor.numel).zero_() if unused else torch.empty(0)
 
 
-def _call(due: Sequence[_Due]) -> list[dict[str, float]]:
+def _call(due: Sequence[_Due]) -> Sequence[dict[str, float] | OptimizerError]:
     """The metrics of several runs of AdamW, or one of dimuon."""
     adams, zeros = [], _zeros([run for run, _ in due])
     for run, params in due:

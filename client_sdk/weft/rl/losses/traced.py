@@ -26,6 +26,9 @@ from weft.rl.losses.loss import Loss
 Tensor = Any
 P = ParamSpec("P")
 
+#: exp of it is still a float32.
+MAX_LOG_RATIO = 88.0
+
 
 def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
     """`maker`, where every number of its settings is one that is not negative; an infinite bound bounds nothing."""
@@ -49,8 +52,9 @@ def _torch() -> Any:
 
 def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | None = None) -> Any:
     torch = _torch()
-    log_rho, on = lp - q, (m != 0).float()
-    kl = (on * (torch.expm1(log_rho) - log_rho)).sum()
+    on = (m != 0).float()
+    log_rho = torch.where(m != 0, lp - q, 0.0).double().clamp(max=688.0)  # JSON has no word for an infinite one
+    kl = (torch.expm1(log_rho) - log_rho).sum()
     metrics = {"custom/mismatch_kl:sum": kl, "custom/tokens:sum": on.sum()}
     if masked is not None:
         metrics["custom/masked:sum"] = (on * masked).sum()
@@ -78,9 +82,11 @@ def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     return fn
 
 
-def _clip(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
-    """PPO's objective: min(r A, clamp(r) A)."""
+def _clip(log_r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    """PPO's objective: min(r A, clamp(r) A), which is constant from some r on where A > 0: r overflows, and 0 times
+    infinity is no gradient. Where A < 0 nothing bounds it, and that is the user's to hear of."""
     torch = _torch()
+    r = torch.exp(torch.where(a < 0, log_r, torch.clamp(log_r, max=MAX_LOG_RATIO)))
     return torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
 
 
@@ -113,7 +119,7 @@ def intellect3(
             whole = torch.exp(torch.clamp((on * log_rho).sum(), max=10.0)).detach()
             rho = whole * torch.exp(logprobs - logprobs.detach())
             drop = _outside(rho, low, high)
-            return _result(-(1 - drop) * rho / on.sum() * advantages, logprobs, q, mask, drop)
+            return _result(-(1 - drop) * rho / torch.clamp(on.sum(), min=1.0) * advantages, logprobs, q, mask, drop)
         vetoed = ((on * (rho < veto).float()).sum() > 0).float().detach()
         drop = torch.clamp(_outside(rho, low, high) + vetoed, max=1.0)
         return _result(-_kept_ratio(log_rho, drop) * advantages, logprobs, q, mask, drop)
@@ -128,7 +134,7 @@ def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
         drop = _outside(torch.exp(old - q), low, high)
-        return _result(-_kept_ratio(old - q, drop) * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
+        return _result(-_kept_ratio(old - q, drop) * _clip(lp - old, a, *clip), lp, q, m, drop)
 
     return _with_old("icepop", body, old)
 
@@ -141,7 +147,7 @@ def tis(cap: float = 2.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = Fa
         torch = _torch()
         k = torch.exp(old - q)
         cut = (k > cap).float()
-        return _result(-torch.clamp(k, 0.0, cap) * _clip(torch.exp(lp - old), a, *clip), lp, q, m, cut)
+        return _result(-torch.clamp(k, 0.0, cap) * _clip(lp - old, a, *clip), lp, q, m, cut)
 
     return _with_old("tis", body, old)
 
@@ -153,7 +159,7 @@ def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
         drop = (torch.exp(old - q) > upper).float()
-        return _result(-_kept_ratio(old - q, drop) * _clip(torch.exp(lp - old), a, *clip), lp, q, m, drop)
+        return _result(-_kept_ratio(old - q, drop) * _clip(lp - old, a, *clip), lp, q, m, drop)
 
     return _with_old("areal", body, old)
 
@@ -164,9 +170,10 @@ def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None, old
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
-        gain = _clip(torch.exp(lp - old), a, low, high)
-        if dual is not None:
-            gain = torch.where(a < 0, torch.maximum(gain, dual * a), gain)
+        if dual is None:
+            return _result(-_clip(lp - old, a, low, high), lp, q, m)
+        gain = _clip(torch.clamp(lp - old, max=MAX_LOG_RATIO), a, low, high)
+        gain = torch.where(a < 0, torch.maximum(gain, dual * a), gain)
         return _result(-gain, lp, q, m)
 
     return _with_old("ppo_clip", body, old)
@@ -192,8 +199,8 @@ def gspo(low: float = 3e-4, high: float = 4e-4, old: bool = False) -> Loss:
     def body(lp: Tensor, q: Tensor, to: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
         on = (m != 0).float()
-        s = torch.exp((on * (lp - to)).sum() / on.sum())
-        return _result(-_clip(s, a, low, high), lp, q, m, _outside(s, 1 - low, 1 + high))
+        log_s = (on * (lp - to)).sum() / torch.clamp(on.sum(), min=1.0)
+        return _result(-_clip(log_s, a, low, high), lp, q, m, _outside(torch.exp(log_s), 1 - low, 1 + high))
 
     return _with_old("gspo_sequence", body, old, sampler=True)
 
@@ -256,7 +263,8 @@ def sapo(above: float = 1.0, below: float = 1.05, old: bool = False) -> Loss:
         torch = _torch()
         positive = (a > 0).float()
         tau = above * positive + below * (1 - positive)
-        return _result(-(4 / tau) * torch.sigmoid(tau * (torch.exp(lp - old) - 1)) * a, lp, q, m)
+        r = torch.exp(torch.clamp(lp - old, max=MAX_LOG_RATIO))
+        return _result(-(4 / tau) * torch.sigmoid(tau * (r - 1)) * a, lp, q, m)
 
     return _with_old("sapo", body, old)
 
@@ -268,11 +276,10 @@ def opsm(most: float = 1e-4, old: bool = False) -> Loss:
     `old` is the sampler where it is not read."""
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
-        torch = _torch()
         on = (m != 0).float()
         apart = ((on * (old - lp)).sum() / on.sum() > most) & ((on * a).sum() < 0)
         drop = apart.float().detach()
-        return _result(-(1 - drop) * torch.exp(lp - old) * a, lp, q, m, drop)
+        return _result(-_kept_ratio(lp - old, drop) * a, lp, q, m, drop)
 
     return _with_old("opsm", body, old, sampler=True)
 

@@ -62,8 +62,8 @@ class _Indexing:
             self.dims.append(1)
         elif isinstance(part, bool) or not isinstance(part, int | slice | Shape):
             raise CustomLossError(
-                "an index is made of integers, slices, None, ..., masks and tensors of integers; for a list, index "
-                "with torch.tensor(list)"
+                "an index is made of integers, slices, None, ..., masks and tensors of integers; for a list, name an "
+                "input of integers, or stack what is at each place: torch.stack([x[0], x[2]])"
             )
         elif isinstance(part, int):
             size = self.left.pop(0)

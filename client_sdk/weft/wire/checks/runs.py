@@ -13,8 +13,9 @@ from weft.wire.weights import NAME_PATTERN
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
-#: The least normal float32: every eps is rounded to one.
-LEAST_EPS = 2.0**-126
+#: A gradient whose square is 0 in float32 is smaller. With a smaller eps its weight would move by gradient
+#: / eps, many times the learning rate.
+LEAST_EPS = 1e-20
 #: Weights move by about their learning rate: beyond, the product of two factors of LoRA is no float32 any more.
 MOST_RATE = 1e18
 
@@ -67,11 +68,11 @@ def is_not_taken(told: str) -> bool:
 
 
 def adam_problems(params: AdamParams) -> Iterator[Problem]:
-    """What the type does not say: with an eps that is 0 as a float32, a weight that got no gradient yet would become
-    0 / 0."""
+    """What the type does not say."""
     if params.eps < LEAST_EPS:
         limit = f"at least {LEAST_EPS:.3g}"
-        yield Problem("eps", f"must be above 0 in float32, {limit}, got {params.eps}", limit, params.eps)
+        what = f"must be {limit}, since squares of gradients below it are 0 in float32, got {params.eps}"
+        yield Problem("eps", what, limit, params.eps)
     yield from rate_problems("learning_rate", params.learning_rate)
     yield from rate_problems("weight_decay", params.weight_decay)
 
