@@ -36,7 +36,7 @@ class PolicyDesk:
 
     def presence(self, base_model: str) -> Present:
         """Generators say that at the shared queue."""
-        return Present()
+        return Present(here=True, serves=True)
 
     def wake(self) -> None:
         """Generators come to the shared queue by themselves."""

@@ -325,8 +325,8 @@ def under_way(op: Operation) -> Waiting | None:
 
 def in_line(desks: list[Desk], worker: str, ahead: int, base_model: str) -> Waiting:
     """What is said of an operation of `base_model` that is queued for a `worker` of these desks."""
-    found = next((desk.presence(base_model) for desk in desks if desk.worker == worker), Present())
-    return queued_for(worker, ahead, base_model, found)
+    its = (desk.presence(base_model) for desk in desks if desk.worker == worker)
+    return queued_for(worker, ahead, base_model, next(its, Present(here=True, serves=True)))
 
 
 def moves_samplers(op: Operation) -> bool:
