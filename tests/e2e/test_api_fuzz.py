@@ -27,7 +27,7 @@ from tests.search import examples
 pytestmark = pytest.mark.server
 
 #: Examples of each operation. All of them together take well below a minute.
-EXAMPLES = 12
+EXAMPLES = 8
 #: The operations are tried in so many tests. What is sent to them is thought of in the test: not in each process that
 #: collects it.
 PARTS = 8
