@@ -10,7 +10,9 @@ import orjson
 
 #: No read timeout: a request may be queued and generated for long, and a dead process closes the connection.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+#: vLLM closes an idle connection after five seconds (the default of uvicorn): a request that was sent on one at that
+#: moment would be taken for lost, and computed anew.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
 
 
 class VllmLost(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import uvicorn
 from safetensors.numpy import load_file
 from weft.wire.binary.sample_codec import PolicySpan
 
@@ -20,7 +22,7 @@ from store.blobs.contract import StoreAway
 from tests.workers.model.models import FAMILIES, SIZES
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import GenerateRequest, SamplingParams
-from workers.generator.vllm import guard, translate
+from workers.generator.vllm import client, guard, translate
 from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, not_servable, targets
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.process import not_on_cpu, quantised
@@ -34,6 +36,11 @@ from workers.model.tiny import TINY_PATH
 
 CONFIG = read_config("tiny", TINY_PATH)
 LIMITS = LoraLimits(max_adapters=4, max_rank=8)
+
+
+def test_a_connection_is_let_go_before_vllm_closes_it() -> None:
+    closes = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
+    assert (client._LIMITS.keepalive_expiry or closes) < closes - 1
 
 
 def saved(folder: Path, *, rank: int = 4, unembed: bool = False, fill: float | None = None) -> Path:
