@@ -21,7 +21,7 @@ from migrations.upgrade import UnknownRevision, head, refuse_unknown, revision_o
 from store.backup.databases import check_sqlite, is_empty, is_sqlite, opened
 from store.backup.files import BadBackup
 from store.database.commit_mark import CommitMark, LostCommits
-from store.database.leaps import HEARTBEAT, noted_in
+from store.database.leaps import HEARTBEAT, settles_by
 from store.database.row_security import SERVICE_ROLE, may_use
 from store.settings import Settings
 from store.tables import JobRun
@@ -110,8 +110,8 @@ def jobs(settings: Settings) -> Iterator[Finding]:
         return
     with _connected(settings) as connection:
         row = Session(connection).get(JobRun, HEARTBEAT)
-    beat, noted, now = row.succeeded_at if row else None, noted_in(row), datetime.now(UTC)
-    until = noted.settles_at(now) if noted else None
+    beat, now = row.succeeded_at if row else None, datetime.now(UTC)
+    until = settles_by(row, now)
     if beat is None or now - beat > SILENT:
         remedy = "see `weftd jobs list`; with jobs.driver = celery: do `weftd jobs beat` and `weftd jobs worker` run?"
         yield warning("jobs", f"last heartbeat: {beat or 'never'}; nothing expires or is billed by the hour", remedy)

@@ -12,7 +12,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from store.database.bulk import insert_into
-from store.database.leaps import settles_at
+from store.database.leaps import HEARTBEAT, settles_by
 from store.tables import Alert, JobRun, Operation, StripeOutbox, Wallet
 
 log = logging.getLogger(__name__)
@@ -77,5 +77,5 @@ def read_gauges(session: Session, now: datetime) -> MoneyGauges:
         outbox_oldest_age_s=max(0.0, (now - oldest).total_seconds()) if oldest is not None else 0.0,
         succeeded={name: row.succeeded_at for name, row in sorted(jobs.items()) if row.succeeded_at is not None},
         alerts={kind: at for kind, at in session.execute(mine.group_by(Alert.kind).order_by(Alert.kind))},
-        time_believed=settles_at(session, now) is None,
+        time_believed=settles_by(jobs.get(HEARTBEAT), now) is None,
     )

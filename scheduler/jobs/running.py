@@ -64,8 +64,7 @@ class JobState:
 def states(session: Session, jobs: Mapping[str, Job], now: datetime) -> list[JobState]:
     rows = {row.name: row for row in session.scalars(select(JobRun))}
     running = set(session.scalars(select(JobLease.name).where(not_(JobLease.over(now, LEASE_S)))))
-    noted = leaps.noted_in(rows.get(leaps.HEARTBEAT))
-    leapt = noted is not None and noted.settles_at(now) is not None
+    leapt = leaps.settles_by(rows.get(leaps.HEARTBEAT), now) is not None
     return [JobState(job, rows.get(name), name in running, job.final and leapt) for name, job in sorted(jobs.items())]
 
 

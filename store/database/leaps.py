@@ -54,11 +54,16 @@ def noted_in(row: JobRun | None) -> Noted | None:
     return Noted(_time(at) if at else row.succeeded_at, _time(leapt_at) if leapt_at else None)
 
 
-def settles_at(session: Session, now: datetime) -> datetime | None:
-    """Until when nothing that cannot be undone may be done; None: it may."""
-    with unrestricted(session):  # no row of any organisation's
-        noted = noted_in(session.get(JobRun, HEARTBEAT, populate_existing=True))
+def settles_by(row: JobRun | None, now: datetime) -> datetime | None:
+    """Until when nothing that cannot be undone may be done, by the row of `heartbeat`; None: it may."""
+    noted = noted_in(row)
     return noted.settles_at(now) if noted is not None else None
+
+
+def settles_at(session: Session, now: datetime) -> datetime | None:
+    """The same, by the row as it is now."""
+    with unrestricted(session):  # no row of any organisation's
+        return settles_by(session.get(JobRun, HEARTBEAT, populate_existing=True), now)
 
 
 @dataclass
