@@ -13,8 +13,7 @@ import json
 from sqlalchemy import ColumnElement, and_, case, distinct, func, select
 
 from scheduler.journal.accepting.in_flight import Elsewhere, Work
-from scheduler.links.redis_clients import pooled
-from scheduler.links.redis_queue import reaching
+from scheduler.links.board import Board
 from scheduler.order.operations import SAMPLE
 from store import tables
 from store.database.db import Database
@@ -23,43 +22,18 @@ _KEY = "{weft:backlogs}"
 #: A replica that has said nothing for so long is gone.
 SILENT_S = 10
 
-#: Stores ARGV[2] as what replica ARGV[1] says, and returns what others have said in the last ARGV[3] seconds.
-_EXCHANGE = """
-local now, others = tonumber(redis.call("TIME")[1]), {}
-redis.call("HSET", KEYS[1], ARGV[1], now .. " " .. ARGV[2])
-local all = redis.call("HGETALL", KEYS[1])
-for i = 1, #all, 2 do
-  local at, said = string.match(all[i + 1], "^(%d+) (.*)$")
-  if now - tonumber(at) > tonumber(ARGV[3]) then
-    redis.call("HDEL", KEYS[1], all[i])
-  elseif all[i] ~= ARGV[1] then
-    others[#others + 1] = said
-  end
-end
-return others
-"""
-
 _row = tables.Operation
 
 
-class BacklogBoard:
-    """Where replicas say what they have. Callable from any thread; raises QueueUnreachable."""
+class BacklogBoard(Board):
+    """Where replicas say what they have."""
 
     def __init__(self, url: str) -> None:
-        self._redis = pooled(url)
-        self._exchange = self._redis.register_script(_EXCHANGE)
+        super().__init__(url, _KEY)
 
     def exchange(self, replica: str, own: dict[str, tuple[int, int]]) -> list[dict[str, tuple[int, int]]]:
         """Say what this replica has; what the others say."""
-        with reaching():
-            return [json.loads(said) for said in self._exchange([_KEY], [replica, json.dumps(own), SILENT_S])]
-
-    def leave(self, replica: str) -> None:
-        with reaching():
-            self._redis.hdel(_KEY, replica)
-
-    def close(self) -> None:
-        self._redis.close()
+        return [json.loads(said) for said in self.put(replica, json.dumps(own).encode(), SILENT_S)]
 
 
 def in_flight(database: Database, scope: str, id: str, work: Work | None) -> Elsewhere:

@@ -13,31 +13,13 @@ from contextlib import closing, contextmanager, suppress
 
 import msgspec
 
+from scheduler.links.board import Board
 from scheduler.links.contract import QueueUnreachable
-from scheduler.links.redis_clients import pooled
-from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, worker_name
 
 _KEY = "{weft:loading}"
 #: Longer than what keeps a thread of a worker from running: the import of a library, a kernel that is compiled.
 LAPSES_S = 15
-
-#: Stores ARGV[2] as what worker ARGV[1] says, without ARGV[1] nothing; returns what was said in the last ARGV[3]
-#: seconds.
-_SAY = """
-local now, found = tonumber(redis.call("TIME")[1]), {}
-if ARGV[1] ~= "" then redis.call("HSET", KEYS[1], ARGV[1], now .. " " .. ARGV[2]) end
-local all = redis.call("HGETALL", KEYS[1])
-for i = 1, #all, 2 do
-  local space = string.find(all[i + 1], " ", 1, true)
-  if now - tonumber(string.sub(all[i + 1], 1, space - 1)) > tonumber(ARGV[3]) then
-    redis.call("HDEL", KEYS[1], all[i])
-  else
-    found[#found + 1] = string.sub(all[i + 1], space + 1)
-  end
-end
-return found
-"""
 
 
 class Loading(msgspec.Struct, frozen=True):
@@ -53,29 +35,18 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Loading).decode
 
 
-class LoadingBoard:
+class LoadingBoard(Board):
     """Callable from any thread; raises QueueUnreachable."""
 
     def __init__(self, url: str) -> None:
-        self._redis = pooled(url)
-        self._say = self._redis.register_script(_SAY)
+        super().__init__(url, _KEY)
 
     def say(self, one: Loading) -> None:
-        with reaching():
-            self._say([_KEY], [one.name, _encode(one), LAPSES_S])
+        self.put(one.name, _encode(one), LAPSES_S)
 
     def there(self) -> list[Loading]:
         """Those that load, the one that has for longest first."""
-        with reaching():
-            found = [_decode(said) for said in self._say([_KEY], ["", "", LAPSES_S])]
-        return sorted(found, key=lambda one: -one.loading_s)
-
-    def leave(self, name: str) -> None:
-        with reaching():
-            self._redis.hdel(_KEY, name)
-
-    def close(self) -> None:
-        self._redis.close()
+        return sorted(map(_decode, self.read(LAPSES_S)), key=lambda one: -one.loading_s)
 
 
 @contextmanager
