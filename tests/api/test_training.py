@@ -167,6 +167,8 @@ class TestSteps:
             ({"adam_params": {"learning_rate": "NaN"}}, 422, "adam_params.learning_rate"),
             ({"adam_params": {"beta1": 1.0}}, 422, "adam_params.beta1"),
             ({"adam_params": {"eps": 0}}, 400, "adam_params.eps"),
+            ({"adam_params": {"eps": 1e-24}}, 400, "adam_params.eps"),
+            ({"adam_params": {"grad_clip_norm": -1}}, 422, "adam_params.grad_clip_norm"),
             ({"adam_params": {"learning_rate": 1e30}}, 400, "adam_params.learning_rate: must be at most 1e+18"),
             ({"adam_params": {"weight_decay": 1e30}}, 400, "adam_params.weight_decay: must be at most 1e+18"),
             ({"adam_params": {"lr": 1}}, 422, "adam_params.lr"),
