@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -276,6 +276,20 @@ def test_a_step_is_told_what_it_lacks_unless_it_is_repeated_or_another_before_it
     answer(lane, first.op, NOT_TAKEN)
     (third,) = lane.arrive(op(5, "optim_step", plan=Step({})))
     assert lane.sent(third) is third.send
+
+
+@pytest.mark.parametrize(("after_s", "lacks"), [(-1, (1, NOT_TAKEN)), (0, (0, ""))])
+def test_a_batch_whose_request_came_before_its_client_was_told_shows_nothing(
+    after_s: int, lacks: tuple[int, str]
+) -> None:
+    """However long its data took to arrive."""
+    lane, told = created(), datetime.now(UTC)
+    lane.arrive(op(1))
+    lane.failed(1, "forward_backward", "NaN")
+    lane.gradients.over(1, told)
+    lane.arrive(op(2, plan=ForwardBackward((Slice(0, 1, 1),), came_at=told + timedelta(seconds=after_s))))
+    (step,) = lane.arrive(op(3, "optim_step", plan=Step({})))
+    assert lane.sent(step).lacks == lacks
 
 
 def test_a_step_lacks_what_failed_before_it_and_the_next_step_does_not() -> None:
