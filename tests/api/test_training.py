@@ -80,6 +80,7 @@ class TestBatches:
         plan = plan_of(op)
         assert isinstance(plan, ForwardBackward)
         assert plan == ForwardBackward((Slice(0, 2, 10), Slice(2, 3, 5)), came_at=plan.came_at)
+        assert plan.came_at is not None
         assert before <= plan.came_at <= op.accepted_at
         kept = decode_train_request(world.service.blobs.get(op.body_ref))
         assert [d.tokens.tolist() for d in kept.data] == [[1] * 6, [2] * 4, [3] * 5]
