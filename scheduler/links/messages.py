@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from datetime import datetime
 from enum import StrEnum
 
 import msgspec
@@ -48,6 +49,14 @@ NEVER_CAME = "never_came"
 #: Operations on which a step counts: behind one that has failed it is not taken (`scheduler.order.gradients`). What
 #: never came may have been one of them.
 STEPS_COUNT_ON = frozenset({OpKind.FORWARD_BACKWARD, OpKind.LOAD_STATE, NEVER_CAME})
+
+
+class FailureTold(msgspec.Struct, frozen=True):
+    """A client was told `at` that time that operation `seq` of a run has failed."""
+
+    run_id: str
+    seq: int
+    at: datetime
 
 
 class RunSpec(msgspec.Struct, frozen=True):
