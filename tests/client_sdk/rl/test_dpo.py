@@ -30,7 +30,7 @@ def test_a_long_answers_sum_loses_no_digit() -> None:
 
 def lps(tokens: list[int], modulus: int) -> list[float]:
     """Of each token but the first."""
-    return [-(token % modulus) / modulus - 0.1 * (place % 3) for place, token in enumerate(tokens)][1:]
+    return [-(token * place % modulus) / modulus for place, token in enumerate(tokens)][1:]
 
 
 class Trained(Priced):
@@ -74,7 +74,8 @@ def whole(datum: Datum) -> list[int]:
 def test_each_pair_is_pulled_as_far_as_torch_says_and_its_reference_is_asked_once() -> None:
     """Where the run has moved from its reference, pairs weigh differently; at its first step all weigh the same."""
     run, base, beta = Trained(7), Trained(5), 0.5
-    rows = [{"prompt": f"{n} + 5", "chosen": f"it is {n + 5}", "rejected": "it rains " * n} for n in (1, 2, 3, 4)]
+    texts = [("it rains", "it is 6"), ("it is 7", "it rains twice"), ("it is 8", "it rains"), ("it pours", "it is 9")]
+    rows = [{"prompt": f"{n} + 5", "chosen": one, "rejected": other} for n, (one, other) in enumerate(texts, 1)]
     pairs = rl.pairs(rows, tokenizer())
     given: dict[str, Any] = {"reference": base, "beta": beta, "batch": 4, "epochs": 2, "sinks": []}
     report = rl.dpo(cast(Any, run), pairs, **given)
