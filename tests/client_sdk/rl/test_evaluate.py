@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -50,6 +51,22 @@ def test_rollouts_are_sampled_as_the_evaluation_says_each_with_random_numbers_of
     assert asyncio.run(rl.evaluate(of, evaluation)) == {"sums/reward": 0.5}
     assert [params.max_tokens for params in sampler.params] == [3, 3]
     assert len({params.seed for params in sampler.params}) == 2
+
+
+class Broken:
+    """Somebody's own environment, which fails as a whole, or tells of one rollout too few."""
+
+    tasks = range(2)
+
+    async def group(self, task: Any, chats: Sequence[rl.Chat]) -> list[rl.Reward]:
+        if task:
+            raise KeyError("no such column")
+        return [rl.Reward(1.0)]
+
+
+def test_an_environment_that_fails_as_a_whole_has_failed_rollouts() -> None:
+    found = asyncio.run(rl.evaluate(policy()[0], rl.Evaluation(cast(Any, Broken()), size=2)))
+    assert found == {"eval/reward": 0.0, "eval/failed": 4.0}
 
 
 @isolated
