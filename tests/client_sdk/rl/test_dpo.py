@@ -43,8 +43,8 @@ class Trained(Priced):
         self.modulus, self.asked, self.sent = modulus, 0, list[Datum]()
 
     async def get_prices(self, base_model: str) -> PricesResponse:
-        """A nano-dollar for each token that is read, ten where one is drawn, a hundred where it is trained."""
-        rates: dict[Any, int] = {"prefill": 1000, "sample": 10_000, "train": 100_000}
+        """50 nano-dollars for each token that is read, ten where one is drawn, a hundred where it is trained."""
+        rates: dict[Any, int] = {"prefill": 50_000, "sample": 10_000, "train": 100_000}
         return PricesResponse(base_model=base_model, price_version="1", rates_uusd_per_mtok=rates)
 
     async def compute_logprobs_async(self, whole: ModelInput) -> list[float | None]:
@@ -73,8 +73,8 @@ def whole(datum: Datum) -> list[int]:
 
 def test_each_pair_is_pulled_as_far_as_torch_says_and_its_reference_is_asked_once() -> None:
     """Where the run has moved from its reference, pairs weigh differently; at its first step all weigh the same."""
-    run, base, beta = Trained(7), Trained(5), 0.5
-    texts = [("it rains", "it is 6"), ("it is 7", "it rains twice"), ("it is 8", "it rains"), ("it pours", "it is 9")]
+    run, base, beta = Trained(7), Trained(13), 0.5
+    texts = [("it rains", "it is 6"), ("it is 7", "it rains twice"), ("it is 8", "it rains"), ("it is 9", "it pours")]
     rows = [{"prompt": f"{n} + 5", "chosen": one, "rejected": other} for n, (one, other) in enumerate(texts, 1)]
     pairs = rl.pairs(rows, tokenizer())
     given: dict[str, Any] = {"reference": base, "beta": beta, "batch": 4, "epochs": 2, "sinks": []}
@@ -87,7 +87,7 @@ def test_each_pair_is_pulled_as_far_as_torch_says_and_its_reference_is_asked_onc
             weights = torch.tensor(datum.loss_fn_inputs["weights"].to_numpy()).double()
             lp = torch.tensor(lps(whole(datum), 7), dtype=torch.float64, requires_grad=True)
             leaves[id(datum.model_input)] = lp
-            apart.append((weights * (lp - torch.tensor(lps(whole(datum), 5)))).sum())
+            apart.append((weights * (lp - torch.tensor(lps(whole(datum), 13)))).sum())
         h.append(beta * (apart[0] - apart[1]))
     margins = torch.stack(h)
     loss = -torch.nn.functional.logsigmoid(margins).mean()
@@ -99,7 +99,7 @@ def test_each_pair_is_pulled_as_far_as_torch_says_and_its_reference_is_asked_onc
         assert grad is not None
         np.testing.assert_allclose(-datum.loss_fn_inputs["weights"].to_numpy(), grad, rtol=1e-5, atol=1e-9)
     lengths = [len(whole(datum)) for pair in pairs for datum in pair.data]
-    bill = sum(length + 10 + 2 * 101 * (length - 1) for length in lengths)
+    bill = sum(50 * length + 10 + 2 * 150 * (length - 1) for length in lengths)
     assert bill <= report.spent_nusd <= bill + 4 * 24  # what rounding may add to each request
     told = {"loss": loss.item(), "accuracy": (margins > 0).double().mean().item(), "margin": margins.mean().item()}
     assert 0 < told["accuracy"] < 1

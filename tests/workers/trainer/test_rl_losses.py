@@ -112,6 +112,12 @@ def test_what_a_traced_loss_tells_is_of_its_tokens_whatever_the_loop_divides_by(
     assert told == pytest.approx({"mismatch_kl": kl, "masked": masked, "tokens": len(drawn)}, rel=1e-5)
 
 
+@pytest.mark.parametrize(("tokens", "kl"), [(0.0, 0.0), (1.0, 0.5), (4.0, 0.125)])
+def test_where_nothing_was_trained_its_mean_is_its_sum(tokens: float, kl: float) -> None:
+    told = numbers({"custom/mismatch_kl:sum": 0.5 * bool(tokens), "custom/tokens:sum": tokens, "tokens:sum": 9.0})
+    assert told == {"mismatch_kl": kl, "tokens": tokens}
+
+
 def test_the_kl_of_ratios_near_1_is_no_rounding() -> None:
     loss, lp = losses.ppo_clip(), -torch.linspace(0.5, 3.0, 50)
     q = lp + 1e-4 * torch.linspace(-1, 1, 50)
