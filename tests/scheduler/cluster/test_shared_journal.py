@@ -758,8 +758,13 @@ def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
         await until(lambda: one.queue.known([request_id]))
         assert isinstance(await two.result(request_id, 0), Waiting)
         assert not await two.journal.cancel("other", request_id)
-        assert await two.journal.cancel("org", request_id)
+        with two.journal._waiters.on(request_id) as waiting:
+            assert await two.journal.outcome("other", request_id, 0) is None
+            assert await two.journal.cancel("org", request_id)
+            await until(lambda: waiting.told)
+            assert await two.journal.outcome("other", request_id, 0) is None
         outcome = await one.result(request_id)
+        assert await one.journal.outcome("other", request_id, 0) is None
         sequences = decode_sample_response(outcome.payload).sequences
         assert {(sequence.tokens.size, sequence.stop_reason) for sequence in sequences} == {(0, "length")}
         assert not await two.journal.cancel("org", request_id)
