@@ -1,7 +1,8 @@
 """`LossHandle`: a custom loss that torch.fx has traced, to be run by the server or, with the same result, by us.
 
 A trace holds only calls of torch and math on the logprobs and loss inputs of one datum, so it can be sent as data. What
-a trace cannot hold (branches on values, other libraries, captured tensors) is refused where the loss is made.
+a trace cannot hold (branches on values, other libraries, captured tensors) or holds otherwise (what is computed under
+`torch.no_grad`, whose gradient it would have) is refused where the loss is made.
 """
 
 from __future__ import annotations
@@ -82,21 +83,66 @@ _TRACING = threading.Lock()
 
 def trace(fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]) -> LossHandle:
     """Trace `fn`. `ValueError` if its parameters, or anything that it does, cannot be sent."""
-    fx = _torch().fx
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs = _inputs(fn, name, input_ranks)
+    with _TRACING:
+        graph = _traced(fn, name)
+        differs = _differ(fn, graph, [int(given.rank) for given in inputs])
+    if differs:
+        raise ValueError(
+            f"custom loss {name}: its trace gives another loss or gradient than the function itself; leave out what"
+            " differs by call or type (random numbers, isinstance), and what is written in place under two names"
+        )
+    return LossHandle(name, inputs, graph)
+
+
+def _traced(fn: PerDatumLoss, name: str) -> torch.fx.GraphModule:
+    """The trace of what may be sent."""
+    torch = _torch()
+
+    class Tracer(torch.fx.Tracer):  # type: ignore[misc, name-defined]
+        def create_node(self, *args: Any, **kwargs: Any) -> Any:
+            node = super().create_node(*args, **kwargs)
+            node.meta["has_gradient"] = torch.is_grad_enabled()
+            return node
+
+    tracer = Tracer()
     try:
-        with _TRACING:
-            graph = fx.symbolic_trace(fn)
+        with torch.enable_grad():
+            graph = tracer.trace(fn)
     except Exception as error:
         raise ValueError(
             f"custom loss {name}: torch.fx cannot trace it (does it branch on values?): {error}"
         ) from error
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         wrong = _wrong_with(node)
         if wrong:
             raise ValueError(f"custom loss {name}: {wrong}")
-    return LossHandle(name, inputs, graph)
+    return torch.fx.GraphModule(tracer.root, graph, name)  # type: ignore[no-any-return]
+
+
+def _differ(fn: PerDatumLoss, graph: torch.fx.GraphModule, ranks: Sequence[int]) -> bool:
+    """Whether the two give another loss, metric or gradient of an example. Not if the example has sizes or types that
+    `fn` does not take: of its inputs only the ranks are known."""
+    torch = _torch()
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.rand((7, 3)[:rank], generator=generator) - 0.5 for rank in ranks]
+
+    def found(loss_of: PerDatumLoss) -> list[Any]:
+        logprobs, *others = (tensor.clone() for tensor in given)
+        with torch.enable_grad():
+            loss, metrics = loss_of(logprobs.requires_grad_().clone(), *others)
+            return [loss, *torch.autograd.grad(loss, logprobs), *metrics.values()]
+
+    try:
+        wanted = found(fn)
+    except Exception:
+        return False
+    try:
+        pairs = zip(wanted, found(graph), strict=True)
+        return not all(torch.allclose(own, traced, equal_nan=True) for own, traced in pairs)
+    except Exception:
+        return True
 
 
 def _torch() -> Any:
@@ -131,6 +177,9 @@ def _inputs(fn: PerDatumLoss, name: str, ranks: Mapping[str, CustomLossInputRank
 def _wrong_with(node: torch.fx.Node) -> str | None:
     """Why a node cannot be sent."""
     target: Any = node.target
+    if not node.meta["has_gradient"]:
+        where = "under torch.no_grad, or in an autograd.Function"
+        return f"it computes {node.name!r} {where}, which a trace does not hold; use .detach()"
     if node.op == "call_function":
         module = str(getattr(target, "__module__", None) or "")
         if target is not builtins.getattr and module.split(".")[0] not in _MODULES:

@@ -62,6 +62,71 @@ def branching(logprobs: Any) -> Any:
     return (logprobs.sum() if logprobs.sum() > 0 else -logprobs.sum()), {}
 
 
+@torch.inference_mode()
+def ratio_of(logprobs: Any, weights: Any) -> Any:
+    return torch.exp(logprobs - weights)
+
+
+def without_gradient(logprobs: Any, weights: Any) -> Any:
+    with torch.no_grad():
+        ratio = torch.exp(logprobs - weights)
+    return -(ratio * logprobs).sum(), {}
+
+
+class Straight(torch.autograd.Function):
+    """A gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return torch.exp(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def under_two_names(logprobs: Any, weights: Any) -> Any:
+    total = torch.zeros_like(weights)
+    same = total
+    same += logprobs
+    return (total * weights).sum(), {}
+
+
+#: Losses of which a trace holds something else than what they compute here.
+OTHERWISE: dict[str, tuple[Callable[..., Any], str]] = {
+    "no_grad": (
+        without_gradient,
+        r"computes 'sub' under torch\.no_grad, or in an autograd\.Function.*use \.detach\(\)",
+    ),
+    "inference_mode": (lambda logprobs, weights: ((ratio_of(logprobs, weights) * logprobs).sum(), {}), "'sub' under"),
+    "function": (lambda logprobs, weights: (Straight.apply(logprobs).sum(), {}), "in an autograd.Function"),
+    "isinstance": (
+        lambda logprobs, weights: (logprobs.sum() * isinstance(weights, torch.Tensor), {}),
+        "its trace gives",
+    ),
+    "random": (lambda logprobs, weights: (logprobs.sum() * torch.rand(1).item(), {}), "its trace gives another loss"),
+    "in place": (under_two_names, "another loss or gradient than the function"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_a_trace_holds_otherwise_is_refused(name: str) -> None:
+    """It would be trained with another gradient, and nobody would be told."""
+    fn, says = OTHERWISE[name]
+    with pytest.raises(ValueError, match=says):
+        trace(fn, RANKS)
+
+
+def test_what_is_written_in_place_under_one_name_and_what_asks_for_other_types_is_taken() -> None:
+    def summed(logprobs: Any, weights: Any) -> Any:
+        total = torch.zeros_like(logprobs)
+        total += logprobs
+        return total.gather(0, weights).sum(), {}
+
+    with torch.no_grad():  # around the call, not within the loss
+        assert len(trace(summed, RANKS).graph.graph.nodes) == 7
+
+
 CAPTURED = torch.ones(1)
 BAD: dict[str, tuple[Any, dict[str, Any]]] = {
     "cannot trace": (branching, {"logprobs": 1}),

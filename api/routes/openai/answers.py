@@ -54,7 +54,7 @@ class Form:
 
     def parsed(self, text: str) -> Parsed:
         """What a text says, and calls."""
-        found = parse_calls(text, self.text.template) if self.tools else Parsed(text)
+        found = parse_calls(text, self.text.tool_template.source) if self.tools else Parsed(text)
         return Parsed(found.content, found.calls[:1]) if self.one_call else found
 
     @property
@@ -64,7 +64,7 @@ class Form:
 
     def stream(self) -> TextStream:
         """The text of one sequence; what may be a tool call is kept back."""
-        hold, alone = beginning(self.text.template) if self.tools else ("", False)
+        hold, alone = beginning(self.text.tool_template.source) if self.tools else ("", False)
         return TextStream(self.decode, self.stops, hold, alone=alone, before=self.before)
 
     def places(self) -> Places:

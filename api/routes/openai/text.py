@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -47,10 +47,20 @@ _BYTES = {chr(byte): byte for byte in _SEEN} | {
 _COMPARED, _QUOTED = re.compile(r"role\W{0,4}(?:==|!=|in\b)([^%}]*)"), re.compile(r"['\"](\w+)['\"]")
 
 
+class ChatTemplate:
+    """A chat template by its source; "" for a model without one. `own` are the roles that it names."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.own = {role for words in _COMPARED.findall(source) for role in _QUOTED.findall(words)}
+        self.roles = sorted({*ROLES, *self.own})
+        self.render = _environment().from_string(source).render
+
+
 class ModelText:
-    """`template` is the source of the chat template; "" for a model without one. `context`: how many tokens the model
-    can read. `ends`: what ends an answer as the template writes it or, where it leaves answers open (GLM's), the marks
-    of who speaks next, a user or a tool; nothing where that is no special token."""
+    """`tool_template` is the chat template where tools are shown; some models have one of its own for that. `context`:
+    how many tokens the model can read. `ends`: what ends an answer as the template writes it or, where it leaves
+    answers open (GLM's), the marks of who speaks next, a user or a tool; nothing where that is no special token."""
 
     def __init__(self, folder: Path, context: int) -> None:
         self._context = context
@@ -61,11 +71,9 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(file))
         config = _read(folder / "tokenizer_config.json")
         self._special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
-        jinja = folder / "chat_template.jinja"
-        self.template = jinja.read_text() if jinja.is_file() else _default(config.get("chat_template"))
-        self._own = {role for words in _COMPARED.findall(self.template) for role in _QUOTED.findall(words)}
-        self._roles = sorted({*ROLES, *self._own})
-        self._chat: Template | None = _environment().from_string(self.template) if self.template else None
+        found = _templates(folder, config)
+        self._template = ChatTemplate(found.get("default", ""))
+        self.tool_template = ChatTemplate(found["tool_use"]) if found.get("tool_use") else self._template
         self.ends = self._ends()
 
     def _ends(self) -> list[int]:
@@ -142,14 +150,15 @@ class ModelText:
     ) -> list[int]:
         """The tokens of a conversation; `options` are for the template (`enable_thinking`, ...). Raises Refused for
         what the template cannot say, or what is too long: then of the `field` that the conversation comes in."""
-        if self._chat is None:
+        template = self.tool_template if tools else self._template
+        if not template.source:
             raise Refused("messages: this model has no chat template; use /v1/completions", "messages")
-        if tools and "tools" not in self.template:
+        if tools and "tools" not in template.source:
             raise Refused("tools: the chat template of this model has no place for them", "tools")
-        said = [self._plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
-        self._tell_apart(said)
+        said = [_plain(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
+        _tell_apart(said, template)
         try:
-            text = self._chat.render(
+            text = template.render(
                 messages=said,
                 tools=tools,
                 documents=None,
@@ -161,38 +170,10 @@ class ModelText:
             raise Refused(f"messages: the chat template of this model refuses them: {error}", "messages") from None
         for place, message in enumerate(said):
             role, content = message["role"], message["content"].strip()
-            if role not in {"assistant", "user", *self._own} and content not in text:
+            if role not in {"assistant", "user", *template.own} and content not in text:
                 what = f"the chat template of this model leaves out what role {quote(role)} says"
                 raise Refused(f"messages[{place}].role: {what}", f"messages[{place}].role", "unsupported_value")
         return self.encode(text, special=False, field=field)
-
-    def _tell_apart(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raises Refused for users of several names, which the template does not tell: to the model they are one."""
-        users = ((place, each.get("name")) for place, each in enumerate(messages) if each["role"] == "user")
-        named = {name: f"messages[{place}].name" for place, name in users if isinstance(name, str)}
-        if len(named) > 1 and not _NAMED.search(self.template):
-            where = list(named.values())[-1]
-            what = "the chat template of this model does not tell users apart; begin what each says with its name"
-            raise Refused(f"{where}: {what}", where, "unsupported_content")
-
-    def _plain(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A message as templates expect it: text in one piece, and a tool call's arguments as an object. A developer's
-        is a system's where the template knows no developers."""
-        role = message.get("role")
-        if role not in self._roles:
-            what = "missing" if role is None else f"{quote(role)} is not known"
-            raise Refused(f"{where}.role: {what}; it must be one of {', '.join(self._roles)}", f"{where}.role")
-        for name in SAID:
-            if message.get(name) and name not in self.template:
-                what = "the chat template of this model has no place for it; leave it out"
-                raise Refused(f"{where}.{name}: {what}", f"{where}.{name}", "unsupported_content")
-        plain = {name: value for name, value in message.items() if value is not None}
-        if role == "developer" and role not in self._own:
-            plain["role"] = "system"
-        plain["content"] = _text(message.get("content"), where)
-        if plain.get("tool_calls"):
-            plain["tool_calls"] = _plain_calls(plain["tool_calls"], f"{where}.tool_calls")
-        return plain
 
 
 @functools.lru_cache(maxsize=32)
@@ -219,11 +200,44 @@ def _content(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _default(template: Any) -> str:
-    """Of a list of named templates, the one that is called default."""
-    if isinstance(template, list):
-        template = next((one["template"] for one in template if one.get("name") == "default"), "")
-    return template or ""
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name, "default" the one that a model with one alone has; files go before what the config says."""
+    more = (folder / "additional_chat_templates").glob("*.jinja")
+    files = {file.stem: file.read_text() for file in more}
+    if (file := folder / "chat_template.jinja").is_file():
+        files["default"] = file.read_text()
+    said = config.get("chat_template") or ""
+    return files or ({one["name"]: one["template"] for one in said} if isinstance(said, list) else {"default": said})
+
+
+def _tell_apart(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> None:
+    """Raises Refused for users of several names, which the template does not tell: to the model they are one."""
+    users = ((place, each.get("name")) for place, each in enumerate(messages) if each["role"] == "user")
+    named = {name: f"messages[{place}].name" for place, name in users if isinstance(name, str)}
+    if len(named) > 1 and not _NAMED.search(template.source):
+        where = list(named.values())[-1]
+        what = "the chat template of this model does not tell users apart; begin what each says with its name"
+        raise Refused(f"{where}: {what}", where, "unsupported_content")
+
+
+def _plain(message: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, and a tool call's arguments as an object. A developer's
+    is a system's where the template knows no developers."""
+    role = message.get("role")
+    if role not in template.roles:
+        what = "missing" if role is None else f"{quote(role)} is not known"
+        raise Refused(f"{where}.role: {what}; it must be one of {', '.join(template.roles)}", f"{where}.role")
+    for name in SAID:
+        if message.get(name) and name not in template.source:
+            what = "the chat template of this model has no place for it; leave it out"
+            raise Refused(f"{where}.{name}: {what}", f"{where}.{name}", "unsupported_content")
+    plain = {name: value for name, value in message.items() if value is not None}
+    if role == "developer" and role not in template.own:
+        plain["role"] = "system"
+    plain["content"] = _text(message.get("content"), where)
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = _plain_calls(plain["tool_calls"], f"{where}.tool_calls")
+    return plain
 
 
 def _text(content: Any, where: str) -> str:

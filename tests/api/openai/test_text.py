@@ -35,6 +35,11 @@ CHATS: list[list[dict[str, Any]]] = [
     ],
 ]
 
+TOOL_USE = (
+    "Call {% for t in tools %}{{ t.function.name }}{% endfor %} by <tool_call>{% for m in messages %}{{ m.content }}"
+    "{% if m.tool_calls %}calls{% endif %}{% endfor %}"
+)
+
 
 @pytest.fixture(scope="module")
 def text() -> ModelText:
@@ -52,6 +57,21 @@ def test_renders_as_transformers_does(text: ModelText, messages: Any, tools: Any
         assert text.render(messages, tools, more) == expected
     special = [theirs.convert_tokens_to_ids(word) for word in ("<tool_call>", "</tool_response>", "<think>")]
     assert all(isinstance(token, int) and token >= 1531 for token in special)
+
+
+@pytest.mark.parametrize("form", ["files", "config"])
+def test_a_template_of_its_own_for_tools_is_taken_where_tools_are_shown(form: str, tmp_path: Path) -> None:
+    """As Hermes 3 has one, in its config; transformers writes it to a file."""
+    theirs = AutoTokenizer.from_pretrained(TINY_PATH)
+    theirs.chat_template = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": TOOL_USE}
+    theirs.save_pretrained(tmp_path, save_jinja_files=form == "files")
+    assert (tmp_path / "additional_chat_templates").exists() == (form == "files")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ModelText(tmp_path, CONTEXT)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(CHATS[0], tools=tools, add_generation_prompt=True, return_dict=False)
+        assert ours.render(CHATS[0], tools) == expected
+    said = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert [call["function"]["name"] for call in Form(ours, chat=True, tools=True).parsed(said).calls] == ["add"]
 
 
 def test_a_template_may_mark_what_is_trained(tmp_path: Path) -> None:
@@ -238,7 +258,7 @@ CUT = '<tool_call>{"name": "f"}</tool_call><tool_call>{"na'
     ],
 )  # fmt: skip
 def test_tool_calls(text: ModelText, said: str, content: str, calls: list[tuple[str, str]]) -> None:
-    parsed = parse_calls(said, text.template)
+    parsed = parse_calls(said, text.tool_template.source)
     assert parsed.content == content
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in parsed.calls] == calls
 
@@ -278,7 +298,7 @@ def test_a_stream_finds_the_calls_that_the_whole_answer_has(
     llama = ModelText(tmp_path, CONTEXT)
     stream = Form(llama, chat=True, tools=True).stream()
     said = "".join(stream.push([token]) for token in llama.encode(written, special=False))
-    parsed = parse_calls(stream.end(), llama.template)
+    parsed = parse_calls(stream.end(), llama.tool_template.source)
     assert said + parsed.content == told
     assert [call["function"]["name"] for call in parsed.calls] == calls
     whole = parse_calls(written, LLAMA).calls
@@ -348,13 +368,13 @@ def test_texts_of_one_organisation_wait_for_each_other_and_not_for_others() -> N
 )
 def test_calls_are_looked_for_once_whatever_a_model_has_written(text: ModelText, written: str) -> None:
     """A pattern with three ways to take a space tries all of them: hours for this, with all of the server waiting."""
-    assert parse_calls(written, text.template).content == written
+    assert parse_calls(written, text.tool_template.source).content == written
 
 
 def test_what_is_nested_too_deeply_is_no_call(text: ModelText) -> None:
     deep = "[" * 200_000
     said = f"<tool_call>{deep}</tool_call>"
-    assert parse_calls(said, text.template).content == said
+    assert parse_calls(said, text.tool_template.source).content == said
     assert parse_calls(deep, 'llama: "parameters"').content == deep
     call = {"type": "function", "function": {"name": "add", "arguments": deep}}
     assert ModelText(TINY_PATH, 200_000).render([{"role": "assistant", "content": "", "tool_calls": [call]}])
@@ -367,13 +387,13 @@ HALF = '{"name": "f", "arguments": {"a": "\\ud83d"}}'
 def test_half_of_a_character_is_no_call(text: ModelText, half: str) -> None:
     """JSON can spell it, and no answer can hold it."""
     said = f"<tool_call>{half}</tool_call>"
-    assert parse_calls(said, text.template).content == said
+    assert parse_calls(said, text.tool_template.source).content == said
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_what_json_has_no_number_for_is_no_call(text: ModelText, number: str) -> None:
     said = f'<tool_call>{{"name": "pay", "arguments": {{"dollars": [{number}]}}}}</tool_call>'
-    assert parse_calls(said, text.template).content == said
+    assert parse_calls(said, text.tool_template.source).content == said
 
 
 def test_half_of_a_character_has_no_tokens(text: ModelText) -> None:

@@ -28,7 +28,8 @@ MISTRAL = (
 #: As GLM-4.5's: what ends a turn is the mark of who speaks next.
 GLM = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}"
-    "<|observation|>\n{{ m.content }}{% else %}<|assistant|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "<|observation|>\n{{ m.content }}{% else %}<|assistant|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ (c.function or c).name }}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}<tool_call>\n"
@@ -50,6 +51,8 @@ TALK = [
     {"role": "user", "content": "Thanks"},
     {"role": "assistant", "content": "Goodbye, my friend."},
 ]
+CALL_OF_ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 #: Each with what ends a turn of its assistant.
 TEMPLATES = [
     pytest.param(CHATML, "<|im_end|>", id="chatml"),
@@ -94,6 +97,36 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: 
     [pair] = pairs([{"prompt": TALK[:3], "chosen": "Goodbye, my friend.", "rejected": "8."}], known)
     weighed = pair.chosen.loss_fn_inputs["weights"].to_numpy()
     assert weighed.argmax() == len(renderer.render_ids(TALK[:3], add_generation_prompt=True)) - 1
+
+
+@pytest.mark.parametrize(
+    ("talk", "tools", "says"),
+    [
+        ([*TALK[:1]], [ADD], r"^tools: the chat template .* has no place for them"),
+        (
+            [*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [CALL_OF_ADD]}],
+            None,
+            r"messages\[1\]: .* tool_calls",
+        ),
+        (
+            [{"role": "system", "content": "Be brief."}, *TALK[:2]],
+            None,
+            r"messages\[0\]: .* the role 'system'; say it as",
+        ),
+        ([*TALK[:2], {"role": "tool", "content": "eight"}, TALK[3]], None, r"messages\[2\]: .* the role 'tool'"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(talk: Any, tools: Any, says: str) -> None:
+    """A call that is left out would be trained as an answer of nothing; tools, as if nobody had shown them."""
+    known = made("first", MISTRAL.replace("{% else %}", "{% elif m.role == 'assistant' %}"))
+    with pytest.raises(ValueError, match=says):
+        TemplateRenderer(known).render_ids(talk, tools=tools)
+    shown = made("first", QWEN2_5 + "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}")
+    assert TemplateRenderer(shown).render_ids(talk, tools=tools) == known_ids(shown, talk, tools)
+
+
+def known_ids(known: Any, talk: Any, tools: Any) -> Any:
+    return known.encode(known.apply_chat_template(talk, tools=tools, tokenize=False), add_special_tokens=False)
 
 
 def test_an_answer_that_would_grow_together_with_its_prompt_is_still_behind_it() -> None:
@@ -205,7 +238,8 @@ BEGUN = (
     "<|observation|>\n{{ m.content }}{% else %}<|assistant|>"
     "{% set c, r = m.content, m.reasoning_content or '' %}{% if '</think>' in c %}"
     "{% set c, r = c.split('</think>')[-1].lstrip(), c.split('</think>')[0].split('<think>')[-1].strip() %}{% endif %}"
-    "WRITTEN{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>PROMPT{% endif %}"
+    "WRITTEN{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>PROMPT{% endif %}"
 )
 THINKING = [
     pytest.param("<think>\n", "{{ c }}</s>", "<think>\n{}\n</think>\n\n8</s>", id="deepseek-r1, qwq"),

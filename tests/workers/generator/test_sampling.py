@@ -19,7 +19,10 @@ def parts(draws: list[Draw]) -> tuple[list[int], list[float]]:
 
 def kept(top_k: int, top_p: float) -> dict[int, float]:
     logprobs_CK, ids_CK = truncate(
-        LOGITS[None], torch.tensor([top_k if top_k > 0 else 5]), torch.tensor([top_p], dtype=torch.float64)
+        LOGITS[None],
+        LOGITS[None],
+        torch.tensor([top_k if top_k > 0 else 5]),
+        torch.tensor([top_p], dtype=torch.float64),
     )
     cells = zip(ids_CK[0].tolist(), logprobs_CK[0].exp().tolist(), strict=True)
     return {token: prob for token, prob in cells if prob > 0}
@@ -48,7 +51,8 @@ def test_truncate_keeps(top_k: int, top_p: float, tokens: set[int]) -> None:
 @pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.5 + 1e-9, 3)])
 def test_top_p_at_an_exact_tie_keeps_the_smallest_prefix(top_p: float, count: int) -> None:
     """Four tokens of one quarter each: two reach one half, and a third would be beyond it. Equals rank by id."""
-    logprobs_CK, ids_CK = truncate(torch.zeros(1, 4), torch.tensor([4]), torch.tensor([top_p], dtype=torch.float64))
+    equals = torch.zeros(1, 4)
+    logprobs_CK, ids_CK = truncate(equals, equals, torch.tensor([4]), torch.tensor([top_p], dtype=torch.float64))
     assert ids_CK.tolist() == [[0, 1, 2, 3]]
     assert (logprobs_CK == 0).tolist() == [[index < count for index in range(4)]]
     rows = SamplingRows.of([SamplingParams(top_p=top_p)] * 101, 4, torch.device("cpu"))
@@ -62,8 +66,20 @@ def test_top_p_of_equal_tokens_keeps_as_many_as_reach_it(size: int) -> None:
     counts = sorted({1, size // 3, size // 2, size - 1})
     equals = torch.log_softmax(torch.zeros(len(counts), size), dim=-1)
     top_p = torch.tensor([count / size for count in counts], dtype=torch.float64)
-    logprobs_CK, _ = truncate(equals, torch.full((len(counts),), size), top_p)
+    logprobs_CK, _ = truncate(equals, equals, torch.full((len(counts),), size), top_p)
     assert torch.isfinite(logprobs_CK).sum(dim=1).tolist() == counts
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1e6])
+def test_neighbours_that_round_to_one_logprob_rank_by_their_logits(temperature: float) -> None:
+    """With top_k 1 the greedy token is drawn, and it is the first of the likeliest."""
+    logits = torch.zeros(3, 32_000)
+    logits[:, 5], logits[:, 900] = 0.01, math.nextafter(0.01, 1) + 1e-9
+    assert len(torch.log_softmax(logits[0], -1)[[5, 900]].unique()) == 1 < len(logits[0, [5, 900]].unique())
+    asked = [{"temperature": 0}, {"temperature": temperature, "top_k": 1}, {"temperature": temperature, "top_p": 1e-9}]
+    rows = SamplingRows.of([SamplingParams(**each) for each in asked], 32_000, torch.device("cpu"), [2, 2, 2])
+    draws = sample(logits, rows, [0.5, 0.5, 0.5])
+    assert [(drawn.token, drawn.top[0] if drawn.top else []) for drawn in draws] == [(900, [900, 5])] * 3
 
 
 def test_draw_inverts_the_cumulative_distribution() -> None:

@@ -132,13 +132,14 @@ def chosen(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> 
     if len(rows.free):
         tokens_R[rows.free] = _draw_one(_rows(logprobs_RV, rows.free), uniform_R[rows.free])
     if len(rows.cut):
-        logprobs_CK, ids_CK = truncate(_rows(logprobs_RV, rows.cut), rows.top_k_C, rows.top_p_C, rows.most)
+        own = _rows(logits_RV, rows.cut), _rows(logprobs_RV, rows.cut)
+        logprobs_CK, ids_CK = truncate(*own, rows.top_k_C, rows.top_p_C, rows.most)
         drawn_C = _draw_one(logprobs_CK, uniform_R[rows.cut])
         tokens_R[rows.cut] = ids_CK.gather(1, drawn_C[:, None])[:, 0]
     parts = [tokens_R, logprobs_RV.gather(1, tokens_R[:, None])[:, 0]]
     if len(rows.asking):
-        best = _rows(logprobs_RV, rows.asking).topk(max(rows.tops), dim=-1)
-        parts += [best.indices.flatten(), best.values.flatten()]
+        best_AK = _rows(logits_RV, rows.asking).topk(max(rows.tops), dim=-1).indices
+        parts += [best_AK.flatten(), _rows(logprobs_RV, rows.asking).gather(1, best_AK).flatten()]
     return torch.cat([part.double() for part in parts])
 
 
@@ -165,16 +166,19 @@ def draw(logprobs_RV: Tensor, uniform_RN: Tensor) -> Tensor:
     return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # only for rows with NaN, which the caller drops
 
 
-def truncate(logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+def truncate(
+    logits_CV: Tensor, logprobs_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, most: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The candidates of each row, most probable first: (logprobs_CK with -inf for what is cut, token ids_CK).
 
     Top-k keeps the k most probable tokens; top-p then keeps the smallest prefix of them whose renormalised
-    probability reaches p. The most probable token always stays. Equally probable tokens rank by id. `most`: the
-    largest k, where the caller knows it and need not ask the device.
+    probability reaches p. The most probable token always stays. Equally probable tokens rank by id. They are ranked by
+    their logits, as a greedy row is: logprobs are larger numbers, and round neighbours to one. `most`: the largest k,
+    where the caller knows it and need not ask the device.
     """
-    sorted_CV, ids_CV = torch.sort(logprobs_CV, dim=-1, descending=True, stable=True)
     width = max(1, int(top_k_C.max()) if most is None else most)
-    sorted_CK, ids_CK = sorted_CV[:, :width].clone(), ids_CV[:, :width]
+    ids_CK = torch.sort(logits_CV, dim=-1, descending=True, stable=True).indices[:, :width]
+    sorted_CK = logprobs_CV.gather(1, ids_CK)
     rank_K = torch.arange(width, device=logprobs_CV.device)
     sorted_CK.masked_fill_(rank_K[None] >= top_k_C[:, None], -torch.inf)
     reached_CK = sorted_CK.double().exp().cumsum(-1)

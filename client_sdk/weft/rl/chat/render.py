@@ -86,7 +86,28 @@ class TemplateRenderer:
             tokenize=False,
             **self._options,
         )
+        self._check_shown(given, tools, str(made))
         return str(made)
+
+    def _check_shown(self, messages: Sequence[Message], tools: Sequence[Tool] | None, made: str) -> None:
+        """Raises ValueError for what the template has left out of `made`, as templates do without a word."""
+        others = {place: each for place, each in enumerate(messages) if each["role"] not in ("user", "assistant")}
+        calls = [place for place, each in enumerate(messages) if each.get("tool_calls")]
+        if not (tools or others or calls):
+            return
+        source, nowhere = self._source(tools), "the chat template of this model has no place for"
+        if tools and "tools" not in source:
+            raise ValueError(f"tools: {nowhere} them; tell of them in a message, or take a model that has one")
+        if calls and "tool_calls" not in source:
+            raise ValueError(f"messages[{calls[0]}]: {nowhere} tool_calls; write the call as its content")
+        for place, message in others.items():
+            if message["role"] not in source and message["content"].strip() not in made:
+                raise ValueError(f"messages[{place}]: {nowhere} the role {message['role']!r}; say it as the user")
+
+    def _source(self, tools: Sequence[Tool] | None) -> str:
+        """Of the template, of which a model may have one of its own for tools."""
+        own = self._options.get("chat_template")
+        return str(self.tokenizer.get_chat_template(own, tools=list(tools) if tools else None))
 
     @cached_property
     def _begins_thought(self) -> bool:
