@@ -103,7 +103,7 @@ class Waited:
         outcome = await self.ended()
         if len(outcome.payload) <= LARGE_BYTES:
             return result_of(outcome, self.request_id)
-        return await self.service.long_reads.run(self.who.org_id, partial(result_of, outcome, self.request_id))
+        return await self.service.work(len(outcome.payload), partial(result_of, outcome, self.request_id))
 
     async def drawn(
         self, timeout_s: float | None = None, until: asyncio.Future[None] | None = None

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.sample_codec import SampleResult
 from weft.wire.turns import Turn
@@ -284,7 +284,8 @@ async def _new(
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
     try:
         limits = service.limits.model_copy(update={"max_stop_sequences": None})  # `_check_stops` has counted
-        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority, limits)
+        check = partial(checked_sample, service, body, sampler, seq, priority, limits)
+        new = await service.threads.run(who.org_id, check)
     except Invalid as error:
         raise _in_their_words(error, likeliest) from None
     return new, lane is not None

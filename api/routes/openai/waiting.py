@@ -16,7 +16,6 @@ from weft.wire.binary.sample_codec import SampleResult
 
 from api.http.headers import Large
 from api.routes.openai.asking import Asked, of_prompt_at
-from api.routes.openai.text import in_turn
 from scheduler.links.messages import DrawnTokens
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ async def answer(asked: Sequence[Asked], write: Callable[[list[SampleResult]], d
 
         async def written() -> bytes:
             await held.enter_async_context(service.large_answers.room(org_id, size_bytes))
-            return await in_turn(org_id, lambda: orjson.dumps(write(found)))
+            return await service.work(size_bytes, lambda: orjson.dumps(write(found)))
 
         body = await _unless_gone(asked[0].request, written())
         return Large(body, "application/json", held.pop_all())

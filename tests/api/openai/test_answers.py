@@ -224,7 +224,11 @@ def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytes
 
     async def go() -> None:
         bodies = LargeBodies(100_000, wait_s=30, what="results")
-        service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies)
+
+        async def work(_size_bytes: int, work: Callable[[], bytes]) -> bytes:
+            return await asyncio.to_thread(work)
+
+        service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies, work=work)
 
         left = asyncio.Event()
 
