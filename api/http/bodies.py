@@ -149,6 +149,8 @@ async def _receive(request: Request, limit: int) -> bytes:
     cut off while it sends would see a broken connection and retry instead of reading why."""
     declared = header(request.scope, b"content-length") or "0"
     too_large = not declared.isdecimal() or int(declared) > limit
+    if too_large and (header(request.scope, b"expect") or "").lower() == "100-continue":
+        raise _too_large(limit)  # its client sends nothing before it is told to
     parts: list[bytes] = []
     begins, size, more = b"", 0, True
     while more:  # `Request.stream` has the event loop keep account of a generator for each body
