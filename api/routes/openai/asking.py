@@ -55,8 +55,7 @@ STOP_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Asked:
-    """An accepted sample. `keep`: it is finished although its client leaves. Its answer has `told` log-probabilities
-    of each token that is drawn, and `told_of_prompt` of each of the prompt."""
+    """An accepted sample. `keep`: it is finished although its client leaves."""
 
     service: Service
     who: Principal
@@ -68,8 +67,6 @@ class Asked:
     session: str | None
     turn: ComingTurn | None
     keep: bool
-    told: int = 0
-    told_of_prompt: int = 0
 
     @property
     def waited(self) -> Waited:
@@ -92,7 +89,8 @@ class Asked:
             if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
                 break
         try:
-            await self.record(await Waited(self.service, self.who, self.request_id).result())
+            if self.session is not None:
+                await self.record(await Waited(self.service, self.who, self.request_id).result())
         finally:
             _free(self.service, [self.turn])
 
@@ -177,7 +175,7 @@ async def ask(
         _free(service, turns)
         raise
     asked = [
-        Asked(service, who, request, target, list(prompt), params, found, session, turn, bool(key), told, of_prompt)
+        Asked(service, who, request, target, list(prompt), params, found, session, turn, bool(key))
         for prompt, found, turn in zip(prompts, accepted, turns, strict=True)
         if isinstance(found, str)
     ]
