@@ -76,10 +76,27 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
     "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
+    "client_sdk/weft/rl/loops/checkpoint.py": ("--noconftest", "tests/client_sdk/rl/test_checkpoints.py"),
+    "client_sdk/weft/rl/loops/dpo.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_dpo.py", "tests/client_sdk/rl/test_render.py"),
+    ),
+    "client_sdk/weft/rl/loops/evaluate.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_evaluate.py", "tests/client_sdk/rl/test_rollouts.py"),
+        *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
+        *("--deselect", "tests/client_sdk/rl/test_evaluate.py::test_tasks_wait_for_a_place"),
+    ),
     "client_sdk/weft/rl/loops/failures.py": ("--noconftest", "tests/client_sdk/rl/test_failures.py"),
     "client_sdk/weft/rl/loops/mixture.py": ("--noconftest", "tests/client_sdk/rl/test_mixture.py"),
     "client_sdk/weft/rl/loops/rate.py": (
         *("--noconftest", "tests/client_sdk/rl/test_rate.py", "tests/client_sdk/rl/test_checks.py"),
+    ),
+    "client_sdk/weft/rl/loops/sinks.py": ("--noconftest", "tests/client_sdk/rl/test_sinks.py"),
+    "client_sdk/weft/rl/losses/loss.py": (
+        *("--noconftest", "tests/workers/trainer/test_rl_losses.py", "tests/client_sdk/rl/test_rollout.py"),
+        *("tests/client_sdk/rl/test_batch.py", "tests/client_sdk/rl/test_checks.py"),
+    ),
+    "client_sdk/weft/rl/losses/traced.py": (
+        *("--noconftest", "tests/workers/trainer/test_rl_losses.py", "tests/client_sdk/rl/test_checks.py"),
     ),
     "scheduler/journal/accepting/acceptance.py": (
         *("tests/scheduler/journal/accepting/test_acceptance.py", "tests/scheduler/journal/test_small_bodies.py"),

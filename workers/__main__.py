@@ -20,6 +20,7 @@ from workers.leave import leave
 from workers.nursery import NURSERY, Nursery
 
 ROLES = ("trainer", "generator")
+OF_ANOTHER_VERSION = "the server is of another version than its files, which were replaced while it ran: start it anew"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def work(role: str, link_fd: int) -> int:
     """What a worker of that role does, to its exit code."""
+    from scheduler.links.messages import FORM
     from scheduler.links.sockets import WorkerLink
     from store import tracing
     from workers.model.base.files import leave_files
@@ -51,6 +53,9 @@ def work(role: str, link_fd: int) -> int:
         config = link.recv()
     except EOFError:
         return 0
+    if config.basics.form != FORM:
+        print(OF_ANOTHER_VERSION, file=sys.stderr)
+        return 1
     say_as(config.basics)
     code: int = importlib.import_module(f"workers.{role}.process").main(config, link)
     tracing.stop()

@@ -202,5 +202,6 @@ async def submit_json(
 
     future, refused = await submit(service, who, address, kind, body, examine, at_once=at_once and small)
     if refused is not None:
+        await service.journal.tell_failure(who.org_id, future.request_id)
         raise refused
     return future

@@ -36,6 +36,7 @@ from scheduler.journal.ending.completions import Completion, FeedKey
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
+from scheduler.journal.ending.tellings import telling
 from scheduler.journal.rows import from_row, pack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.samples.sampling import item_of, message_of, undrawn
@@ -369,6 +370,11 @@ class SharedJournal:
     async def _cancel(self, op: Operation) -> None:
         if await self._cancels.withdraw(op.id):
             await self.end(op, undrawn(op))
+
+    async def tell_failure(self, org_id: str, request_id: str) -> None:
+        told = await self.run(telling, self._database, org_id, request_id)
+        if told is not None:
+            await self._accepted.put(Accepted(told=told))
 
     def close_run(self, run_id: str) -> None:
         self._storing.in_background(self._accepted.put(Accepted(closed_run=run_id)))

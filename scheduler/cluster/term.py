@@ -179,6 +179,9 @@ class Term:
 
     async def _hear(self) -> None:
         notes: list[Accepted] = await self._run(self._shared.broadcasts.next_accepted, 1.0)
+        for note in notes:  # first: the step that follows it may be among what was accepted
+            if note.told is not None:
+                self.journal.training.told(note.told)
         await self._take_in([note.op_id for note in notes if note.op_id and not self.journal.hear(note.packed)])
         for note in notes:
             if note.closed_run:

@@ -46,6 +46,10 @@ class OperationJournal(Protocol):
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
         """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
 
+    async def tell_failure(self, org_id: str, request_id: str) -> None:
+        """Before a client is told that an operation has failed. What it sends of its run afterwards, and waits for
+        nothing before, shows that it goes on knowing that (`scheduler.order.gradients`)."""
+
     async def cancel(self, org_id: str, request_id: str) -> bool:
         """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
 

@@ -27,6 +27,7 @@ from scheduler.journal.ending.completions import CLIENT_STRIDE, Completion, Feed
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
 from scheduler.journal.ending.recording import DatabaseRecorder
+from scheduler.journal.ending.tellings import telling
 from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
@@ -267,6 +268,11 @@ class Journal:
         await self._storing.stop(within_s)
 
     # ---- what the front asks for
+
+    async def tell_failure(self, org_id: str, request_id: str) -> None:
+        told = await anyio.to_thread.run_sync(telling, self._database, org_id, request_id)
+        if told is not None:
+            self.training.told(told)
 
     def close_run(self, run_id: str) -> None:
         self.training.close_run(run_id)

@@ -18,8 +18,8 @@ from scheduler.journal.journal import Journal
 from scheduler.journal.rows import from_row, plan_of
 from scheduler.journal.samples.versions import policy_of
 from scheduler.journal.training import Training
-from scheduler.links.messages import MUTATING, OpKind, PolicyMoved, RunSpec, Snapshot
-from scheduler.order.lanes import RunLane, uses_gradients
+from scheduler.links.messages import MUTATING, NEVER_CAME, OpKind, PolicyMoved, RunSpec, Snapshot
+from scheduler.order.lanes import RunLane, came_at, uses_gradients
 from scheduler.order.operations import INTERACTIVE, SAMPLE, Operation
 from scheduler.order.plans import Create
 from store import tables
@@ -94,9 +94,12 @@ def _note(lane: RunLane, row: tables.Operation) -> None:
     if row.state == "queued":
         return
     if row.kind == OpKind.FORWARD_BACKWARD:
-        lane.gradients.came(row.seq, row.accepted_at)
+        lane.gradients.came(row.seq, came_at(plan_of(row)) or row.accepted_at)
     if row.error is not None:
-        lane.failed(row.seq, row.kind, row.error, row.finished_at or row.accepted_at)
+        lane.failed(row.seq, row.kind, row.error)
+    known_at = row.finished_at if row.error is None or row.kind == NEVER_CAME else row.fetched_at
+    if known_at is not None:
+        lane.gradients.over(row.seq, known_at)
     if uses_gradients(row.kind, row.error):
         lane.gradients.used(row.seq)
 

@@ -20,9 +20,11 @@ from scheduler.journal.setbacks import Setbacks
 from scheduler.journal.storing import Storing
 from scheduler.links.messages import (
     MUTATING,
+    NEVER_CAME,
     SAVES,
     Done,
     Failure,
+    FailureTold,
     OpKind,
     PolicyMoved,
     Snapshot,
@@ -113,9 +115,17 @@ class Training:
         lane = self.runs.get(op.lane)
         if lane is not None:
             if why is not None:
-                lane.failed(op.seq, op.kind, why, op.accepted_at)
+                lane.failed(op.seq, op.kind, why)
+            if op.kind == NEVER_CAME:
+                lane.gradients.over(op.seq, op.accepted_at)  # its client never had an answer
             self.queue_units(lane, lane.refuse(op.seq))
             self.wake_soon()
+
+    def told(self, failure: FailureTold) -> None:
+        """Its client knows of it from now on."""
+        lane = self.runs.get(failure.run_id)
+        if lane is not None:
+            lane.gradients.over(failure.seq, failure.at)
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None:
         sizes = self.sizes(lane.spec) if units else None
@@ -176,7 +186,7 @@ class Training:
         op.settling, now = True, datetime.now(UTC)
         op.timings.done(now)
         if done.failure is not None and (lane := self.runs.get(op.lane)) is not None:
-            lane.failed(op.seq, op.kind, done.failure.message, now)
+            lane.failed(op.seq, op.kind, done.failure.message)
         saves = op.kind in SAVES
         before = self._last_save.get(op.lane) if saves else None
         settling = self._settle(op, done) if before is None else self._settle_after(before, op, done)

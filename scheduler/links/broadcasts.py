@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 import redis
 
-from scheduler.links.messages import Cancel, Drawn, PolicyMoved
+from scheduler.links.messages import Cancel, Drawn, FailureTold, PolicyMoved
 from scheduler.links.redis_clients import blocking, pooled, pop_all
 from scheduler.links.redis_queue import reaching
 
@@ -82,11 +82,12 @@ class ToWorker(msgspec.Struct, frozen=True):
 
 class Accepted(msgspec.Struct, frozen=True):
     """For the leader: this operation is queued, as `packed` says (`scheduler.journal.rows.pack`). Without that, and for
-    `closed_run`: look at it in the database."""
+    `closed_run`: look at it in the database. Or a client knows of a failure."""
 
     op_id: str = ""
     closed_run: str = ""
     packed: bytes = b""
+    told: FailureTold | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode

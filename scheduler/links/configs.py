@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from scheduler.links.messages import FORM
+
 
 class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`
@@ -17,7 +19,7 @@ class Basics(msgspec.Struct, frozen=True):
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
     other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
     to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2, ...) is who it is in
-    the log, which has this form and level (`store.logs`)."""
+    the log, which has this form and level (`store.logs`). `form` is of the server's messages."""
 
     data_dir: str
     models: dict[str, str]
@@ -32,6 +34,7 @@ class Basics(msgspec.Struct, frozen=True):
     role: str = ""
     log_format: str = "text"
     log_level: str = "info"
+    form: str = FORM
 
 
 class TrainerBounds(msgspec.Struct, frozen=True):

@@ -12,6 +12,9 @@ msgpack; the embedded link frames it on a socket pair, the production link carri
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+from datetime import datetime
 from enum import StrEnum
 
 import msgspec
@@ -46,6 +49,14 @@ NEVER_CAME = "never_came"
 #: Operations on which a step counts: behind one that has failed it is not taken (`scheduler.order.gradients`). What
 #: never came may have been one of them.
 STEPS_COUNT_ON = frozenset({OpKind.FORWARD_BACKWARD, OpKind.LOAD_STATE, NEVER_CAME})
+
+
+class FailureTold(msgspec.Struct, frozen=True):
+    """A client was told `at` that time that operation `seq` of a run has failed."""
+
+    run_id: str
+    seq: int
+    at: datetime
 
 
 class RunSpec(msgspec.Struct, frozen=True):
@@ -320,3 +331,16 @@ ToTrainer = Pass | Drain
 FromTrainer = PullPass | InLoss | Done | Snapshot | SetAside | HandedOver | Leaving | PassOver
 ToGenerator = SampleWork | Cancel | PolicyMoved | Drain
 FromGenerator = PullSamples | Done | Drawn | Declined | Occupancy
+
+
+def form_of(structs: Iterable[type[msgspec.Struct]], kinds: Iterable[str]) -> str:
+    """What is another as soon as a message, or a field of one, is."""
+    fields = sorted((struct.__name__, tuple(struct.__annotations__.items())) for struct in structs)
+    return hashlib.sha256(repr([fields, *kinds]).encode()).hexdigest()[:12]
+
+
+#: Of all of the above. A process of another version would leave out what it does not know: over Redis, where it could
+#: come, those of one form alone find each other.
+FORM = form_of(
+    (each for each in list(globals().values()) if isinstance(each, type) and issubclass(each, msgspec.Struct)), OpKind
+)

@@ -25,6 +25,7 @@ from scheduler.links.contract import (
     QueueUnreachable,
     weights_of,
 )
+from scheduler.links.messages import FORM
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, entries_of, pooled
 from scheduler.links.redis_library import Library
 
@@ -35,6 +36,7 @@ local HEAD_START, REMEMBERED = {HEAD_START}, {REMEMBERED}
 """
 _SOURCE = _CONSTANTS + "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _GROUP = "settle"
+SAMPLES = f"samples2:{FORM}"
 #: Answers that one call hands to a consumer.
 BATCH = 128
 #: Calls that travel together at most: Redis does nothing else meanwhile, for some milliseconds.
@@ -62,10 +64,11 @@ def reaching() -> Iterator[None]:
 
 
 class RedisQueue:
-    """`name` separates queues in one Redis; its number is of the form of what lies there, which no other form may read.
+    """`name` separates queues in one Redis; that of samples is of the form of what lies there, which no other form may
+    read: its number of the queue's own, behind it that of messages.
     `clock` is of the server unless a test brings its own (seconds)."""
 
-    def __init__(self, url: str, name: str = "samples2", clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, url: str, name: str = SAMPLES, clock: Callable[[], float] | None = None) -> None:
         self._prefix = f"{{weft:{name}}}:"
         self._redis = pooled(url)
         self._reader = blocking(url)

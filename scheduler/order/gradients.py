@@ -4,13 +4,15 @@ weights of a load_state which has.
 A client submits forward_backward and optim_step before it waits for either. When the first fails the second is on its
 way: taken all the same it would move the weights by momentum alone, or by part of a batch. So the step fails instead,
 once, and the run stays as it was. Who goes on knowing of the failure means to: our client says of what it has told its
-user; of one that says nothing a forward_backward that came after the failure shows it.
+user; of one that says nothing a forward_backward shows it that came when its client had been told of the failure, and
+waited for nothing before it. Microbatches that are sent one behind the other show nothing, although a client may ask
+for the first one's outcome, and hear of it, while it sends the third.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 
 @dataclass(frozen=True)
@@ -22,41 +24,52 @@ class Lacking:
     knows: int = 0
 
 
+NEVER = datetime.max.replace(tzinfo=UTC)
+
+
 class Gradients:
-    """Of one run, since its last step that was taken, or was told what it lacks."""
+    """Of one run, since its last step that was taken, or was told what it lacks. All operations by their numbers."""
 
     def __init__(self) -> None:
-        self._came: dict[int, datetime] = {}  # forward_backwards by number, and when they were accepted
-        self._failed: dict[int, tuple[str, datetime]] = {}  # what to say, and when
+        self._came: dict[int, datetime] = {}  # forward_backwards, and when their requests came
+        self._failed: dict[int, str] = {}  # what to say
+        self._over: dict[int, datetime] = {}  # when their client could know of it
 
     @property
     def any_failed(self) -> bool:
         return bool(self._failed)
 
-    def came(self, seq: int, accepted_at: datetime) -> None:
-        self._came[seq] = accepted_at
+    def came(self, seq: int, at: datetime) -> None:
+        self._came[seq] = at
 
-    def failed(self, seq: int, says: str, at: datetime) -> None:
+    def failed(self, seq: int, says: str) -> None:
         """`says` is what a step is told that counts on it."""
-        self._failed.setdefault(seq, (says, at))
+        self._failed.setdefault(seq, says)
+
+    def over(self, seq: int, at: datetime) -> None:
+        """It has ended well, or has failed and its client is told so."""
+        self._over.setdefault(seq, at)
 
     def used(self, seq: int) -> None:
         """Operation `seq` has used them, told its client that some are missing, or put others in their place."""
         self._came = {other: at for other, at in self._came.items() if other > seq}
-        self._failed = {other: told for other, told in self._failed.items() if other > seq}
+        self._failed = {other: says for other, says in self._failed.items() if other > seq}
+        self._over = {other: at for other, at in self._over.items() if other > seq}
 
     def lacking(self, seq: int, since: int, heard_of: int | None) -> Lacking:
         """Of step `seq`, behind another at `since` that has not ended; `heard_of` is what its client says."""
-        failed = {other: told for other, told in self._failed.items() if since < other < seq}
+        failed = {other: says for other, says in self._failed.items() if since < other < seq}
         if heard_of is not None:
-            unknown = {other: says for other, (says, _) in failed.items() if other > heard_of}
+            unknown = {other: says for other, says in failed.items() if other > heard_of}
             return Lacking(max(unknown.items(), default=(0, "")), heard_of)
         if not failed:
             return Lacking()
         last_failed, came = max(failed), {other: at for other, at in self._came.items() if since < other < seq}
-        last = max(came, default=0)
-        # Parts of one batch are sent with the first of them last: what came before that knew of nothing.
-        known_at = max([at for _, at in failed.values()] + [at for other, at in came.items() if other < last_failed])
-        if last > last_failed and came[last] >= known_at:
-            return Lacking(knows=last_failed)
-        return Lacking((last_failed, failed[last_failed][0]))
+        known_at = max(self._over.get(other, NEVER) for other in {*failed, *came} if other <= last_failed)
+        # In the order in which they came: parts of one batch are sent with the first of them last.
+        for other, at in sorted(came.items(), key=lambda one: one[1]):
+            if other > last_failed:
+                if at >= known_at:
+                    return Lacking(knows=last_failed)
+                known_at = max(known_at, self._over.get(other, NEVER))
+        return Lacking((last_failed, failed[last_failed]))

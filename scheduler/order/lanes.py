@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from operator import itemgetter
 
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from weft.wire.checks.runs import is_not_taken, step_not_taken
 from scheduler.links.messages import MUTATING, STEPS_COUNT_ON, OpKind, RunSpec, Snapshot, TrainOp
 from scheduler.order.gradients import Gradients, Lacking
 from scheduler.order.operations import INTERACTIVE, Operation
-from scheduler.order.plans import Create, ForwardBackward, Load, Slice, Step
+from scheduler.order.plans import Create, ForwardBackward, Load, Plan, Slice, Step
 
 #: What uses the gradients before it, or puts others in their place.
 _USES = (OpKind.OPTIM_STEP, OpKind.LOAD_STATE)
@@ -85,6 +85,11 @@ def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool 
     ]
 
 
+def came_at(plan: Plan) -> datetime | None:
+    """When the request of a forward_backward came."""
+    return plan.came_at if isinstance(plan, ForwardBackward) else None
+
+
 def uses_gradients(kind: str, error: str | None) -> bool:
     """Whether an operation that has ended leaves nothing to the next step (`Gradients.used`)."""
     return kind in _USES and (error is None or is_not_taken(error))
@@ -141,7 +146,7 @@ class RunLane:
         """A new operation. Returns the units that may be queued now, in order."""
         self._parked[op.seq] = op
         if op.kind == OpKind.FORWARD_BACKWARD:
-            self.gradients.came(op.seq, op.accepted_at)
+            self.gradients.came(op.seq, came_at(op.plan) or op.accepted_at)
         return self._advance()
 
     def refuse(self, seq: int) -> list[Unit]:
@@ -184,16 +189,18 @@ class RunLane:
         self._pending.pop(op.id, None)
         if self._parked.get(op.seq) is op:
             del self._parked[op.seq]
+        if ok and op.kind == OpKind.FORWARD_BACKWARD:
+            self.gradients.over(op.seq, datetime.now(UTC))
         if op.outcome is not None and uses_gradients(op.kind, op.outcome.error):
             self.gradients.used(op.seq)
         op.attempts, op.reached, op.alone = 0, 0, False  # as a replay it has yet to show what it does
         if ok and op.kind in MUTATING:
             insort(self._log, op, key=lambda other: other.seq)
 
-    def failed(self, seq: int, kind: str, why: str, at: datetime) -> None:
+    def failed(self, seq: int, kind: str, why: str) -> None:
         """An operation of it has ended badly: a step may count on it."""
         if kind in STEPS_COUNT_ON:
-            self.gradients.failed(seq, step_not_taken(kind, why), at)
+            self.gradients.failed(seq, step_not_taken(kind, why))
 
     def sent(self, unit: Unit) -> TrainOp:
         """What a trainer is sent of it now: to a step belongs whose gradient it would lack."""

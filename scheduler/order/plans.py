@@ -7,6 +7,7 @@ The route that accepts an operation makes its plan; the row of the operation kee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -67,10 +68,12 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """forward and forward_backward: `slices` cover all data of the body, in their order. `sequences` are the sampled
-    sequences that the data say they come from, with their tokens among the targets."""
+    sequences that the data say they come from, with their tokens among the targets. Its request
+    came at `came_at`, before its data did."""
 
     slices: tuple[Slice, ...]
     sequences: dict[str, int] = {}
+    came_at: datetime | None = None
 
 
 class Save(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -115,10 +115,7 @@ class FolderBlobs:
         """The folder is renamed first, so that nobody sees it half deleted."""
         with suppress(FileNotFoundError):
             os.rename(self.path(ref), old := self._temporary())
-            if old.is_dir():
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                old.unlink()
+            _remove(old)
 
     def size_bytes(self, ref: str) -> int:
         path = self.path(ref)
@@ -141,10 +138,7 @@ class FolderBlobs:
             with suppress(FileNotFoundError):
                 if before is not None and left.stat().st_mtime >= before:
                     continue
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
-                else:
-                    left.unlink()
+                _remove(left)
 
     def _temporary(self) -> Path:
         return self._unfinished / secrets.token_hex(8)
@@ -175,6 +169,13 @@ class FolderBlobs:
         if self.durable:
             for folder in changed:
                 _fsync(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
 
 
 def _fsync(path: Path | str) -> None:

@@ -69,14 +69,23 @@ class Room:
         return ""
 
 
+#: Words of SQLite and PostgreSQL, and what people are told. SQLite's of input and output are also of a disk that has
+#: become read-only.
+_DATABASES_SAY = {
+    "read-only": "the server's database takes no writes",
+    "readonly": "the server's database takes no writes",
+    "disk is full": "the server's disk is full",
+    "disk I/O error": "the server's disk does not answer (disk I/O error)",
+}
+_NO_ANSWER = "the server's database does not answer"
+
+
 def what_failed(error: BaseException) -> str:
     """The message for people why something was not stored."""
     if isinstance(error, StoreAway):
         return str(error)
     if not isinstance(error, OSError):
-        if "read-only" in str(error):
-            return "the server's database takes no writes"
-        return "the server's disk is full" if "disk is full" in str(error) else "the server's database does not answer"
+        return next((told for words, told in _DATABASES_SAY.items() if words in str(error)), _NO_ANSWER)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the server's disk is full ({os.strerror(error.errno)})"
     return f"the server's disk does not answer ({os.strerror(error.errno) if error.errno else type(error).__name__})"

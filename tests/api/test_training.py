@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import patch
 
@@ -73,9 +74,14 @@ class TestBatches:
     def test_the_body_is_kept_and_sliced_by_its_own_data(self, world: World) -> None:
         run = world.run()
         sent = batch(run, 1, [datum([1] * 6), datum([2] * 4), datum([3] * 5)])
+        before = datetime.now(UTC)
         op = world.operation(world.train(sent)["request_id"])
         assert (op.kind, op.tokens) == ("forward_backward", 15)
-        assert plan_of(op) == ForwardBackward((Slice(0, 2, 10), Slice(2, 3, 5)))
+        plan = plan_of(op)
+        assert isinstance(plan, ForwardBackward)
+        assert plan == ForwardBackward((Slice(0, 2, 10), Slice(2, 3, 5)), came_at=plan.came_at)
+        assert plan.came_at is not None
+        assert before <= plan.came_at <= op.accepted_at
         kept = decode_train_request(world.service.blobs.get(op.body_ref))
         assert [d.tokens.tolist() for d in kept.data] == [[1] * 6, [2] * 4, [3] * 5]
 
@@ -167,6 +173,8 @@ class TestSteps:
             ({"adam_params": {"learning_rate": "NaN"}}, 422, "adam_params.learning_rate"),
             ({"adam_params": {"beta1": 1.0}}, 422, "adam_params.beta1"),
             ({"adam_params": {"eps": 0}}, 400, "adam_params.eps"),
+            ({"adam_params": {"eps": 1e-24}}, 400, "adam_params.eps"),
+            ({"adam_params": {"grad_clip_norm": -1}}, 422, "adam_params.grad_clip_norm"),
             ({"adam_params": {"learning_rate": 1e30}}, 400, "adam_params.learning_rate: must be at most 1e+18"),
             ({"adam_params": {"weight_decay": 1e30}}, 400, "adam_params.weight_decay: must be at most 1e+18"),
             ({"adam_params": {"lr": 1}}, 422, "adam_params.lr"),

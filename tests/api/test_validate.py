@@ -285,6 +285,13 @@ def test_optimizers() -> None:
         ("dimuon", {"optimizer_params": {"type": "dimuon"}}, "learning_rate"),
         ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "damping": 2}}, "damping"),
         ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1e30}}, "must be at most 1e\\+18"),
+        ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": "Infinity"}}, "learning_rate"),
+        ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "beta1": 1}}, "beta1"),
+        (
+            "dimuon",
+            {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "grad_clip_norm": "NaN"}},
+            "grad_clip",
+        ),
     ],
 )
 def test_steps_of_another_optimizer_are_refused(optimizer: str, given: dict[str, Any], words: str) -> None:

@@ -5,7 +5,7 @@ that its gradient comes out as infinite. And whoever has been told, and goes on,
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -94,17 +94,30 @@ def test_a_step_behind_it_is_not_taken_once(client: Ours, how: str, around: str)
     assert client.steps() == 3
 
 
-@pytest.mark.parametrize("client", [Ours], indirect=True)  # Tinker's says nothing of what it knows
 @pytest.mark.parametrize("how", BAD)
-def test_microbatches_that_were_submitted_with_it_do_not_make_up_for_it(client: Ours, how: str) -> None:
-    before = client.loss()
-    bad = client.backward([datum(client.kind, *BAD[how])])
-    step = (client.backward([good(kind=client.kind)]), client.step())[1]
+@pytest.mark.parametrize(("before", "behind"), [(0, 1), (0, 5), (1, 3)])
+def test_microbatches_that_were_submitted_with_it_do_not_make_up_for_it(
+    client: Ours, how: str, before: int, behind: int
+) -> None:
+    """Nor when their client is told of the failure while it still sends them."""
+    loss = client.loss()
+    data = [good(kind=client.kind)] * before + [datum(client.kind, *BAD[how])] + [good(kind=client.kind)] * behind
+    microbatches, step = [client.backward([one]) for one in data], client.step()
     with pytest.raises(client.missing, match="its gradient is missing"):
         step.result(60)
-    with suppress(client.failed):
-        bad.result(60)
-    assert client.loss() == before
+    for index, microbatch in enumerate(microbatches):
+        with pytest.raises(client.failed) if index == before else nullcontext():
+            microbatch.result(60)
+    assert client.loss() == loss
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_who_waits_for_each_microbatch_may_leave_one_out(client: Ours, how: str) -> None:
+    for one in [good(kind=client.kind), datum(client.kind, *BAD[how]), good(kind=client.kind)]:
+        with suppress(client.failed):
+            client.backward([one]).result(60)
+    client.step().result(60)
+    assert client.steps() == 2
 
 
 @pytest.mark.parametrize("how", BAD)

@@ -13,6 +13,7 @@ import redis
 import weft
 from weft.types import ModelInput, SamplingParams
 
+from scheduler.links.redis_queue import SAMPLES
 from tests.e2e.conftest import BASE_MODEL
 from tests.e2e.production import Production, production_of
 from tests.servers import PostgresServer, redis_server
@@ -62,9 +63,9 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
 
     def held_by(process: Any) -> int:
         """How many samples this generator holds; a name ends with the process and a random word."""
-        names = queue.zrange("{weft:samples2}:w", 0, -1)
+        names = queue.zrange(f"{{weft:{SAMPLES}}}:w", 0, -1)
         return sum(
-            int(queue.scard(f"{{weft:samples2}}:h:{name}")) for name in map(str, names) if f"-{process.pid}-" in name
+            int(queue.scard(f"{{weft:{SAMPLES}}}:h:{name}")) for name in map(str, names) if f"-{process.pid}-" in name
         )
 
     with weft.ServiceClient(base_url=url, api_key=production.key()) as service:
@@ -77,7 +78,7 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
         follows_its_run(run)
 
         production.worker("generator")
-        until(lambda: queue.zcard("{weft:samples2}:w") == 2)
+        until(lambda: queue.zcard(f"{{weft:{SAMPLES}}}:w") == 2)
         long = SamplingParams(max_tokens=200, seed=1, stop=[])
         futures = [sampler.sample(START, 1, long) for _ in range(4) for sampler in (base, snapshot)]
         until(lambda: held_by(vllm))

@@ -129,7 +129,7 @@ class Progress:
         if grad is not None and not _is_finite(grad.flat):
             said = f"the gradient that this operation gives the adapter is not finite; {self.about_weights()}"
             self.fail(said, "user", ran=True)
-        elif grad is not None and self.run.grad is not None and not _is_finite(grad.flat + self.run.grad.flat):
+        elif grad is not None and self._spoils_the_sum(grad):
             said = "with this operation's gradient the sum of all since the last step is beyond float32"
             self.fail(f"{said}: scale weights or advantages down", "user", ran=True)
         if self.failure is not None:
@@ -142,6 +142,11 @@ class Progress:
         if grad is not None:
             self.run.accumulate(self.op.op_id)
         return payload, None
+
+    def _spoils_the_sum(self, grad: Adapter) -> bool:
+        """Of what is repeated it is not asked: it was answered."""
+        before = self.run.grad
+        return before is not None and not self.op.replay and not _is_finite(grad.flat + before.flat)
 
 
 def _is_finite(flat: Tensor) -> bool:
@@ -175,7 +180,7 @@ def begin(
     op: TrainOp, run: RunState, body: bytes, config: DecoderConfig, custom_loss: Callable[[str], UploadedLoss]
 ) -> Progress:
     """Decode and check an operation's body, for a model of this `config`. `custom_loss` finds an uploaded loss by its
-    id.
+    id. What is repeated is not checked: it was accepted, and the rules may be others by now.
 
     Raises BadOperation naming datum and field."""
     try:
@@ -191,6 +196,7 @@ def begin(
         mixture_layers=len(config.mixture_layers),
         experts_per_token=config.experts_per_token,
     )
-    for found in batch_problems(batch, BatchRules(WITH_CUSTOM, model, reads=custom.loss.reads if custom else None)):
+    rules = BatchRules(WITH_CUSTOM, model, reads=custom.loss.reads if custom else None)
+    for found in () if op.replay else batch_problems(batch, rules):
         raise BadOperation(refusal(found))
     return Progress(op, run, batch, custom)

@@ -335,7 +335,8 @@ class Trainer:
             return
         del self.held.open[op.op_id]
         if failure is not None and op.replay:
-            self._aside.setdefault(op.run_id, SetAside(op.run_id, cannot_replay(op, failure), lasting=True))
+            why = cannot_replay(op, failure)
+            self._aside.setdefault(op.run_id, SetAside(op.run_id, why, lasting=not progress.unfit))
         if failure is None and op.kind is OpKind.FORWARD_BACKWARD:
             run.last_seq = op.seq
         if op.run_id not in self._aside or self._aside[op.run_id].kept:
@@ -354,7 +355,7 @@ class Trainer:
                 due.append((op, run, self._body(op)))
             except Exception as error:
                 self._failed(op, error, send)
-        results = step_runs([(run, body) for _, run, body in due], self.held)
+        results = step_runs(due, self.held)
         told = list[msgspec.Struct]()
         for (op, run, _), result in zip(due, results, strict=True):
             if isinstance(result, Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ RECORDED = "stable_reinforce"
 async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
+    came_at = datetime.now(UTC)
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if form == "application/json":
         return await _submit_json(request, service, who, forward_only=False)
@@ -62,7 +64,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     kind = OpKind.FORWARD if message.forward_only else OpKind.FORWARD_BACKWARD
 
     def check(run: tables.Run) -> Checked:
-        return _check(service, message, body, run)
+        return _check(service, message, body, run, came_at)
 
     reads = message.loss_fn == RECORDED
     return await _submit(request, service, who, address, kind, body, check, reads=reads)
@@ -95,11 +97,12 @@ async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> U
 
 async def _submit_json(request: Request, service: Service, who: Principal, forward_only: bool) -> UntypedAPIFuture:
     """The operation of a JSON body, which is kept and executed in its protobuf form."""
+    came_at = datetime.now(UTC)
     raw = await read_body(request)
 
     def check(run: tables.Run) -> Checked:
         body = train_body(raw, forward_only)
-        checked = _check(service, _parse(body), body, run)
+        checked = _check(service, _parse(body), body, run, came_at)
         return checked if checked.body is not None else replace(checked, body=body)
 
     address = await parse(service, raw, Address)
@@ -128,7 +131,9 @@ def _parse(body: bytes) -> pb.ForwardBackwardRequest:
     return parse_protobuf(body, pb.ForwardBackwardRequest)
 
 
-def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run) -> Checked:
+def _check(
+    service: Service, message: pb.ForwardBackwardRequest, body: bytes, run: tables.Run, came_at: datetime
+) -> Checked:
     limits = service.settings.limits
     if len(message.data) > limits.max_data:
         raise Invalid(f"data: {len(message.data)} data, the limit is {limits.max_data} per operation: send several")
@@ -143,7 +148,7 @@ def _check(service: Service, message: pb.ForwardBackwardRequest, body: bytes, ru
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
     lengths = check_batch(batch, service.limits, run.base_model, custom)
     cuts = slices(costs(batch, lengths, custom), service.settings.trainer.slice_tokens)
-    plan = ForwardBackward(tuple(cuts), {} if message.forward_only else named_sequences(batch))
+    plan = ForwardBackward(tuple(cuts), {} if message.forward_only else named_sequences(batch), came_at)
     return Checked(plan, sum(lengths), _completed(body, recorded) if recorded else None)
 
 

@@ -70,6 +70,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
         return _json(TryAgainResponse(request_id=body.request_id, queue_state=state, queue_state_reason=reason), 408)
     if outcome.error is not None:
         category = RequestErrorCategory(outcome.category)
+        await journal.tell_failure(who.org_id, body.request_id)
         return _json(RequestFailedResponse(error=outcome.error, category=category, request_id=body.request_id))
     size = outcome.size_bytes or len(outcome.payload)
     if body.allow_metadata_only and size > service.settings.limits.inline_result_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,11 +82,9 @@ class EmbeddedMachines:
             self.journal.training,
             trainer.pass_tokens,
             trainer.pass_limit_s,
-            loading_s=lambda _model: max(self._loading("trainer").values(), default=None),
+            loading_s=partial(self._loads_for_s, "trainer"),
         )
-        self._generator = SampleDesk(
-            self.journal, len(kinds), lambda _model: max(self._loading("generator").values(), default=None)
-        )
+        self._generator = SampleDesk(self.journal, len(kinds), partial(self._loads_for_s, "generator"))
         models = {name: card.path for name, card in cards.items()}
         self._supervisor = Supervisor(embedded_workers(settings, models), self._attach, nursery)
 
@@ -132,8 +131,11 @@ class EmbeddedMachines:
         return {status.role: status.pid for status in self._supervisor.status() if status.pid is not None}
 
     def _loading(self, role: str) -> dict[str, float]:
-        """Workers here have all models."""
         return {name: age_s for name, age_s in self._supervisor.loading_s().items() if name.startswith(role)}
+
+    def _loads_for_s(self, role: str, _model: str) -> float | None:
+        """Workers here have all models."""
+        return max(self._loading(role).values(), default=None)
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = await ServerLink.over(sock)

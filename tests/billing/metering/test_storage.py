@@ -359,6 +359,15 @@ class TestWeightsThatLoseTheirName:
         end_session(till, "of b", 60)
         assert self.minutes(till) == {("a", "r"): 30, ("b", None): 30}
 
+    def test_by_each_organisation_for_as_long_as_its_own_are_on_them(self, till: Till) -> None:
+        save(till, NOON)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        other_session(till, "b", "weights/c")
+        delete(till, NOON + timedelta(minutes=30))
+        end_session(till, "s", 60)
+        end_session(till, "of b", 90)
+        assert self.minutes(till) == {("a", "r"): 60, ("b", None): 60}
+
     def test_also_where_the_name_is_saved_again(self, till: Till) -> None:
         """The checkpoint goes on under its id, and its end is not theirs."""
         save(till, NOON)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -73,6 +74,14 @@ def test_all_pages_are_read(others: int) -> None:
     assert newest(rows, lambda rows: None) == 7
 
 
+def test_it_is_the_one_with_the_most_steps_and_of_several_the_last() -> None:
+    rows = [saved("mine", 1, 1), saved("mine", 3, 2, told="later"), saved("mine", 3, 3, told="before")]
+    found = asyncio.run(rl.Checkpoints("mine").newest(cast(RestClient, Listing(rows, lambda rows: None))))
+    assert found is not None
+    assert (found[1]["step"], found[1]["told"]) == (3, "later")
+    assert newest(rows[:1], lambda rows: None) == 1
+
+
 def test_what_a_loop_beside_it_has_spent_is_counted() -> None:
     """A second loop under the name has begun where the first was, and was refused: its run is in its first checkpoint
     alone, which is older than that which is gone on with."""
@@ -132,3 +141,30 @@ def test_what_a_loop_that_was_refused_has_paid_elsewhere_is_counted_once() -> No
     assert len(rows) == 4  # it has paid nothing that its usage does not tell
     save(first, 8, rows[1].tinker_path, 30)
     assert known() == (8, {"": 100, "first": 30, "second": 7})
+
+
+def save(run: Run, step: int, began: str | None = None, **more: Any) -> dict[str, Any]:
+    """What lies in the checkpoint."""
+    state = {"step": step, "runs": [run.name], **more}
+    asyncio.run(rl.Checkpoints("mine").save(cast(TrainingClient, run), step, state, began))
+    found = asyncio.run(rl.Checkpoints("mine").newest(cast(RestClient, Listing(run.rows[:1], lambda rows: None))))
+    assert found is not None
+    return found[1]
+
+
+def test_a_checkpoint_tells_of_those_that_expire() -> None:
+    rows = [saved("mine", 2, 1, "first")]
+    assert save(Run("second", rows), 3)["runs"] == ["second", "first"]
+    with pytest.raises(WeftError, match="mine-0 is of step 3, this loop came to step 3"):
+        save(Run("third", rows), 3)
+
+
+def test_of_more_than_a_checkpoint_keeps_the_largest_sources_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    chance = random.Random(0)
+    little, more, most = ([chance.random() for _ in range(count)] for count in (10, 900, 1000))
+    sources = {"little": little, "more": more, "most": most}
+    rollouts = save(Run("first", []), 1, rollouts={"epoch": 4, "sources": sources})["rollouts"]
+    assert rollouts == {"epoch": 4, "sources": {"little": little, "more": more}}
+    assert "a checkpoint keeps 16000: the source 'most' begins anew" in caplog.text
+    with pytest.raises(WeftError, match="bytes, a checkpoint keeps 16000"):
+        save(Run("first", []), 1, advantage=[*more, *most], rollouts={"sources": {"little": little}})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -93,6 +94,15 @@ WRONG: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (rl.losses.intellect3, {"veto": [NAN], "level": ["word"]}),
     (rl.losses.dppo_kl, {"low": [NAN], "high": [NAN], "kl": [-1, NAN]}),
     (rl.losses.mixed, {"rl": [NAN], "ce": [-1], "ref": [NAN]}),
+    (rl.losses.tis, {"cap": [NAN]}),
+    (rl.losses.areal, {"upper": [-1]}),
+    (rl.losses.ppo_clip, {"dual": [-1]}),
+    (rl.losses.clipped_is, {"low": [-1]}),
+    (rl.losses.gspo, {"high": [NAN]}),
+    (rl.losses.ipo, {"width": [-1]}),
+    (rl.losses.ref_kl, {"kl": [NAN]}),
+    (rl.losses.sapo, {"below": [NAN]}),
+    (rl.losses.opsm, {"most": [-1]}),
     (rl.losses.dro, {"beta": [-1, NAN]}),
     (rl.losses.stable_reinforce, {"kl_coeff": [-1, NAN], "no_such": [1]}),
 ]
@@ -103,6 +113,23 @@ CASES = [(make, name, value) for make, wrong in WRONG for name, values in wrong.
 def test_an_argument_that_cannot_be_is_refused_by_its_name(make: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "loss", "told"),
+    [
+        (rl.Async(2), rl.losses.importance_sampling(), True),
+        (rl.Async(1), rl.losses.importance_sampling(), False),
+        (rl.Async(2), rl.losses.dppo_kl(), False),
+        (rl.Async(2), None, False),
+    ],
+)
+def test_a_loss_that_bounds_nothing_is_told_of_where_tokens_are_old(
+    schedule: Any, loss: Any, told: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    with suppress(AttributeError):  # of the run that there is none
+        trained(schedule=schedule, loss=loss, sinks=[])
+    assert sum("bounds no ratio, and tokens may be 2 steps old" in str(each.message) for each in recwarn) == told
 
 
 @pytest.mark.parametrize("bounds", [(1.2, 0.8), (math.nan, 1.2), (0.8, math.nan), (-1, 1.2)])

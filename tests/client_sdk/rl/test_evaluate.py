@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,9 @@ import pytest
 from weft import rl
 from weft.rl.loops.evaluate import Places, places
 from weft.rl.sandboxes.sandbox import Sandbox, SandboxError
+from weft.wire.sampling import SamplingParams
 
+from tests.client_sdk.rl.kit import policy
 from tests.isolation import isolated
 
 POLICY = cast(rl.Policy, SimpleNamespace(sampler=None))
@@ -35,6 +38,35 @@ def test_time_that_a_rollout_has_does_not_run_while_others_are_evaluated() -> No
     evaluation = rl.Evaluation(rl.function(busy, range(500)), size=2)
     assert asyncio.run(rl.evaluate(POLICY, evaluation)) == {"eval/reward": 1.0}
     assert most[0] == 128
+    many = rl.Evaluation(rl.function(busy, range(2)), size=200)  # of one task, more than are under way otherwise
+    assert asyncio.run(asyncio.wait_for(rl.evaluate(POLICY, many), 10)) == {"eval/reward": 1.0}
+
+
+def test_rollouts_are_sampled_as_the_evaluation_says_each_with_random_numbers_of_its_own() -> None:
+    async def answer(task: Any, chat: rl.Chat) -> float:
+        return float((await chat.user(task).sample()).text == "8")
+
+    of, sampler = policy("8", "9")
+    evaluation = rl.Evaluation(rl.function(answer, ["?"]), size=2, sampling=SamplingParams(max_tokens=3), name="sums")
+    assert asyncio.run(rl.evaluate(of, evaluation)) == {"sums/reward": 0.5}
+    assert [params.max_tokens for params in sampler.params] == [3, 3]
+    assert len({params.seed for params in sampler.params}) == 2
+
+
+class Broken:
+    """Somebody's own environment, which fails as a whole, or tells of one rollout too few."""
+
+    tasks = range(2)
+
+    async def group(self, task: Any, chats: Sequence[rl.Chat]) -> list[rl.Reward]:
+        if task:
+            raise KeyError("no such column")
+        return [rl.Reward(1.0)]
+
+
+def test_an_environment_that_fails_as_a_whole_has_failed_rollouts() -> None:
+    found = asyncio.run(rl.evaluate(policy()[0], rl.Evaluation(cast(Any, Broken()), size=2)))
+    assert found == {"eval/reward": 0.0, "eval/failed": 4.0}
 
 
 @isolated

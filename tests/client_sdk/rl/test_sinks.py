@@ -16,8 +16,8 @@ def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:
     """JSON has no NaN and no infinity, and readers other than Python's refuse them."""
     sink = rl.JsonLines(tmp_path / "steps.jsonl")
     sink.log(0, 1, {"reward": 0.5, "ratio": math.inf, "judged": math.nan})
+    [line] = (tmp_path / "steps.jsonl").read_bytes().splitlines()  # while the loop goes on
     sink.close()
-    [line] = (tmp_path / "steps.jsonl").read_bytes().splitlines()
     assert orjson.loads(line) == {"step": 0, "reward": 0.5, "ratio": None, "judged": None}
 
 
@@ -41,11 +41,18 @@ def test_a_sink_is_good_for_the_next_loop_too(tmp_path: Path, monkeypatch: pytes
     sinks: list[Sink] = [rl.JsonLines(tmp_path / "steps.jsonl"), bar]
     for loop in range(2):
         tell(sinks, loop, 4, {"reward": 0.5})
-        assert bar._bar.tasks[0].completed == loop + 1
+        shown = bar._bar
+        assert (shown.live.is_started, shown.tasks[0].completed, shown.tasks[0].total) == (True, loop + 1, 4)
         close(sinks)
+        assert not shown.live.is_started
         close(sinks)
     lines = (tmp_path / "steps.jsonl").read_bytes().splitlines()
     assert [orjson.loads(line)["step"] for line in lines] == [0, 1]
+
+
+def test_without_a_terminal_there_is_a_line_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    rl.Progress().log(1, 4, {"reward": 0.51239, "tokens": 7.0, "loss": 12.0})
+    assert capsys.readouterr() == ("", "step 2/4  reward 0.5124  loss 12\n")
 
 
 class Failing:

@@ -26,6 +26,7 @@ from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Listener, To
 from scheduler.links.contract import LEFT_S, LIVES, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
 from scheduler.links.messages import (
+    FORM,
     Cancel,
     Declined,
     Done,
@@ -38,8 +39,10 @@ from scheduler.links.messages import (
     PullSamples,
     SampleOp,
     SampleWork,
+    TrainOp,
+    form_of,
 )
-from scheduler.links.redis_queue import MOST_CALLS, RedisQueue
+from scheduler.links.redis_queue import MOST_CALLS, SAMPLES, RedisQueue
 from scheduler.links.sample_link import LOOK_EVERY_S, SampleLink
 from scheduler.links.train_link import Joining, LeaderLink, TrainerLink
 from store.blobs.contract import StoreAway
@@ -315,7 +318,7 @@ def test_a_trainer_that_is_killed_is_gone_before_its_lease_is(url: str, blobs: F
                 found.append(message)
                 trainer.kill()
             assert found == [PullPass(["m"])]
-            assert redis.Redis.from_url(url).pttl(f"{{weft:trainers}}:alive:{name}") > 600_000
+            assert redis.Redis.from_url(url).pttl(train_link._key("alive", name)) > 600_000
             leader.close()
         finally:
             trainer.kill()
@@ -335,7 +338,7 @@ def test_a_trainer_that_loses_its_connections_goes_on(
         reading = asyncio.create_task(anext(leader.messages()))
         await asyncio.sleep(1)  # a look or two at the connection
         server.client_kill_filter(_id=own)
-        sign = f"{{weft:trainers}}:alive:{leader.name}"
+        sign = train_link._key("alive", leader.name)
         await asyncio.to_thread(eventually, lambda: server.get(sign) not in (None, str(own).encode()))
         await asyncio.sleep(2)
         assert not reading.done()
@@ -390,6 +393,31 @@ def test_whatever_reply_is_lost_each_message_arrives_once_and_in_order(
         far = f"redis://127.0.0.1:{through.port}/0"
         ends = (far, url) if behind == "trainer" else (url, far)
         with_trainer(ends[0], blobs, partial(scenario, through), of_leader=ends[1])
+
+
+def test_workers_of_another_version_get_nothing_and_say_so(
+    url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would leave out what a message has come to say: not to take a step, say."""
+    joining, newer = Joining(url, "token"), RedisQueue(url)
+    joining.lead(60)
+    push(newer, "s")
+    older = msgspec.defstruct("TrainOp", [("op_id", str), ("run_id", str)])
+    other = form_of([older], [])
+    assert other not in (FORM, form_of([TrainOp], []), form_of([older], ["create"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_link, "LEADER", train_link.LEADER.replace(FORM, other))
+        patch.setattr(train_link, "_PREFIX", train_link._PREFIX.replace(FORM, other))
+        patch.setattr(train_link, "LATE_S", 0.0)
+        with pytest.raises(EOFError, match="before there was a leader"):
+            TrainerLink(url, blobs, iter([False, False, True]).__next__)
+    assert [record.message for record in caplog.records] == [train_link.NO_LEADER]
+    assert joining.next(0.1) is None
+    generators = RedisQueue(url, SAMPLES.replace(FORM, other))
+    assert generators.lease("generator", ["m"], 2, 60) == []
+    assert [lease.id for lease in newer.lease("generator", ["m"], 2, 60)] == ["s"]
+    for end in (joining, newer, generators):
+        end.close()
 
 
 def test_a_trainer_joins_once_though_it_said_so_twice_and_the_leader_missed_it(url: str, blobs: FolderBlobs) -> None:

@@ -624,6 +624,40 @@ def test_a_replica_that_could_not_begin_to_lead_does_not_lead(play: Play, monkey
     play(scenario)
 
 
+def test_who_leads_knows_what_another_replica_told_of_a_failure_and_so_does_the_next(play: Play) -> None:
+    """What it sends afterwards says so; before, it shows nothing."""
+
+    def knows(replica: Replica) -> int:
+        term = replica.leadership.term
+        return term.journal.training.runs[RUN].gradients.lacking(4, 0, None).knows if term else 0
+
+    def there(replica: Replica) -> bool:
+        term = replica.leadership.term
+        return term is not None and RUN in term.journal.training.runs and term.journal.training.runs[RUN].next_seq == 4
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        await two.journal.accept(create(), run_row())
+        refused = NewOperation("org", "s", RUN, 1, "forward_backward", "m", 10, b"bad", refused="too long")
+        bad = await two.journal.accept(refused)
+        await two.journal.accept(train(2))
+        await two.journal.tell_failure("another", bad)
+        await two.journal.tell_failure("org", bad)
+        await two.journal.accept(train(3))
+        await until(lambda: there(one))
+        assert not knows(one)  # the second was sent before, and has not ended
+        one.leadership.term.journal.training.runs[RUN].gradients.over(2, NOW_LONG_AGO)  # type: ignore[union-attr]
+        await until(lambda: knows(one) == 1)
+        await one.leadership.stop(0.1)
+        await two.lead()
+        await until(lambda: there(two))
+        assert not knows(two)
+        two.leadership.term.journal.training.runs[RUN].gradients.over(2, NOW_LONG_AGO)  # type: ignore[union-attr]
+        assert knows(two) == 1
+
+    play(scenario)
+
+
 def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
     play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
@@ -724,8 +758,13 @@ def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
         await until(lambda: one.queue.known([request_id]))
         assert isinstance(await two.result(request_id, 0), Waiting)
         assert not await two.journal.cancel("other", request_id)
-        assert await two.journal.cancel("org", request_id)
+        with two.journal._waiters.on(request_id) as waiting:
+            assert await two.journal.outcome("other", request_id, 0) is None
+            assert await two.journal.cancel("org", request_id)
+            await until(lambda: waiting.told)
+            assert await two.journal.outcome("other", request_id, 0) is None
         outcome = await one.result(request_id)
+        assert await one.journal.outcome("other", request_id, 0) is None
         sequences = decode_sample_response(outcome.payload).sequences
         assert {(sequence.tokens.size, sequence.stop_reason) for sequence in sequences} == {(0, "length")}
         assert not await two.journal.cancel("org", request_id)

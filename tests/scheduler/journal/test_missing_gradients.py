@@ -66,6 +66,8 @@ def test_a_step_knows_what_its_client_was_told(folder: Path, says: bool) -> None
             await service.ask(link, PullPass(["m"]))
             link.send(Done(bad, failure=BAD))
             await outcome(service, bad)
+            if not says:
+                await service.journal.tell_failure("org", bad)
             good = await service.journal.accept(train(2))
             await service.answer(link, await service.ask(link, PullPass(["m"])))
             await outcome(service, good)

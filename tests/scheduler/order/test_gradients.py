@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from scheduler.order.gradients import Gradients, Lacking
 
 
@@ -11,60 +13,85 @@ def at(second: float) -> datetime:
     return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second)
 
 
-def gradients(came: dict[int, float], failed: dict[int, float]) -> Gradients:
-    """forward_backwards by number: when they were accepted, and when those that failed did."""
+def gradients(
+    came: dict[int, float], failed: dict[int, float | None], ended: dict[int, float] | None = None
+) -> Gradients:
+    """forward_backwards by number: when they came; when clients were told of those that failed, and when the others
+    ended."""
     made = Gradients()
     for seq, second in came.items():
         made.came(seq, at(second))
-    for seq, second in failed.items():
-        made.failed(seq, f"{seq} is bad", at(second))
+    for seq in failed:
+        made.failed(seq, f"{seq} is bad")
+    for seq, told in {**failed, **(ended or {})}.items():
+        if told is not None:
+            made.over(seq, at(told))
     return made
+
+
+BAD_1, BAD_2, BAD_3, BAD_5 = ((seq, f"{seq} is bad") for seq in (1, 2, 3, 5))
 
 
 def test_a_step_sent_behind_what_fails_lacks_it() -> None:
     made = gradients({1: 0}, {1: 2})
-    assert made.lacking(2, 0, None) == Lacking((1, "1 is bad"))
+    assert made.lacking(2, 0, None) == Lacking(BAD_1)
     assert made.lacking(1, 0, None) == Lacking()  # what comes later is not its affair
 
 
 def test_any_part_of_a_batch_counts() -> None:
     """Tinker's client sends the first part last; a part may be refused before the others have come."""
-    assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking((2, "2 is bad"))
-    assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking((2, "2 is bad"))
-    assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking((1, "1 is bad"))
-    assert gradients({1: 5}, {2: 0}).lacking(3, 0, None) == Lacking((2, "2 is bad"))
+    assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking(BAD_2)
+    assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking(BAD_2)
+    assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking(BAD_1)
+    assert gradients({1: 5}, {2: 0}).lacking(3, 0, None) == Lacking(BAD_2)
 
 
 def test_the_last_failure_is_told() -> None:
     made = gradients({1: 0, 2: 0}, {1: 3, 2: 2})
-    assert made.lacking(3, 0, None) == Lacking((2, "2 is bad"))
-    assert made.lacking(3, 0, 0) == Lacking((2, "2 is bad"), knows=0)
+    assert made.lacking(3, 0, None) == Lacking(BAD_2)
+    assert made.lacking(3, 0, 0) == Lacking(BAD_2, knows=0)
     assert gradients({1: 0, 2: 0, 3: 4}, {1: 3, 2: 2}).lacking(4, 0, None) == Lacking(knows=2)
 
 
-def test_who_has_sent_another_after_it_failed_knows() -> None:
+def test_who_was_told_of_it_and_has_sent_another_knows() -> None:
     made = gradients({1: 0, 2: 3}, {1: 2})
     assert made.lacking(3, 0, None) == Lacking(knows=1)
+    assert gradients({1: 0, 2: 3}, {1: None}).lacking(3, 0, None) == Lacking(BAD_1)
 
 
 def test_who_has_sent_another_batch_in_parts_knows_whichever_part_came_first() -> None:
     assert gradients({1: 0, 2: 5, 3: 4}, {1: 2}).lacking(4, 0, None) == Lacking(knows=1)
 
 
+@pytest.mark.parametrize("told", [0.5, 1.5, 2.5, 3.5])
+def test_microbatches_sent_one_behind_the_other_show_nothing_although_their_client_is_told_meanwhile(
+    told: float,
+) -> None:
+    assert gradients({2: 1, 3: 2, 4: 3}, {1: told}, {2: 5, 3: 6, 4: 7}).lacking(5, 0, None) == (
+        Lacking(knows=1) if told <= 1 else Lacking(BAD_1)
+    )
+    assert gradients({1: 0, 3: 2, 4: 3}, {2: told}, {1: 4, 3: 6, 4: 7}).lacking(5, 0, None) == Lacking(BAD_2)
+
+
+def test_who_waits_for_each_microbatch_and_leaves_one_out_knows() -> None:
+    assert gradients({1: 0, 3: 4, 4: 6}, {2: 3}, {1: 1, 3: 5, 4: 7}).lacking(5, 0, None) == Lacking(knows=2)
+    assert gradients({1: 0, 3: 4, 4: 6}, {2: 3}, {1: 1}).lacking(5, 0, None) == Lacking(knows=2)
+
+
 def test_what_is_sent_for_the_next_step_says_nothing_of_this_one() -> None:
     """Steps are sent ahead: the batch of the second comes after the first one's has failed, and before it is told."""
-    assert gradients({1: 0, 3: 5}, {1: 2}).lacking(2, 0, None) == Lacking((1, "1 is bad"))
-    assert gradients({1: 5, 3: 0}, {3: 2}).lacking(4, 2, None) == Lacking((3, "3 is bad"))
+    assert gradients({1: 0, 3: 5}, {1: 2}).lacking(2, 0, None) == Lacking(BAD_1)
+    assert gradients({1: 5, 3: 0}, {3: 2}).lacking(4, 2, None) == Lacking(BAD_3)
 
 
-def test_what_came_before_it_failed_does_not_show_that() -> None:
+def test_what_came_before_its_client_was_told_does_not_show_that() -> None:
     made = gradients({1: 0, 2: 1}, {1: 2})
-    assert made.lacking(3, 0, None) == Lacking((1, "1 is bad"))
+    assert made.lacking(3, 0, None) == Lacking(BAD_1)
 
 
 def test_a_client_that_says_what_it_knows_is_believed_in_both_directions() -> None:
     made = gradients({1: 0, 2: 3}, {1: 2})
-    assert made.lacking(3, 0, 0) == Lacking((1, "1 is bad"))
+    assert made.lacking(3, 0, 0) == Lacking(BAD_1)
     assert made.lacking(3, 0, 1) == Lacking(knows=1)
 
 
@@ -72,6 +99,6 @@ def test_each_step_has_its_own() -> None:
     made = gradients({1: 0, 3: 0, 5: 0}, {1: 2, 5: 2})
     assert made.lacking(2, 0, None).of[1]
     assert not made.lacking(4, 2, None).of[1]  # the one at 2 has not ended, and is told of 1
-    assert made.lacking(6, 4, None) == Lacking((5, "5 is bad"))
+    assert made.lacking(6, 4, None) == Lacking(BAD_5)
     made.used(2)
     assert not made.lacking(4, 0, None).of[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -251,8 +251,9 @@ def test_a_failure_is_known_to_who_was_told_and_over_with_other_weights(
     assert uses_gradients(kind, error) == uses
     lane = created()
     lane.arrive(bad := op(1))
-    lane.gradients.failed(1, "bad", datetime.now(UTC))
+    lane.gradients.failed(1, "bad")
     answer(lane, bad, "NaN")
+    lane.gradients.over(1, bad.accepted_at)
     lane.arrive(between := op(2, kind))
     answer(lane, between, error)
     (step,) = lane.arrive(op(3, "optim_step", plan=Step({})))
@@ -262,7 +263,7 @@ def test_a_failure_is_known_to_who_was_told_and_over_with_other_weights(
 def test_a_step_is_told_what_it_lacks_unless_it_is_repeated_or_another_before_it_is_told() -> None:
     lane = created()
     lane.arrive(op(1))
-    lane.gradients.failed(1, "bad", datetime.now(UTC))
+    lane.gradients.failed(1, "bad")
     (first,) = lane.arrive(op(2, "optim_step", plan=Step({}, heard_of=0)))
     (second,) = lane.arrive(op(3, "optim_step", plan=Step({}, heard_of=1)))
     (save,) = lane.arrive(op(4, "save_state"))
@@ -277,13 +278,27 @@ def test_a_step_is_told_what_it_lacks_unless_it_is_repeated_or_another_before_it
     assert lane.sent(third) is third.send
 
 
+@pytest.mark.parametrize(("after_s", "lacks"), [(-1, (1, NOT_TAKEN)), (0, (0, ""))])
+def test_a_batch_whose_request_came_before_its_client_was_told_shows_nothing(
+    after_s: int, lacks: tuple[int, str]
+) -> None:
+    """However long its data took to arrive."""
+    lane, told = created(), datetime.now(UTC)
+    lane.arrive(op(1))
+    lane.failed(1, "forward_backward", "NaN")
+    lane.gradients.over(1, told)
+    lane.arrive(op(2, plan=ForwardBackward((Slice(0, 1, 1),), came_at=told + timedelta(seconds=after_s))))
+    (step,) = lane.arrive(op(3, "optim_step", plan=Step({})))
+    assert lane.sent(step).lacks == lacks
+
+
 def test_a_step_lacks_what_failed_before_it_and_the_next_step_does_not() -> None:
     lane = created()
     lane.arrive(op(1))
     (save,) = lane.arrive(op(2, "save_state"))
     (data,) = lane.arrive(op(3))
-    lane.failed(1, "forward_backward", "NaN", datetime.now(UTC))
-    lane.failed(2, "save_state", "the disk is full", datetime.now(UTC))
+    lane.failed(1, "forward_backward", "NaN")
+    lane.failed(2, "save_state", "the disk is full")
     lane.arrive(op(4, "forward"))  # trains nothing, and so says nothing of what its client knows
     (first,) = lane.arrive(op(5, "optim_step", plan=Step({})))
     (second,) = lane.arrive(op(6, "optim_step", plan=Step({})))

@@ -7,8 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -48,6 +50,21 @@ def test_put_get_replace_delete(any_blobs: Blobs) -> None:
     for call in (blobs.get, blobs.size_bytes, blobs.touch, blobs.check_folder):
         with pytest.raises(FileNotFoundError):
             call("ops/a:1/body")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_was_read_short_is_read_once_more(any_blobs: Blobs, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    any_blobs.put("a", b"12345")
+    source, name = (Path, "read_bytes") if isinstance(any_blobs, FolderBlobs) else (Bucket, "get")
+    whole, short = getattr(source, name), iter(range(times))
+
+    def read(*asked: Any) -> bytes:
+        found: bytes = whole(*asked)
+        return found[:-1] if next(short, None) is not None else found
+
+    monkeypatch.setattr(source, name, read)
+    with pytest.raises(Damaged) if times > 1 else nullcontext():
+        assert any_blobs.get("a") == b"12345"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +125,12 @@ def test_a_new_folder_appears_whole(any_blobs: Blobs) -> None:
     blobs.delete_tree("ckpt/1")
     blobs.delete_tree("ckpt/1")
     assert not blobs.exists("ckpt/1")
+    blobs.put("ckpt/3", b"3")
+    blobs.delete_tree("ckpt/3")
+    assert blobs.listed("ckpt/*").keys() == {"ckpt/2"}
     blobs.delete_tree("ckpt")
     assert blobs.listed("ckpt/*") == {}
+    assert list((blobs.root / ".unfinished").iterdir()) == []
 
 
 def test_a_new_folder_that_fails_leaves_the_old_one(any_blobs: Blobs) -> None:
@@ -145,9 +166,15 @@ def test_what_is_listed_has_its_age(any_blobs: Blobs) -> None:
 
 def test_clear_unfinished_keeps_blobs(blobs: FolderBlobs) -> None:
     blobs.put("a", b"1")
-    (blobs.root / ".unfinished" / "left").write_bytes(b"half")
+    old, young, folder = (blobs.root / ".unfinished" / name for name in ("old", "young", "folder"))
+    young.write_bytes(b"half")
+    old.write_bytes(b"half")
+    folder.mkdir()
+    (folder / "half").write_bytes(b"")
+    for left in (old, folder):
+        os.utime(left, (0, 0))
     blobs.clear_unfinished(time.time() - 3600)
-    assert (blobs.root / ".unfinished" / "left").exists()
+    assert (young.exists(), old.exists(), folder.exists()) == (True, False, False)
     blobs.clear_unfinished()
     blobs.put("b", b"2")
     assert sorted(path.name for path in blobs.root.rglob("*")) == [".unfinished", "a", "b"]

@@ -63,7 +63,9 @@ def test_there_is_room_again_when_the_disk_says_so(
     ("error", "said"),
     [
         (TimeoutError(), "the server's disk does not answer (TimeoutError)"),
-        (RuntimeError("attempt to write a read-only database"), "the server's database takes no writes"),
+        (RuntimeError("cannot execute INSERT in a read-only transaction"), "the server's database takes no writes"),
+        (RuntimeError("attempt to write a readonly database"), "the server's database takes no writes"),
+        (RuntimeError("disk I/O error"), "the server's disk does not answer (disk I/O error)"),
         (RuntimeError("database or disk is full"), "the server's disk is full"),
         (RuntimeError("connection refused"), "the server's database does not answer"),
     ],

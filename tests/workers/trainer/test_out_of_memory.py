@@ -168,6 +168,27 @@ def test_a_run_whose_weights_find_no_memory_waits(
     bench.ok(bench.create("c"))
 
 
+def test_a_trainer_of_less_memory_breaks_no_run(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    history = [bench.create("a"), bench.fb("a", ce_data([31], 1))]
+    bench.ok(*history)
+    before = bench.run("a").grad
+    assert before is not None
+    bench.restart()
+    with monkeypatch.context() as patch:
+        Allocator(patch, 24)
+        assert bench.go(*map(replayed, history)) == {}
+        (aside,) = (message for message in bench.sent if isinstance(message, SetAside))
+        assert (aside.kept, aside.lasting) == (False, False)
+        assert "have the operator give the trainer more memory" in aside.reason
+    bench.ok(*map(replayed, history))
+    rebuilt = bench.run("a").grad
+    assert rebuilt is not None
+    assert torch.equal(rebuilt.flat, before.flat)
+
+
 @pytest.mark.parametrize("error", [*ERRORS, ValueError("not what was saved")], ids=["cuda", "cpu", "python", "bad"])
 def test_a_run_that_is_half_restored_leaves_its_memory(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -112,6 +112,12 @@ def test_what_a_traced_loss_tells_is_of_its_tokens_whatever_the_loop_divides_by(
     assert told == pytest.approx({"mismatch_kl": kl, "masked": masked, "tokens": len(drawn)}, rel=1e-5)
 
 
+@pytest.mark.parametrize(("tokens", "kl"), [(0.0, 0.0), (1.0, 0.5), (4.0, 0.125)])
+def test_where_nothing_was_trained_its_mean_is_its_sum(tokens: float, kl: float) -> None:
+    told = numbers({"custom/mismatch_kl:sum": 0.5 * bool(tokens), "custom/tokens:sum": tokens, "tokens:sum": 9.0})
+    assert told == {"mismatch_kl": kl, "tokens": tokens}
+
+
 def test_the_kl_of_ratios_near_1_is_no_rounding() -> None:
     loss, lp = losses.ppo_clip(), -torch.linspace(0.5, 3.0, 50)
     q = lp + 1e-4 * torch.linspace(-1, 1, 50)
@@ -199,7 +205,7 @@ def test_areal_is_ppo_on_the_proximal_policy_times_its_weight(run: Runner, advan
     torch.testing.assert_close(grad, torch.tensor(wanted_grad), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-0.5, 1.05)])
 def test_sapo_closed_form(advantage: float, tau: float) -> None:
     """At r = 1: loss -(2 / tau) A, gradient -A; far away the gradient dies by itself."""
     loss = losses.sapo(old=True)
@@ -225,6 +231,71 @@ def test_opsm_drops_whole_sequences(lp: float, advantage: float, kept: bool) -> 
     assert grad.tolist() == pytest.approx([each] * 3, rel=1e-5)
 
 
+@pytest.mark.parametrize(("advantage", "log_r"), [(-2.0, 2.0), (-0.5, 2.0), (-0.5, 0.5)])
+def test_a_dual_clip_bounds_what_an_unwanted_token_costs(advantage: float, log_r: float) -> None:
+    loss = losses.ppo_clip(dual=3.0, old=True)
+    given = {"q": -1.0, "old": -3.0, "advantages": advantage, "mask": 1.0}
+    inputs = {name: torch.tensor([given[name]]) for name in loss.reads}
+    value, grad = gradient(interpreted, loss, [-3.0 + log_r], inputs)
+    assert value == pytest.approx(-advantage * min(math.exp(log_r), 3.0))
+    assert grad.tolist() == pytest.approx([-advantage * math.exp(log_r) if math.exp(log_r) < 3 else 0.0])
+
+
+@pytest.mark.parametrize(("log_rho", "ratio"), [(1.0, 1.0), (-1.0, -1.0), (2.1, None), (-2.1, None), (12.0, 10.0)])
+def test_a_sequence_has_one_ratio_of_which_each_token_takes_its_share(log_rho: float, ratio: float | None) -> None:
+    """None where it is out of bounds; it counts as exp(10) at most."""
+    loss = losses.intellect3(high=math.inf if log_rho > 10 else 8.0, level="sequence")
+    inputs = {"q": [-20.0, -1.0, -9.0], "advantages": [0.5] * 3, "mask": [1.0, 1.0, 0.0]}
+    tensors = {name: torch.tensor(values) for name, values in inputs.items()}
+    value, grad = gradient(interpreted, loss, [-20.0 + log_rho + 0.25, -1.25, -1.0], tensors)
+    whole = 0.0 if ratio is None else -0.5 * math.exp(ratio)
+    assert value == pytest.approx(whole)
+    assert grad.tolist() == pytest.approx([whole / 2, whole / 2, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        (losses.intellect3(), 0.125, 8.0),
+        (losses.icepop(), 0.5, 5.0),
+        (losses.areal(), None, 5.0),
+        (losses.tis(), None, 2.0),
+        (losses.gspo(), 1 - 3e-4, 1 + 4e-4),
+    ],
+    ids=lambda given: getattr(given, "name", given),
+)
+def test_what_a_loss_leaves_out_by_itself(loss: Loss, low: float | None, high: float) -> None:
+    """Its token is masked beyond the bounds of the code that it comes from, and not before."""
+
+    def masked(ratio: float) -> float:
+        lp = -9.0 + math.log(ratio)
+        values = {"q": -9.0, "advantages": 1.0, "mask": 1.0}
+        inputs = {name: torch.tensor([values[name]]) for name in loss.reads}
+        return interpreted(loss, torch.tensor([lp]), inputs)[1]["custom/masked:sum"]
+
+    assert [masked(high * (1 + by)) for by in (-1e-5, 1e-5)] == [0, 1]
+    below = [1, 0] if low is not None else [0, 0]
+    assert [masked((low or 1e-3) * (1 + by)) for by in (-1e-5, 1e-5)] == below
+
+
+@pytest.mark.parametrize(("probability", "masked"), [(0.75, [0, 0, 1]), (0.65, [0] * 3), (0.25, [1, 1, 0])])
+def test_dppo_masks_what_has_moved_far_in_its_advantages_direction(probability: float, masked: list[int]) -> None:
+    """From 0.5. No advantage counts as a negative one."""
+    for advantage, wanted in zip((-0.5, 0.0, 0.5), masked, strict=True):
+        inputs = {"q": math.log(0.5), "advantages": advantage, "mask": 1.0}
+        tensors = {name: torch.tensor([value]) for name, value in inputs.items()}
+        _, metrics = interpreted(losses.dppo_kl(), torch.tensor([math.log(probability)]), tensors)
+        assert metrics["custom/masked:sum"] == wanted
+
+
+def test_clipped_is_weighs_a_token_by_its_ratio_up_to_4() -> None:
+    loss = losses.clipped_is(old=True)
+    for log_r, weight in ((math.log(3.9), 3.9), (math.log(4.1), 4.0), (math.log(0.1), 0.1)):
+        values = {"q": -1.0, "old": -3.0, "advantages": 2.0, "mask": 1.0}
+        inputs = {name: torch.tensor([values[name]]) for name in loss.reads}
+        assert gradient(interpreted, loss, [-3.0 + log_r], inputs)[1].tolist() == pytest.approx([-2.0 * weight])
+
+
 def test_one_low_ratio_vetoes_the_rollout() -> None:
     lp, q = [-1.0, -1.0], [-1.0, -1.0]
     inputs = {"q": torch.tensor(q), "advantages": torch.ones(2), "mask": torch.ones(2)}
@@ -235,14 +306,25 @@ def test_one_low_ratio_vetoes_the_rollout() -> None:
     assert gradient(interpreted, loss, [-1.0, -20.0], inputs)[0] == -1.0
 
 
-@pytest.mark.parametrize("make", [losses.icepop, losses.tis, losses.areal, losses.ppo_clip, losses.sapo])
-def test_with_one_step_a_batch_the_old_trainer_is_this_one(make: Callable[..., Loss]) -> None:
+@pytest.mark.parametrize(
+    ("make", "this"),
+    [
+        *((make, LP) for make in (losses.icepop, losses.tis, losses.areal, losses.ppo_clip, losses.sapo)),
+        (losses.clipped_is, LP),
+        (losses.gspo, Q),
+        (losses.opsm, Q),
+    ],
+)
+def test_with_one_step_a_batch_the_old_trainer_is_this_one_or_the_sampler(
+    make: Callable[..., Loss], this: list[float]
+) -> None:
     read, now = make(old=True), make()
-    inputs = given(read, 1.0)
-    inputs["old"] = torch.tensor(LP)
+    inputs = given(read, -1.0)
+    inputs["old"] = torch.tensor(this)
     value, grad = gradient(interpreted, read, LP, inputs)
-    again, same = gradient(interpreted, now, LP, given(now, 1.0))
+    again, same = gradient(interpreted, now, LP, given(now, -1.0))
     assert again == value
+    assert grad.any()
     torch.testing.assert_close(same, grad, atol=0, rtol=0)
 
 

@@ -119,10 +119,10 @@ class Scratch:
 
         def call(due: Any) -> Any:
             residency.settle()
-            size_bytes = max(run.kind.size_bytes for run, _ in due)
+            size_bytes = max(run.kind.size_bytes for run, *_ in due)
             if len(due) > self.runs or residency.size_bytes > self.here * size_bytes:
                 raise error
-            self.calls.append("".join(run.spec.run_id for run, _ in due))
+            self.calls.append("".join(run.spec.run_id for run, *_ in due))
             return real(due)
 
         monkeypatch.setattr(stepping, "_call", call)

@@ -7,6 +7,7 @@ is refused by name: other modules, other variants of LoRA, another model's shape
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,11 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
     fields = _fields(folder / CONFIG_FILE)
     try:
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+        if not math.isfinite(alpha):
+            raise CannotImport(f"lora_alpha is {alpha}, which is no scale: every output would be NaN")
+        _check_patterns(fields, rank, alpha)
         tensors = read_layout(_arrays(folder / WEIGHTS_FILE))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = str(error) if isinstance(error, PeftFormatError | CannotImport) else f"bad or missing field {error}"
         raise CannotImport(f"{folder}: {reason}") from None
     try:
@@ -99,12 +103,6 @@ def _fields(file: Path) -> dict[str, Any]:
     for name, plain in _PLAIN.items():
         if fields.get(name, plain) != plain:
             raise CannotImport(f"{file}: {name} is {fields[name]!r}; only {plain!r} can be imported")
-    for pattern, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        found = fields.get(pattern) or {}
-        wanted = {name: len(PARTED.get(name, ("",))) * fields.get(usual, 0) for name in found}
-        if found != wanted or found.keys() != (fields.get("rank_pattern") or {}).keys():
-            times = " and ".join(f"{name} ({len(parts)} times {usual})" for name, parts in PARTED.items())
-            raise CannotImport(f"{file}: {pattern} is {found!r}; only {times} may have another, in both patterns")
     for name in _EMPTY:
         if fields.get(name):
             raise CannotImport(f"{file}: {name} is set, which cannot be imported")
@@ -112,6 +110,16 @@ def _fields(file: Path) -> dict[str, Any]:
         way_out = "have PEFT save it with path_initial_model_for_weight_conversion"
         raise CannotImport(f"{file}: init_lora_weights is {begun!r}, which has changed the base: {way_out}")
     return fields
+
+
+def _check_patterns(fields: Mapping[str, Any], rank: int, alpha: float) -> None:
+    """Both have the parted modules alone, as many times the usual as they have parts."""
+    for pattern, usual, number in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
+        found = fields.get(pattern) or {}
+        wanted = {name: len(PARTED.get(name, ("",))) * number for name in found}
+        if found != wanted or found.keys() != (fields.get("rank_pattern") or {}).keys():
+            times = " and ".join(f"{name} ({len(parts)} times {usual})" for name, parts in PARTED.items())
+            raise CannotImport(f"{pattern} is {found!r}; only {times} may have another, in both patterns")
 
 
 def _arrays(file: Path) -> dict[str, Array]:

@@ -19,14 +19,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from weft.wire.checks.losses import LOSSES, THRESHOLDS, clip_of
+from weft.wire.checks.losses import LOSSES, MAX_LOG_RATIO, MAX_TOLD_LOG_RATIO, THRESHOLDS, clip_of
 
 from workers.trainer.metrics import Measure
-
-#: exp of it is still a float32.
-MAX_LOG_RATIO = 88.0
-#: exp of it is still a float64, and so is the sum of a billion of them.
-MAX_TOLD_LOG_RATIO = 688.0
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float | str]

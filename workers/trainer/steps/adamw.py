@@ -15,7 +15,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from weft.wire.checks.runs import LEAST_EPS
 
 #: So many squares of a gradient are added up in float32. In one sum of many more a CPU loses the small ones: the norm
 #: of 1e8 numbers came out 1 % too small.
@@ -25,7 +24,7 @@ MOST_NORM = 2.0**64
 
 
 class OptimizerError(ValueError):
-    """A hyperparameter is out of range; the message names it."""
+    """A step that is not taken, by the fault of the user."""
 
 
 class HalfDone(RuntimeError):
@@ -52,22 +51,11 @@ class Adam:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise OptimizerError(f"adam_params.{name} must be finite and >= 0, got {value}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise OptimizerError(f"adam_params.{name} must be in [0, 1), got {getattr(self, name)}")
-        if not (math.isfinite(self.eps) and self.eps >= LEAST_EPS):
-            raise OptimizerError(f"adam_params.eps must be finite and >= {LEAST_EPS:.3g}, got {self.eps}")
-
 
 @dataclass
 class Step:
     """One due update. Arenas are flat float32 of equal size and are changed in place, `grad` too (by clipping).
-    `step` is the number of updates made before this one."""
+    `step` is the number of updates made before this one. One that was `answered` is taken whatever its gradient is."""
 
     adam: Adam
     weights: Tensor
@@ -75,6 +63,7 @@ class Step:
     v: Tensor
     grad: Tensor
     step: int
+    answered: bool = False
 
 
 def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
@@ -108,7 +97,7 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
 
 
 def _result(step: Step, norm: float) -> dict[str, float] | OptimizerError:
-    if norm * clip_scale(norm, step.adam.grad_clip_norm) < MOST_NORM:
+    if step.answered or norm * clip_scale(norm, step.adam.grad_clip_norm) < MOST_NORM:
         return step_metrics(norm, step.adam.learning_rate, step.step)
     return OptimizerError(
         f"the norm of the accumulated gradient is {norm:.3g}; AdamW keeps its square, which is no float32 from "

@@ -17,7 +17,6 @@ run and never across runs, because a batched product may round differently in a 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from workers.model.adapters.shape import AdapterShape
-from workers.trainer.steps.adamw import OptimizerError, changing, clip_gradients, clip_scale, norms_of, step_metrics
+from workers.trainer.steps.adamw import changing, clip_gradients, clip_scale, norms_of, step_metrics
 
 #: Muon's quintic takes every singular value above about 1/500 of the Frobenius norm to 0.7 .. 1.2 in five steps; the
 #: cubic then converges quadratically to 1. Five and four leave an error of about 1e-6.
@@ -45,14 +44,6 @@ class Dimuon:
     learning_rate: float
     beta1: float = 0.9
     grad_clip_norm: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
-            raise OptimizerError(f"optimizer_params.learning_rate must be finite and >= 0, got {self.learning_rate}")
-        if not 0 <= self.beta1 < 1:
-            raise OptimizerError(f"optimizer_params.beta1 must be in [0, 1), got {self.beta1}")
-        if not math.isfinite(self.grad_clip_norm):
-            raise OptimizerError(f"optimizer_params.grad_clip_norm must be finite, got {self.grad_clip_norm}")
 
 
 @dataclass

@@ -10,7 +10,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 from weft.wire import DimuonParams, OptimStepRequest
+from weft.wire.checks.runs import LEAST_EPS
 
+from scheduler.links.messages import TrainOp
 from workers.model.memory import with_room
 from workers.trainer.runs.state import RunState
 from workers.trainer.steps.adamw import Adam, OptimizerError, Step, step_many
@@ -27,36 +29,37 @@ class Memory(Protocol):
         """Free all that is in it beside these runs."""
 
 
-def step_runs(due: Sequence[tuple[RunState, bytes]], memory: Memory) -> list[bytes | Exception]:
-    """Update every run with its accumulated gradient (zero if there is none) by the OptimStepRequest in its body, and
-    clear the gradient. Returns for each run the encoded result, or the error that left it unchanged: OSError where
-    there is no memory for its step now.
+def step_runs(due: Sequence[tuple[TrainOp, RunState, bytes]], memory: Memory) -> list[bytes | Exception]:
+    """Update every run with its accumulated gradient (zero if there is none) by the OptimStepRequest in the body of its
+    operation, and clear the gradient. Returns for each run the encoded result, or the error that left it unchanged:
+    OSError where there is no memory for its step now.
 
     Any other error of the update itself, HalfDone above all, is not caught: runs may be half updated, and only a
     rebuild by replay is safe."""
     results: dict[int, bytes | Exception] = {}
     adams: dict[int, _Due] = {}
     dimuons: dict[int, _Due] = {}
-    for i, (run, body) in enumerate(due):
+    for i, (op, run, body) in enumerate(due):
         try:
-            params = _params(run, body)
+            params = _params(op, run, body)
         except OptimizerError as error:
             results[i] = error
             continue
-        (adams if isinstance(params, Adam) else dimuons)[i] = run, params
+        (adams if isinstance(params, Adam) else dimuons)[i] = run, params, op.replay
     for group in (adams, *({i: each} for i, each in dimuons.items())):
         if group:
             results |= zip(group, _update(list(group.values()), memory), strict=True)
     return [results[i] for i in range(len(due))]
 
 
-_Due = tuple[RunState, Adam | Dimuon]
+#: With whether it was answered before.
+_Due = tuple[RunState, Adam | Dimuon, bool]
 
 
 def _update(due: Sequence[_Due], memory: Memory) -> list[bytes | Exception]:
     """Update runs in one call; where there is no memory for all of them, half of them after the other. A call changes
     all of its runs or none, but those whose gradient it refuses, and the bits are the same."""
-    runs = [run for run, _ in due]
+    runs = [run for run, _, _ in due]
     try:
         memory.bring(*runs)
         metrics = with_room(lambda: _call(due), lambda: memory.make_room(*runs))
@@ -76,7 +79,7 @@ def _stepped(run: RunState, found: dict[str, float] | OptimizerError) -> bytes |
     return msgspec.json.encode({"metrics": found})
 
 
-def _params(run: RunState, body: bytes) -> Adam | Dimuon:
+def _params(op: TrainOp, run: RunState, body: bytes) -> Adam | Dimuon:
     """The parameters of a step, checked to be for the run's own optimizer."""
     try:
         request = OptimStepRequest.model_validate_json(body)
@@ -89,6 +92,8 @@ def _params(run: RunState, body: bytes) -> Adam | Dimuon:
     if run.spec.optimizer != "adamw" or params is None:
         given = "adamw" if params is not None else (request.optimizer_params or {}).get("type")
         raise OptimizerError(f"this run's optimizer is {run.spec.optimizer}, the step is one of {given}")
+    if params.eps < LEAST_EPS and not op.replay:
+        raise OptimizerError(f"adam_params.eps must be at least {LEAST_EPS:.3g}, got {params.eps}")
     return Adam(
         learning_rate=params.learning_rate,
         beta1=params.beta1,
@@ -108,10 +113,10 @@ def _zeros(runs: Sequence[RunState]) -> Tensor:
 
 def _call(due: Sequence[_Due]) -> Sequence[dict[str, float] | OptimizerError]:
     """The metrics of several runs of AdamW, or one of dimuon."""
-    adams, zeros = [], _zeros([run for run, _ in due])
-    for run, params in due:
+    adams, zeros = [], _zeros([run for run, _, _ in due])
+    for run, params, answered in due:
         weights, grad = run.adapter, run.due_grad(zeros)
         if isinstance(params, Dimuon):
             return [step_dimuon(DimuonStep(params, weights.shape, weights.flat, run.m, grad, run.step))]
-        adams.append(Step(params, weights.flat, run.m, run.v, grad, run.step))
+        adams.append(Step(params, weights.flat, run.m, run.v, grad, run.step, answered))
     return step_many(adams)

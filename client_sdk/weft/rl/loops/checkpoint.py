@@ -14,7 +14,6 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
 from weft.errors import WeftError
@@ -78,7 +77,7 @@ class Checkpoints:
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
         """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved. Its
         `runs`, and what was paid `elsewhere`, are those of all: a loop beside it that was refused has spent, too."""
-        best: tuple[tuple[int, datetime], str, dict[str, Any]] | None = None
+        best: tuple[int, str, dict[str, Any]] | None = None
         runs, elsewhere = list[str](), dict[str, int]()
         offset, last = 0, ""
         while True:
@@ -90,10 +89,10 @@ class Checkpoints:
                 facts = each.user_metadata or {}
                 if facts.get(_NAME) != self.name:
                     continue
-                age, state = (int(facts[_STEP]), each.time), _unpacked(facts[_STATE])
+                step, state = int(facts[_STEP]), _unpacked(facts[_STATE])
                 runs, elsewhere = _together(runs, state.get("runs", [])), _most(elsewhere, state)
-                if age[0] != _REFUSED and (best is None or age > best[0]):
-                    best = age, each.tinker_path, state
+                if step != _REFUSED and (best is None or step > best[0]):  # newer ones are listed first
+                    best = step, each.tinker_path, state
             if len(listed) < _PAGE:
                 break
             offset, last = offset + _PAGE - 1, listed[-1].tinker_path

@@ -99,7 +99,7 @@ class JsonLines:
         told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         if self._file.closed:
             self._file = self._opened()
-        self._file.write(json.dumps({"step": step, **told}, allow_nan=False) + "\n")
+        self._file.write(json.dumps({"step": step, **told}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

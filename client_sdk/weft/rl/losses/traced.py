@@ -21,13 +21,11 @@ from typing import Any, Literal, ParamSpec
 from weft.packages import imported
 from weft.rl import checks
 from weft.rl.losses.loss import Loss
+from weft.wire.checks.losses import MAX_LOG_RATIO, MAX_TOLD_LOG_RATIO
 
 #: A torch tensor, or what stands for it while it is traced.
 Tensor = Any
 P = ParamSpec("P")
-
-#: exp of it is still a float32.
-MAX_LOG_RATIO = 88.0
 
 
 def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
@@ -53,7 +51,7 @@ def _torch() -> Any:
 def _result(loss: Tensor, lp: Tensor, q: Tensor, m: Tensor, masked: Tensor | None = None) -> Any:
     torch = _torch()
     on = (m != 0).float()
-    log_rho = torch.where(m != 0, lp - q, 0.0).double().clamp(max=688.0)  # JSON has no word for an infinite one
+    log_rho = torch.where(m != 0, lp - q, 0.0).double().clamp(max=MAX_TOLD_LOG_RATIO)
     kl = (torch.expm1(log_rho) - log_rho).sum()
     metrics = {"custom/mismatch_kl:sum": kl, "custom/tokens:sum": on.sum()}
     if masked is not None:

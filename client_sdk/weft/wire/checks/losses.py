@@ -9,6 +9,11 @@ from weft.wire.account.limits import LossLimits
 #: Bounds on the probability ratio exp(lp - q): absolute values, not epsilons. Also legal as per-token inputs.
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
+#: exp of it is still a float32.
+MAX_LOG_RATIO = 88.0
+#: exp of it is still a float64, and so is the sum of a billion of them; JSON has no word for an infinite one.
+MAX_TOLD_LOG_RATIO = 688.0
+
 #: The loss_fn whose formula the user has uploaded (custom_format.py).
 CUSTOM = "custom"
 

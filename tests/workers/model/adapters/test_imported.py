@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,34 @@ def test_what_computes_something_else_in_peft_is_refused(tmp_path: Path, how: di
     trained(tmp_path / "theirs", **{"task_type": "CAUSAL_LM", **how})
     with pytest.raises(CannotImport, match=says):
         read_adapter(tmp_path / "theirs", decoder.config)
+
+
+def test_a_field_of_its_configuration_that_cannot_be_is_named(tmp_path: Path) -> None:
+    """Not taken for a scale by which every output would be NaN, and no traceback."""
+    decoder = ours(reference("qwen3"), tmp_path / "model")
+    trained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    for wrong, says in (
+        ({"lora_alpha": math.nan}, "lora_alpha is nan"),
+        ({"lora_alpha": math.inf}, "lora_alpha is inf"),
+        ({"lora_alpha": 10**400}, "bad or missing field"),
+        ({"r": None}, "bad or missing field"),
+        ({"r": None, "rank_pattern": {"q_proj": 4}}, "bad or missing field"),
+        ({"r": 0}, "at least 1, got 0"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is {'q_proj': 8}"),
+        ({"rank_pattern": {"in_proj_qkv": 12}}, "alpha_pattern is {}"),
+        ({"alpha_pattern": {"q_proj": 16}}, "alpha_pattern is {'q_proj': 16}"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is"),
+        ({"use_dora": True}, "use_dora is True; only False"),
+        ({"use_rslora": True}, "use_rslora is True; only False"),
+        ({"bias": "all"}, "bias is 'all'; only 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        ({"peft_type": "LOHA"}, "not the configuration of a LoRA adapter"),
+    ):
+        file.write_text(json.dumps({**fields, **wrong}))
+        with pytest.raises(CannotImport, match=re.escape(says)):
+            read_adapter(tmp_path / "theirs", decoder.config)
 
 
 def test_a_trained_head_is_imported_or_it_is_said_how(tmp_path: Path) -> None:
