@@ -6,22 +6,20 @@ they take is the class that they declare (`api.http.body_sizes`).
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import zstandard
 from fastapi import Request
 from google.protobuf.message import DecodeError, Message
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain, field_of
 from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
 from api.http.headers import header
 from api.http.structure import MAX_VALUES, check_json, check_protobuf
-from api.state.service import service_of
+from api.state.service import Service, service_of
 
 M = TypeVar("M", bound=BaseModel)
 P = TypeVar("P", bound=Message)
@@ -40,10 +38,6 @@ _PIECE = 1 << 18
 _BEGINS = 256
 #: Memory that one compressed body may make the decoder keep; every usual compression level stays below.
 MAX_WINDOW_BYTES = 1 << 23
-
-#: Parsers hold the interpreter. One large body at a time, so that the event loop waits for one of them and not for all;
-#: in one thread, because each thread keeps of the largest that it parsed what the allocator does not give back.
-_parser = ThreadPoolExecutor(1, "parser")
 
 
 def size_of(request: Request) -> BodySize:
@@ -85,30 +79,26 @@ async def read_body(request: Request) -> bytes:
     raw = await _receive(request, limit)
     if ROOM_KEY in request.scope:
         await request.scope[ROOM_KEY].work()
-    return raw if encoding == "identity" else await run_in_threadpool(unpack_zstd, raw, limit)
+    if encoding == "identity":
+        return raw
+    return await service_of(request).work(len(raw), partial(unpack_zstd, raw, limit))
 
 
 async def read_json(request: Request, model: type[M], *, most_values: int = MAX_VALUES) -> M:
     """The body as a `model`. Raises Malformed with the fields that are wrong."""
-    return await parse(await read_body(request), model, most_values)
+    return await parse(service_of(request), await read_body(request), model, most_values)
 
 
-async def parse(body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
+async def parse(service: Service, body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
     """`parse_json`, off the event loop when that takes a while."""
     if len(body) <= INLINE_BYTES:
         return parse_json(body, model, most_values)
-    return await run_in_threadpool(parse_json, body, model, most_values)
+    return await service.work(len(body), partial(parse_json, body, model, most_values))
 
 
 def parse_json(body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
     """For threads; for the event loop only up to INLINE_BYTES. Raises TooLarge beyond `most_values` in lists."""
     check_json(body, most_values)
-    if len(body) > INLINE_BYTES:
-        return _parser.submit(_parse, body, model).result()
-    return _parse(body, model)
-
-
-def _parse(body: bytes, model: type[M]) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -125,10 +115,7 @@ def parse_protobuf(body: bytes, form: type[P]) -> P:
         raise
     message = form()
     try:
-        if len(body) > INLINE_PROTOBUF_BYTES:
-            _parser.submit(message.ParseFromString, body).result()
-        else:
-            message.ParseFromString(body)
+        message.ParseFromString(body)
     except DecodeError as error:
         raise Invalid(f"the body is not a {message.DESCRIPTOR.name}: {error}") from None
     return message
@@ -162,6 +149,8 @@ async def _receive(request: Request, limit: int) -> bytes:
     cut off while it sends would see a broken connection and retry instead of reading why."""
     declared = header(request.scope, b"content-length") or "0"
     too_large = not declared.isdecimal() or int(declared) > limit
+    if too_large and (header(request.scope, b"expect") or "").lower() == "100-continue":
+        raise _too_large(limit)  # its client sends nothing before it is told to
     parts: list[bytes] = []
     begins, size, more = b"", 0, True
     while more:  # `Request.stream` has the event loop keep account of a generator for each body

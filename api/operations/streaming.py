@@ -77,8 +77,9 @@ class Waited:
     unserved: bool = True
 
     async def ended(self) -> Outcome:
-        """How it ends, however long it takes. Raises NotFound, Gone, and Unavailable: when the server stops first, or
-        when database or disk do not answer. Of an error of theirs a stream that has begun could tell nothing."""
+        """How it ends, however long it takes; a large result that is not in memory without its payload. Raises
+        NotFound, Gone, and Unavailable: when the server stops first, or when database or disk do not answer. Of an
+        error of theirs a stream that has begun could tell nothing."""
         service, org_id, request_id = self.service, self.who.org_id, self.request_id
         look_s = FIRST_LOOK_S
         while True:
@@ -90,8 +91,6 @@ class Waited:
             if found is None:
                 stopping = service.polls.released
                 raise Unavailable(self.restarting) if stopping else NotFound(f"no request {quote(request_id)}")
-            if isinstance(found, Outcome) and found.ref:
-                found = await service.threads.run(org_id, partial(service.journal.answers.whole, found))
             if isinstance(found, Outcome):
                 return found
             if isinstance(found, Waiting) and found.unserved and not self.unserved:
@@ -100,10 +99,19 @@ class Waited:
                 raise Gone(found.why, request_id=request_id)
 
     async def result(self) -> SampleResult:
-        outcome = await self.ended()
+        return await self.read(await self.ended())
+
+    async def read(self, outcome: Outcome) -> SampleResult:
+        """The result that it ended with. Raises Gone."""
+        if outcome.ref:
+            whole = partial(self.service.journal.answers.whole, outcome)
+            found = await self.service.threads.run(self.who.org_id, whole)
+            if not isinstance(found, Outcome):
+                raise Gone(found.why, request_id=self.request_id)
+            outcome = found
         if len(outcome.payload) <= LARGE_BYTES:
             return result_of(outcome, self.request_id)
-        return await self.service.long_reads.run(self.who.org_id, partial(result_of, outcome, self.request_id))
+        return await self.service.work(len(outcome.payload), partial(result_of, outcome, self.request_id))
 
     async def drawn(
         self, timeout_s: float | None = None, until: asyncio.Future[None] | None = None

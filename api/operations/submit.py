@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire import UntypedAPIFuture
 from weft.wire.base import Integer
 
@@ -130,9 +129,11 @@ async def submit(
     check: Check,
     *,
     at_once: bool = False,
+    reads: bool = False,
 ) -> tuple[UntypedAPIFuture, ApiError | None]:
     """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
-    A check that reads nothing may be made `at_once`, in the event loop.
+    A check that reads nothing may be made `at_once`, in the event loop; one that `reads` much from blobs, which may be
+    slow, takes no turn of those who check a large body.
 
     Raises NotFound for a run that is not there, Forbidden for a colleague's, and Invalid for an impossible number:
     those consume none."""
@@ -144,7 +145,7 @@ async def submit(
     try:
         if not repeat:
             served_model(service.cards, run.base_model)
-            checked = check(run) if at_once else await run_in_threadpool(check, run)
+            checked = check(run) if at_once else await service.work(0 if reads else len(body), partial(check, run))
     except ApiError as error:
         refused = error
 
@@ -194,7 +195,7 @@ async def submit_json(
     at_once: bool = False,
 ) -> UntypedAPIFuture:
     """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
-    address, small = await parse(body, Address), len(body) <= INLINE_BYTES
+    address, small = await parse(service, body, Address), len(body) <= INLINE_BYTES
 
     def examine(run: tables.Run) -> Checked:
         return check(parse_json(body, model), run)

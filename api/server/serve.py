@@ -43,6 +43,9 @@ BACKLOG = 4096
 #: New objects between two looks for circles among them. By Python's own 700, requests that are under way are looked
 #: through again and again: a fourteenth of what an operation takes.
 GC_OBJECTS = 10_000
+#: How long a thread that computes keeps the interpreter from others that want it. The event loop gives it up with each
+#: call of the system, a hundred times for an answer of 6 MB, and by Python's own 5 ms it waits so long each time.
+SWITCH_S = 0.0005
 
 
 class CannotServe(RuntimeError):
@@ -109,6 +112,7 @@ def _serve(
     gc.freeze()
     gc.enable()
     gc.set_threshold(GC_OBJECTS, 20)
+    sys.setswitchinterval(SWITCH_S)
     database = open_database(settings)
     try:
         try:

@@ -19,7 +19,7 @@ from api.state.afterwards import Afterwards
 from api.state.coming_turns import ComingTurn
 from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
-from api.state.large_bodies import FOR_LONG_S, LargeBodies
+from api.state.large_bodies import FOR_LONG_S, SMALL_BYTES, LargeBodies
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
 from api.state.one_at_a_time import OneAtATime
@@ -52,6 +52,8 @@ T = TypeVar("T")
 #: Works of one organisation in threads at a time: reads of the database, files, calls of Stripe. There are ten times
 #: as many threads.
 WORKS_AT_ONCE = 4
+#: Large bodies and answers of all organisations that are read or written at a time.
+LARGE_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Service:
     misses: Failures[Principal] = field(default_factory=misses)
     attempts: Failures[Request] = field(default_factory=attempts)
     threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
-    #: Of what may be very much (curves, all checkpoints of a run, large results), one at a time: it keeps the
+    large: Threads = field(default_factory=lambda: Threads(1, LARGE_AT_ONCE))
+    #: Of what may be very much (curves, all checkpoints of a run), one at a time: it keeps the
     #: interpreter busy.
     long_reads: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
@@ -163,8 +166,16 @@ class Service:
             with self.database.read() as session:
                 return work(session)
 
-        asks = caller()
-        return await (turns or self.threads).run(asks.org_id or asks.ip, run)
+        return await (turns or self.threads).run(_asking(), run)
+
+    async def work(self, size_bytes: int, work: Callable[[], T]) -> T:
+        """Read or write a body of so many bytes in a thread, when it is the asking organisation's turn."""
+        return await (self.large if size_bytes > SMALL_BYTES else self.threads).run(_asking(), work)
+
+
+def _asking() -> str | None:
+    asks = caller()
+    return asks.org_id or asks.ip
 
 
 def service_of(request: Request) -> Service:

@@ -72,7 +72,19 @@ _REMEDIES = {
     "RequestTimeTooSkewed": "the clock of this machine and the store's differ by more than 15 minutes: set it",
     "NoCredentials": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: set them, or run where the machine has a role",
     "Unreachable": "AWS_ENDPOINT_URL: nothing answers there",
+    "Malformed": "AWS_...: one of these variables, or a file that one names, cannot be sent in a request",
 }
+#: Variables that are addresses, and others that are sent. The client panics where they cannot be.
+_ADDRESSES = (
+    *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"),
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_SENT = (
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME"),
+)
+#: And one that names a file with a token, which is sent where no keys are set.
+_TOKEN_FILE = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class Bucket:
     """The part of a bucket that begins with the prefix of `url` (s3://BUCKET/PREFIX); keys are below it."""
 
     def __init__(self, url: str) -> None:
+        _check_environment()
         parts = urlsplit(url)
         self.url = url
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
@@ -115,7 +128,9 @@ class Bucket:
                 obstore.get(self._store, self._at(MARK))  # unlike HEAD, the answer says what is wrong
             except FileNotFoundError:
                 obstore.put(self._store, self._at(MARK), b"blobs of Weft\n")
-        except (BaseError, OSError) as error:
+        except BaseException as error:
+            if not isinstance(error, BaseError | OSError) and not _is_panic(error):
+                raise
             code, _ = _reason(error)
             raise SettingsError(
                 f"blob_url {self.url} at {self._endpoint}: {_REMEDIES.get(code, code)} ({code})"
@@ -180,19 +195,23 @@ class Bucket:
         except FileNotFoundError as error:
             self._see_mark(error)
             raise FileNotFoundError(f"no blob {key}") from None
-        except BaseError as error:
+        except BaseException as error:
+            if not isinstance(error, BaseError) and not _is_panic(error):
+                raise
             raise self._away(error) from None
 
-    def _see_mark(self, error: Exception) -> None:
+    def _see_mark(self, error: BaseException) -> None:
         """Raise StoreAway if it is the bucket that is missing."""
         try:
             obstore.get(self._store, self._at(MARK))
         except FileNotFoundError:
             raise self._away(error) from None
-        except BaseError as other:
+        except BaseException as other:
+            if not isinstance(other, BaseError) and not _is_panic(other):
+                raise
             raise self._away(other) from None
 
-    def _away(self, error: Exception) -> StoreAway:
+    def _away(self, error: BaseException) -> StoreAway:
         code, what = _reason(error)
         if time.monotonic() - self._said >= SAY_AGAIN_S:
             self._said = time.monotonic()
@@ -201,9 +220,43 @@ class Bucket:
         return StoreAway(f"the server's object store does not answer ({code})")
 
 
-def _reason(error: Exception) -> tuple[str, str]:
+def _check_environment() -> None:
+    """Raise SettingsError for a variable that no request can have in its address or its headers."""
+    for name in (*_ADDRESSES, *_SENT):
+        value = os.environ.get(name, "")
+        if not all("!" <= sign <= "~" for sign in value):
+            raise SettingsError(f"{name}: it has a space, an end of line or a sign beyond ASCII: set it without")
+        if value and name in _ADDRESSES and not _is_address(value):
+            raise SettingsError(f"{name}: must be http://HOST or https://HOST, and may have a port")
+    file = os.environ.get(_TOKEN_FILE)
+    if not file or os.environ.get("AWS_ACCESS_KEY_ID"):
+        return
+    try:
+        token = Path(file).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{_TOKEN_FILE}: {file} cannot be read ({error.strerror}): name one that can") from None
+    if not re.fullmatch(rb"[ -~]+", token):
+        raise SettingsError(f"{_TOKEN_FILE}: {file} must be ASCII without an end of line: write it with printf '%s'")
+
+
+def _is_address(value: str) -> bool:
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Of the client, which is in Rust; its class cannot be imported, and is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _reason(error: BaseException) -> tuple[str, str]:
     """The store's own code, or one of ours; and with what it means. Nothing else of an answer is passed on: it may
     repeat what was sent."""
+    if _is_panic(error):
+        return "Malformed", "the environment's settings cannot be sent"
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
     if code is not None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 
 import pytest
 import zstandard
+from fastapi import Request
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
 
 from api.errors import Invalid, RateLimited, TooLarge
+from api.http import bodies
 from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, unpack_zstd
 from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
@@ -51,6 +53,22 @@ UNREAD = {
 def size_class(route: Route) -> str:
     assert route.access is not None
     return route.access.body
+
+
+@pytest.mark.parametrize(("length", "asked"), [("11", 0), ("10", 1)])
+def test_who_asks_before_sending_is_told_of_a_length_that_is_too_large(length: str, asked: int) -> None:
+    """`Expect: 100-continue`: to read the body is to have it sent."""
+    reads = list[int]()
+
+    async def receive() -> dict[str, object]:
+        reads.append(1)
+        return {"type": "http.request", "body": b"0123456789"}
+
+    headers = [(b"content-length", length.encode()), (b"expect", b"100-Continue")]
+    request = Request({"type": "http", "headers": headers}, receive)
+    with nullcontext() if asked else pytest.raises(TooLarge, match="limit of 10 bytes"):
+        assert asyncio.run(bodies._receive(request, 10)) == b"0123456789"
+    assert len(reads) == asked
 
 
 def test_only_routes_of_data_take_large_bodies() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResu
 
 from api.operations import streaming
 from api.operations.streaming import TOLD_AT_ONCE, DrawnAnew, Waited, rest_of
-from api.state.threads import Threads
 from api.who.principal import Principal
 from scheduler.journal.ending.outcomes import LARGE_BYTES
 from scheduler.journal.samples.streams import TokenStream, cut
@@ -182,7 +182,12 @@ def test_a_large_result_is_read_outside_the_event_loop(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Waited, "ended", ended)
     monkeypatch.setattr(streaming, "result_of", read)
-    service: Any = SimpleNamespace(long_reads=Threads(1))
+
+    async def work(size_bytes: int, work: Callable[[], Any]) -> Any:
+        assert size_bytes == LARGE_BYTES + 1
+        return await asyncio.to_thread(work)
+
+    service: Any = SimpleNamespace(work=work)
     for outcome in (Outcome(bytes(LARGE_BYTES)), Outcome(bytes(LARGE_BYTES + 1))):
         assert asyncio.run(Waited(service, Principal("o", 1), "id").result()) is outcome.payload  # type: ignore[comparison-overlap]
     assert [reader == threading.get_ident() for reader in readers] == [True, False]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +30,8 @@ from api.routes.openai.text import AT_ONCE, in_turn
 from api.routes.runs import metrics, trace
 from api.routes.stored import checkpoints
 from api.state import remembered, threads
-from api.state.service import WORKS_AT_ONCE
+from api.state.large_bodies import SMALL_BYTES
+from api.state.service import LARGE_AT_ONCE, WORKS_AT_ONCE
 from api.who.principal import Principal
 from store import curves, tables
 from store.database.caller import Caller, become
@@ -41,9 +43,6 @@ from tests.tenancy.conftest import org_id_of
 MANY = 60
 #: Routes that work in everybody's threads, and why one organisation does not take them all.
 ANYBODYS = {
-    "computing/batches.py": "parses a large body, of which an organisation has few at a time",
-    "computing/sampling.py": "checks a large body",
-    "openai/asking.py": "checks a large body",
     "server/sdk.py": "reads the client's wheel once",
     "server/weft.py": "hashes files of a tokenizer once",
 }
@@ -131,6 +130,30 @@ def test_a_line_has_an_end_and_what_was_let_in_is_done(world: World, monkeypatch
     world.get("training_runs")  # the key is known from here on
     world.get("training_runs", key=world.other_key)
     world.http.portal.call(story)  # type: ignore[union-attr]
+
+
+def test_what_is_large_is_worked_on_a_few_at_a_time_by_turns_of_organisations(world: World) -> None:
+    """Forty threads that read or wrote large bodies held the event loop up for seconds: they had the interpreter."""
+    held, service, begun = Held(), world.service, list[str]()
+
+    def work(org_id: str) -> bool:
+        begun.append(org_id)
+        return held.work()
+
+    async def large(org_id: str) -> bool:
+        become(Caller(org_id, "key 1"))
+        return await service.work(SMALL_BYTES + 1, partial(work, org_id))
+
+    async def story() -> None:
+        asked = [asyncio.ensure_future(large(org_id)) for org_id in ["crowd"] * MANY + ["a", "b"]]
+        assert await held.begun(LARGE_AT_ONCE)
+        become(Caller("crowd", "key 1"))
+        assert await asyncio.wait_for(service.work(SMALL_BYTES, lambda: "small"), 30) == "small"
+        held.go.set()
+        assert await asyncio.gather(*asked) == [True] * (MANY + 2)
+
+    world.http.portal.call(story)  # type: ignore[union-attr]
+    assert sorted(begun[:3]) == ["a", "b", "crowd"]
 
 
 def test_curves_are_read_one_at_a_time_and_leave_threads_to_colleagues(

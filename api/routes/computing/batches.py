@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.concurrency import run_in_threadpool
 from weft.wire import UntypedAPIFuture
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.arrays import write_tensor
@@ -36,6 +36,8 @@ router = APIRouter(prefix="/api/v1")
 
 #: Values that the inputs of one operation may unfold to. Sparse tensors can claim far more than they carry.
 MAX_VALUES = 2**26
+#: The loss whose data may come without their logprobs: these are read.
+RECORDED = "stable_reinforce"
 
 
 @router.post(
@@ -55,7 +57,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     try:
         body = await read_body(request)
         small = len(body) <= INLINE_PROTOBUF_BYTES
-        message = _parse(body) if small else await run_in_threadpool(_parse, body)
+        message = _parse(body) if small else await service.work(len(body), partial(_parse, body))
     except TooLarge as error:
         return await _refuse_unread(request, service, who, error)
     address = Address(model_id=message.model_id, seq_id=message.seq_id)
@@ -64,7 +66,8 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
     def check(run: tables.Run) -> Checked:
         return _check(service, message, body, run, came_at)
 
-    return await _submit(request, service, who, address, kind, body, check)
+    reads = message.loss_fn == RECORDED
+    return await _submit(request, service, who, address, kind, body, check, reads=reads)
 
 
 async def _refuse_unread(request: Request, service: Service, who: Principal, error: TooLarge) -> UntypedAPIFuture:
@@ -102,16 +105,24 @@ async def _submit_json(request: Request, service: Service, who: Principal, forwa
         checked = _check(service, _parse(body), body, run, came_at)
         return checked if checked.body is not None else replace(checked, body=body)
 
-    address = await parse(raw, Address)
+    address = await parse(service, raw, Address)
     kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
     return await _submit(request, service, who, address, kind, raw, check)
 
 
 async def _submit(
-    request: Request, service: Service, who: Principal, address: Address, kind: OpKind, body: bytes, check: Check
+    request: Request,
+    service: Service,
+    who: Principal,
+    address: Address,
+    kind: OpKind,
+    body: bytes,
+    check: Check,
+    *,
+    reads: bool = False,
 ) -> UntypedAPIFuture:
     """`submit`, whose refusal the future tells alone: the room of the body is told here."""
-    future, refused = await submit(service, who, address, kind, body, check)
+    future, refused = await submit(service, who, address, kind, body, check, reads=reads)
     request.scope[ROOM_KEY].refused = refused is not None
     return future
 
@@ -133,7 +144,7 @@ def _check(
         raise Invalid(str(error)) from None
     custom = uploaded_loss(batch, run.session_id, service.blobs)
     recorded: dict[int, Any] = {}
-    if batch.loss_fn == "stable_reinforce":
+    if batch.loss_fn == RECORDED:
         batch, recorded = with_recorded_logprobs(batch, run.session_id, service.blobs)
     lengths = check_batch(batch, service.limits, run.base_model, custom)
     cuts = slices(costs(batch, lengths, custom), service.settings.trainer.slice_tokens)

@@ -40,7 +40,7 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
     raw = await read_body(request)
     if len(raw) > MAX_GRAPH_BYTES:
         raise TooLarge(f"the body is {len(raw)} bytes, the limit of a custom loss is {MAX_GRAPH_BYTES}")
-    body = await parse(raw, CreateCustomLossRequest)
+    body = await parse(service, raw, CreateCustomLossRequest)
     number = check_sequence(body.custom_loss_seq_id, "custom_loss_seq_id")
     if number >= MAX_LOSSES:
         raise Invalid(f"custom_loss_seq_id: {number}; a session may have {MAX_LOSSES} custom losses, from 0 on")

@@ -82,10 +82,13 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     async with AsyncExitStack() as held:
         held.enter_context(service.polls.counted(who.org_id))
         await held.enter_async_context(service.large_results.room(who.org_id, size))
-        if outcome.ref or as_json:
-            outcome = await service.threads.run(who.org_id, partial(_whole, service, body.request_id, outcome, as_json))
+        if outcome.ref:
+            outcome = await service.threads.run(who.org_id, partial(service.journal.answers.whole, outcome))
         if isinstance(outcome, operations.Gone):
             raise Gone(outcome.why, request_id=body.request_id)
+        if as_json:
+            kind = await service.read(lambda session: session.get_one(tables.Operation, body.request_id).kind)
+            outcome = await service.work(size, partial(_in_json, outcome.payload, kind))
         service.fetched.note(who, [body.request_id])
         return Large(outcome.payload, outcome.content_type, held.pop_all())
 
@@ -94,14 +97,8 @@ def _json(answer: BaseModel, status: int = 200) -> Response:
     return Ready(answer.model_dump_json().encode(), "application/json", status)
 
 
-def _whole(service: Service, request_id: str, found: Outcome, as_json: bool) -> Outcome | operations.Gone:
-    """In a thread: a result with its payload, and in JSON if it is to be."""
-    whole = service.journal.answers.whole(found)
-    if isinstance(whole, operations.Gone) or not as_json:
-        return whole
-    with service.database.read() as session:
-        kind = session.get_one(tables.Operation, request_id).kind
-    form = sample_result(whole.payload) if kind == operations.SAMPLE else train_result(whole.payload)
+def _in_json(payload: bytes, kind: str) -> Outcome:
+    form = sample_result(payload) if kind == operations.SAMPLE else train_result(payload)
     return Outcome(orjson.dumps(form), JSON)
 
 

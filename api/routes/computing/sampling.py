@@ -8,7 +8,6 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -79,7 +78,7 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     """Queue one request for `num_samples` sequences. Idempotent on (sampler, seq_id), in any order."""
     raw = await read_body(request)
     large = len(raw) > INLINE_BYTES
-    body = await parse(raw, SampleRequest)
+    body = await parse(service, raw, SampleRequest)
     if body.sampling_session_id is None:
         raise Invalid("sampling_session_id: required; create one with create_sampling_session")
     seq = check_sequence(body.seq_id, "seq_id", most=MAX_SAMPLE_SEQUENCE)
@@ -88,7 +87,7 @@ async def asample(request: Request, service: ServiceDep, who: PrincipalDep, prio
     repeat = await service.journal.taken(sampler.id, seq)
     served_model(service.cards, sampler.base_model, "sampling_session_id")
     check = partial(checked_sample, service, body, sampler, seq, priority)
-    new = await run_in_threadpool(check) if large else check()
+    new = await service.work(len(raw), check) if large else check()
     request_id = await accept(service, submitter, new, repeat=repeat)
     sequences = [sequence_id(request_id, sample) for sample in range(body.num_samples)]
     return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=sequences)

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.sample_codec import SampleResult
 from weft.wire.turns import Turn
@@ -55,8 +55,7 @@ STOP_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Asked:
-    """An accepted sample. `keep`: it is finished although its client leaves. Its answer has `told` log-probabilities
-    of each token that is drawn, and `told_of_prompt` of each of the prompt."""
+    """An accepted sample. `keep`: it is finished although its client leaves."""
 
     service: Service
     who: Principal
@@ -68,8 +67,6 @@ class Asked:
     session: str | None
     turn: ComingTurn | None
     keep: bool
-    told: int = 0
-    told_of_prompt: int = 0
 
     @property
     def waited(self) -> Waited:
@@ -92,7 +89,8 @@ class Asked:
             if not isinstance(await journal.outcome(org_id, self.request_id, STOP_AGAIN_S), Waiting):
                 break
         try:
-            await self.record(await Waited(self.service, self.who, self.request_id).result())
+            if self.session is not None:
+                await self.record(await Waited(self.service, self.who, self.request_id).result())
         finally:
             _free(self.service, [self.turn])
 
@@ -177,7 +175,7 @@ async def ask(
         _free(service, turns)
         raise
     asked = [
-        Asked(service, who, request, target, list(prompt), params, found, session, turn, bool(key), told, of_prompt)
+        Asked(service, who, request, target, list(prompt), params, found, session, turn, bool(key))
         for prompt, found, turn in zip(prompts, accepted, turns, strict=True)
         if isinstance(found, str)
     ]
@@ -284,7 +282,8 @@ async def _new(
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
     try:
         limits = service.limits.model_copy(update={"max_stop_sequences": None})  # `_check_stops` has counted
-        new = await run_in_threadpool(checked_sample, service, body, sampler, seq, priority, limits)
+        check = partial(checked_sample, service, body, sampler, seq, priority, limits)
+        new = await service.threads.run(who.org_id, check)
     except Invalid as error:
         raise _in_their_words(error, likeliest) from None
     return new, lane is not None

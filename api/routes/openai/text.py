@@ -33,6 +33,18 @@ ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 SAID = ("audio", "function_call", "refusal", "tool_calls")
 #: Where a template tells who of several users says something.
 _NAMED = re.compile(r"\b(?:message|msg|m)(?:\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name['\"])")
+#: What a template raises of values that it does not expect.
+_FAILS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+_HALF = re.compile("[\ud800-\udfff]")
 #: Stands for an answer while a template is asked what it puts behind one.
 _ANSWER = "-an-answer-"
 #: A byte as tokenizers with a fallback to bytes spell it.
@@ -54,7 +66,25 @@ class ChatTemplate:
         self.source = source
         self.own = {role for words in _COMPARED.findall(source) for role in _QUOTED.findall(words)}
         self.roles = sorted({*ROLES, *self.own})
-        self.render = _environment().from_string(source).render
+        self._render = _environment().from_string(source).render
+
+    def write(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        """What it makes of them. Raises Refused: of the options where it does without them."""
+        try:
+            text = self._render({"add_generation_prompt": True, **options, **given})
+        except _FAILS as error:
+            field, instead = "messages", "send content as text, and calls of tools as OpenAI has them"
+            if options:
+                with suppress(Refused):
+                    self.write(given, {})
+                    field, instead = "chat_template_kwargs", "leave out what it has no use for"
+            if type(error) is TemplateError:  # its own words
+                raise Refused(f"{field}: the chat template of this model refuses them: {error}", field) from None
+            raise Refused(f"{field}: the chat template of this model expects other values; {instead}", field) from None
+        if _HALF.search(text):  # as JSON in JSON may spell it
+            what = "half of a character has no tokens (surrogates not allowed); send whole ones"
+            raise Refused(f"messages: {what}", "messages")
+        return text
 
 
 class ModelText:
@@ -157,17 +187,12 @@ class ModelText:
             raise Refused("tools: the chat template of this model has no place for them", "tools")
         said = [_plain(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
         _tell_apart(said, template)
-        try:
-            text = template.render(
-                messages=said,
-                tools=tools,
-                documents=None,
-                **self._special,
-                **{"add_generation_prompt": True, **(options or {})},
-            )
-            text.encode()  # half of a character, as JSON in JSON may spell it, has no tokens
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise Refused(f"messages: the chat template of this model refuses them: {error}", "messages") from None
+        given = {"messages": said, "tools": tools, "documents": None, **self._special}
+        for name in options or ():
+            if name in given or name == "self":
+                where = f"chat_template_kwargs.{name}"
+                raise Refused(f"{where}: a template is given this by the server; leave it out", where)
+        text = template.write(given, options or {})
         for place, message in enumerate(said):
             role, content = message["role"], message["content"].strip()
             if role not in {"assistant", "user", *template.own} and content not in text:

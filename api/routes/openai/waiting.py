@@ -16,25 +16,28 @@ from weft.wire.binary.sample_codec import SampleResult
 
 from api.http.headers import Large
 from api.routes.openai.asking import Asked, of_prompt_at
-from api.routes.openai.text import in_turn
 from scheduler.links.messages import DrawnTokens
+from scheduler.order.operations import Outcome
 
 T = TypeVar("T")
 Part = DrawnTokens | SampleResult
-#: About what an answer takes of each token, log-probability and number of an expert that it tells, once it is written.
-TOKEN_BYTES, TOLD_BYTES, ROUTED_BYTES = 8, 64, 4
+#: About what an answer takes for each byte of its results, once it is written.
+WRITTEN_TIMES = 9
 
 
-async def results(asked: Sequence[Asked]) -> list[SampleResult]:
-    """Of each prompt. Raises ClientDisconnect when the client is gone."""
+async def ended(asked: Sequence[Asked]) -> list[Outcome]:
+    """How the sample of each prompt ended. Raises ClientDisconnect when the client is gone."""
 
-    async def ended(place: int, one: Asked) -> SampleResult:
+    async def of(place: int, one: Asked) -> Outcome:
         with of_prompt_at(place, len(asked)):
-            return await one.waited.result()
+            found = await one.waited.ended()
+            if found.error is not None:
+                await one.waited.read(found)  # raises it
+            return found
 
-    each = [asyncio.ensure_future(ended(place, one)) for place, one in enumerate(asked)]
+    each = [asyncio.ensure_future(of(place, one)) for place, one in enumerate(asked)]
     try:
-        found = await _unless_gone(asked[0].request, asyncio.gather(*each))
+        return list(await _unless_gone(asked[0].request, asyncio.gather(*each)))
     except BaseException:
         for one in asked:
             one.leave()
@@ -42,33 +45,30 @@ async def results(asked: Sequence[Asked]) -> list[SampleResult]:
     finally:
         for waits in each:
             waits.cancel()
-    for one, result in zip(asked, found, strict=True):
-        await one.record(result)
-    return found
 
 
 async def answer(asked: Sequence[Asked], write: Callable[[list[SampleResult]], dict[str, Any]]) -> Response:
-    """The results in JSON; writing long ones takes seconds, and a few of one organisation are written at a time, each
-    when there is room for it beside those that clients are still taking, and while its client is there."""
-    found, service, org_id = await results(asked), asked[0].service, asked[0].who.org_id
+    """The results in JSON. Long ones take seconds, and many megabytes: they are read and written when there is room for
+    them beside those that clients are still taking, and while their client is there."""
+    found, service, org_id = await ended(asked), asked[0].service, asked[0].who.org_id
+    size_bytes = WRITTEN_TIMES * sum(outcome.size_bytes or len(outcome.payload) for outcome in found)
     async with AsyncExitStack() as held:
         held.enter_context(service.polls.counted(org_id))
-        size_bytes = sum(_size_of(one, result) for one, result in zip(asked, found, strict=True))
 
         async def written() -> bytes:
             await held.enter_async_context(service.large_answers.room(org_id, size_bytes))
-            return await in_turn(org_id, lambda: orjson.dumps(write(found)))
+            results = [await one.waited.read(outcome) for one, outcome in zip(asked, found, strict=True)]
+            for one, result in zip(asked, results, strict=True):
+                await one.record(result)
+            return await service.work(size_bytes, lambda: orjson.dumps(write(results)))
 
-        body = await _unless_gone(asked[0].request, written())
+        try:
+            body = await _unless_gone(asked[0].request, written())
+        except BaseException:
+            for one in asked:
+                one.leave()
+            raise
         return Large(body, "application/json", held.pop_all())
-
-
-def _size_of(asked: Asked, result: SampleResult) -> int:
-    """About how many bytes its part of the answer will have."""
-    drawn = sum(sequence.tokens.size for sequence in result.sequences)
-    routed = sum(one.routed_experts.size for one in result.sequences if one.routed_experts is not None)
-    told = drawn * asked.told + len(asked.prompt) * asked.told_of_prompt
-    return int(drawn * TOKEN_BYTES + told * TOLD_BYTES + routed * ROUTED_BYTES)
 
 
 @asynccontextmanager

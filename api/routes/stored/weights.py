@@ -141,9 +141,9 @@ async def load_weights(
         with service.database.read() as session:
             return _load_in_place(body, session, who, run)
 
-    if (await parse(raw, _Target)).model_id is not None:
+    if (await parse(service, raw, _Target)).model_id is not None:
         return await submit_json(service, who, OpKind.LOAD_STATE, raw, LoadWeightsRequest, check)
-    return await _create_from(service, who, await parse(raw, LoadWeightsRequest), raw, priority)
+    return await _create_from(service, who, await parse(service, raw, LoadWeightsRequest), raw, priority)
 
 
 @router.post("/weights_info", **declare(scope=LOOKING, limit="call"))

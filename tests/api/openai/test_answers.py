@@ -17,15 +17,24 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from weft.wire import SamplingParams
-from weft.wire.binary.sample_codec import PolicySpan, SampleResult, SequenceResult, TopkLogprobs
+from weft.wire.binary.sample_codec import (
+    PolicySpan,
+    SampleResult,
+    SequenceResult,
+    TopkLogprobs,
+    encode_sample_response,
+)
 
+from api.operations import streaming
 from api.routes.openai import waiting
 from api.routes.openai.answers import Form, base85, choice_of, envelope, logprobs_of, routed_of, rows_of_part, whole
 from api.routes.openai.asking import Asked
 from api.routes.openai.text import ModelText
+from api.state.afterwards import Afterwards
 from api.state.large_bodies import LargeBodies
 from api.state.polls import LongPolls
 from scheduler.links.messages import DrawnTokens
+from scheduler.order.operations import Outcome
 from workers.model.tiny import TINY_PATH
 
 TOKENS, TOP = 2000, 20
@@ -202,15 +211,23 @@ def test_experts_of_any_number_are_told(largest: int, dtype: str) -> None:
 
 
 def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asked again and again for one sample, and read nothing, had the server hold a copy for each; and who had
-    left meanwhile, write one."""
-    found = SampleResult([SequenceResult(np.zeros(2000, np.int32), np.zeros(2000, np.float32), "length")])
-    written, taken = list[int](), list[Message]()
+    """Who asked again and again for one sample, and read nothing, had the server hold a copy for each, or its numbers;
+    and who had left meanwhile, write one."""
+    drawn = SequenceResult(np.zeros(2000, np.int32), np.zeros(2000, np.float32), "length")
+    outcome = Outcome(encode_sample_response([drawn]))
+    read, written, taken = list[bytes](), list[int](), list[Message]()
 
-    async def results(_asked: Any) -> list[SampleResult]:
-        return [found]
+    async def ended(_asked: Any) -> list[Outcome]:
+        return [outcome]
 
-    monkeypatch.setattr(waiting, "results", results)
+    real = streaming.result_of
+
+    def result_of(outcome: Outcome, request_id: str) -> SampleResult:
+        read.append(outcome.payload)
+        return real(outcome, request_id)
+
+    monkeypatch.setattr(waiting, "ended", ended)
+    monkeypatch.setattr(streaming, "result_of", result_of)
 
     def write(number: int) -> Callable[[list[SampleResult]], dict[str, Any]]:
         def answer(results: list[SampleResult]) -> dict[str, Any]:
@@ -224,7 +241,14 @@ def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytes
 
     async def go() -> None:
         bodies = LargeBodies(100_000, wait_s=30, what="results")
-        service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies)
+
+        async def work(_size_bytes: int, work: Callable[[], bytes]) -> bytes:
+            return await asyncio.to_thread(work)
+
+        async def gone_from(*_: Any) -> None: ...
+
+        service: Any = SimpleNamespace(polls=LongPolls(100), large_answers=bodies, work=work)
+        service.afterwards, service.journal = Afterwards(), SimpleNamespace(outcome=gone_from)
 
         left = asyncio.Event()
 
@@ -240,13 +264,13 @@ def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytes
             who: Any = SimpleNamespace(org_id=org_id)
             request: Any = SimpleNamespace(receive=receive)
             about = (service, who, request, cast(Any, None), [1], SamplingParams(), "id", None, None)
-            return [Asked(*about, keep=True, told=1)]
+            return [Asked(*about, keep=True)]
 
         first = await waiting.answer(asked("a"), write(1))
         gone = asyncio.ensure_future(waiting.answer(asked("a", leaves), write(0)))
         second = asyncio.ensure_future(waiting.answer(asked("a"), write(2)))
         await waiting.answer(asked("b"), write(3))
-        assert written == [1, 3]
+        assert (written, len(read)) == ([1, 3], 2)
         left.set()
         with pytest.raises(ClientDisconnect):
             await gone

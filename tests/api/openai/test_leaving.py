@@ -19,7 +19,7 @@ from api.routes.openai.bodies import ResponsesBody
 from api.routes.openai.chunks import chunks
 from api.routes.openai.responses import _Stream
 from api.routes.openai.text import ModelText
-from api.routes.openai.waiting import results
+from api.routes.openai.waiting import ended
 from api.state.afterwards import Afterwards
 from scheduler.order.operations import Waiting
 from workers.model.tiny import TINY_PATH
@@ -121,7 +121,7 @@ def test_who_waits_for_a_model_that_no_generator_has_is_told_so(keep: bool, stre
             assert [b'"code":"no_generator"' in part for part in told] == [True, False]
         else:
             with pytest.raises(Unserved, match="ask the operator for a generator that has it") as caught:
-                await results([asked])
+                await ended([asked])
             assert (caught.value.status, caught.value.headers) == (503, {"retry-after": "1"})
         if not keep:
             await asyncio.wait_for(journal.cancelled.wait(), 5)

@@ -402,10 +402,35 @@ def test_half_of_a_character_has_no_tokens(text: ModelText) -> None:
         text.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "self", "documents"])
+@pytest.mark.parametrize("name", ["messages", "tools", "self", "documents", "eos_token"])
 def test_options_of_a_template_take_no_other_s_name(text: ModelText, name: str) -> None:
-    with pytest.raises(Refused, match=f"refuses them: .*'{name}'"):
+    with pytest.raises(Refused) as refused:
         text.render(CHATS[0], options={name: []})
+    field = f"chat_template_kwargs.{name}"
+    assert refused.value.detail == f"{field}: a template is given this by the server; leave it out"
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "why"),
+    [
+        ("{{ 1 / n }}", "chat_template_kwargs", "expects other values; leave out"),
+        ("{{ n.a.b if n == 0 }}", "chat_template_kwargs", "expects other values; leave out"),
+        ("{{ 'a' * (10 ** 15 if n == 0 else 1) }}", "chat_template_kwargs", "expects other values; leave out"),
+        ("{{ raise_exception('no') if n == 0 }}", "chat_template_kwargs", "refuses them: no"),
+        ("{{ messages[0].content + 1 }}", "messages", "expects other values; send content as text"),
+        ("{{ raise_exception('no') }}", "messages", "refuses them: no"),
+    ],
+)
+def test_what_a_template_fails_of_is_named_in_our_words(tmp_path: Path, template: str, field: str, why: str) -> None:
+    """Jinja's words were passed on, always as if the messages were wrong."""
+    (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% set n = n if n is defined else 1 %}" + template)
+    text = ModelText(tmp_path, CONTEXT)
+    with pytest.raises(Refused) as refused:
+        text.render(CHATS[0], options={"n": 0})
+    assert refused.value.detail.startswith(f"{field}: the chat template of this model {why}")
+    assert refused.value.param == field
 
 
 def test_what_may_become_a_stop_string_is_not_compared_with_each_of_them() -> None:

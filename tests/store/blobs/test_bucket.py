@@ -196,3 +196,53 @@ def test_what_names_no_bucket_is_refused(tmp_path: Path, url: str) -> None:
 def test_short_secrets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="server_secret"):
         Settings(data_dir=tmp_path, server_secret="short", port=free_port())
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing is set of any store."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("AWS_ENDPOINT_URL", "http://exa mple", "has a space"),
+        ("AWS_ENDPOINT_URL", "127.0.0.1:9000", "must be http://HOST"),
+        ("AWS_ENDPOINT_URL_S3", "http://[::1", "must be http://HOST"),
+        ("AWS_METADATA_ENDPOINT", "http://a b", "has a space"),
+        ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "a b", "has a space"),
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "nowhere", "must be http://HOST"),
+        ("AWS_REGION", "eu\nwest", "an end of line"),
+        ("AWS_ACCESS_KEY_ID", "a\nb", "an end of line"),
+        ("AWS_SESSION_TOKEN", "\u00e9", "a sign beyond ASCII"),
+        ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "/nowhere", "cannot be read"),
+    ],
+)
+def test_what_no_request_can_have_is_named(bare: pytest.MonkeyPatch, name: str, value: str, why: str) -> None:
+    """Its client panics of it, in Rust: no Exception, and a page about its own source."""
+    bare.setenv(name, value)
+    with pytest.raises(SettingsError, match=f"^{name}: .*{why}"):
+        Bucket("s3://weft")
+
+
+def test_a_token_that_no_request_can_have_is_named_at_the_start_and_delays_later(
+    bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    bare.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:1/role")
+    bare.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
+    token.write_text("token")
+    bucket = Bucket("s3://weft")
+    token.write_text("token\n")  # as a shell's echo has it
+    with pytest.raises(SettingsError, match=f"TOKEN_FILE: {token} must be ASCII without an end of line"):
+        Bucket("s3://weft")
+    with pytest.raises(SettingsError, match=r"AWS_\.\.\.: one of these variables, or a file that one names"):
+        bucket.check()
+    for ask in (bucket.get, bucket.size_bytes):
+        with pytest.raises(StoreAway) as away:
+            ask("a")
+        assert not is_lasting(away.value)
