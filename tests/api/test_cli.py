@@ -295,6 +295,7 @@ LONG, NOT_UTF8 = "n" * 300, os.fsdecode(b"\xff\xfe")
         (["tco", "--gpu-hour", "nan"], "--gpu-hour.*nan"),
         (["tco", "--gpu-hour", "inf"], "--gpu-hour.*inf"),
         (["simulate", "--hours", "nan"], "--hours.*nan"),
+        (["simulate", "--plot", "waits.pdf"], r"--plot: name a file that ends in \.png or \.svg"),
         (["plan", "--model", "m", "--gpu-gib", "nan"], "--gpu-gib.*nan"),
     ],
 )
