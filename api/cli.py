@@ -16,34 +16,35 @@ from weft.version import __version__
 
 from api.commands.places import refuse, say_as, settings_of, where
 
-#: Where the commands are. Only the one that runs is imported: a server that starts again needs no other.
+#: Where the commands are, and what `weftd --help` says of each. Only the one that runs is imported: a server that
+#: starts again needs no other, and help none.
 COMMANDS = {
-    "adapter": "stored.adapter",
-    "audit": "people.audit",
-    "backup": "stored.backup",
-    "billing": "money.credit",
-    "budget": "money.credit",
-    "credit": "money.credit",
-    "doctor": "doctor",
-    "jobs": "jobs",
-    "key": "people.key",
-    "migrate": "worker",
-    "model": "planning.model",
-    "org": "people.org",
-    "payments": "money.payments",
-    "plan": "planning.plan",
-    "project": "people.project",
-    "repair": "stored.repair",
-    "restore": "stored.backup",
-    "simulate": "planning.simulate",
-    "tco": "money.tco",
-    "user": "people.user",
-    "worker": "worker",
+    "adapter": ("stored.adapter", "Adapters that other tools have trained."),
+    "audit": ("people.audit", "The audit log."),
+    "backup": ("stored.backup", "Copy database, blobs and secret into a folder; the service may run."),
+    "billing": ("money.credit", "Wallets, and whether the books agree."),
+    "budget": ("money.credit", "Limits on spending."),
+    "credit": ("money.credit", "Credit of organisations."),
+    "doctor": ("doctor", "What is wrong with machine, stores and models, and what to do."),
+    "jobs": ("jobs", "What the server does on its own: billing, webhooks, reaping."),
+    "key": ("people.key", "API keys of organisations."),
+    "migrate": ("worker", "Bring the database up to date, before a new version starts."),
+    "model": ("planning.model", "Model folders."),
+    "org": ("people.org", "Organisations."),
+    "payments": ("money.payments", "Stripe: what must be there before money can move."),
+    "plan": ("planning.plan", "What of a model fits into memory, and with which settings."),
+    "project": ("people.project", "Projects of organisations."),
+    "repair": ("stored.repair", "Accept that the database has lost commits."),
+    "restore": ("stored.backup", "Put a backup back into a new data folder."),
+    "simulate": ("planning.simulate", "Waits, throughput and price of tenants on one cluster."),
+    "tco": ("money.tco", "What a token costs to make, and what is left of its price."),
+    "user": ("people.user", "Members of organisations."),
+    "worker": ("worker", "Work for servers elsewhere, as a trainer or a generator."),
 }
 
 
 class _Commands(click.Group):
-    """Those defined here, and those of COMMANDS, imported when they are looked at."""
+    """Those defined here, and those of COMMANDS, imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *COMMANDS})
@@ -51,8 +52,13 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        found: click.Command = getattr(importlib.import_module(f"api.commands.{COMMANDS[cmd_name]}"), cmd_name)
+        found: click.Command = getattr(importlib.import_module(f"api.commands.{COMMANDS[cmd_name][0]}"), cmd_name)
         return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        here = {name: command.get_short_help_str(limit=200) for name, command in self.commands.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted({**here, **{name: says for name, (_, says) in COMMANDS.items()}}.items()))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

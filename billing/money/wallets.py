@@ -28,9 +28,21 @@ def wallet_of(session: Session, org_id: str) -> Wallet:
     return wallet
 
 
+def shown_wallet(session: Session, org_id: str) -> Wallet:
+    """The wallet of an organisation, to look at; where there is none yet, as its first use would make it."""
+    default = _default(session)
+    return session.get(Wallet, org_id) or Wallet(
+        org_id=org_id, mode=default.mode, balance_nusd=0, held_nusd=0, overdraft_nusd=default.overdraft_nusd
+    )
+
+
+def _default(session: Session) -> WalletDefault:
+    return session.get(WalletDefault, 1) or WalletDefault(mode="unlimited", overdraft_nusd=0)
+
+
 def make_wallets(session: Session, org_ids: list[str]) -> None:
     """Wallets for organisations that have none."""
-    default = session.get(WalletDefault, 1) or WalletDefault(mode="unlimited", overdraft_nusd=0)
+    default = _default(session)
     rows = [{"org_id": org_id, "mode": default.mode, "overdraft_nusd": default.overdraft_nusd} for org_id in org_ids]
     session.execute(insert_into(session, Wallet).on_conflict_do_nothing(), rows)
 

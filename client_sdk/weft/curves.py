@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from weft.errors import WeftError
-from weft.future import background, finish_before_exit
+from weft.future import background, finish_before_exit, outlasting
 from weft.runs.run import Run
 from weft.transport.http import Call, encode
 from weft.wire.metrics import MAX_LOGGED_POINTS, LogMetricsRequest, MetricPoint
@@ -82,11 +82,11 @@ class Curves:
         sending = self._sending
         if sending is not None:
             with suppress(Exception):
-                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(sending)), LAST_CHANCE_S)
+                await asyncio.wait_for(outlasting(asyncio.wrap_future(sending)), LAST_CHANCE_S)
 
     async def _send(self) -> None:
         try:
-            await asyncio.shield(asyncio.wrap_future(self._made))
+            await outlasting(asyncio.wrap_future(self._made))
             while await self._send_some():
                 pass
         except WeftError as error:

@@ -109,6 +109,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
+async def outlasting(work: Awaitable[T]) -> T:
+    """What `work` comes to; it goes on when who waits here gives up. How it ends then is nobody's to hear:
+    `asyncio.shield` would have it logged as an exception that was never retrieved."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait((task,))
+    return task.result()
+
+
 class APIFuture(Generic[T]):
     """A result that is being fetched in the background, whether or not anybody waits for it.
 
@@ -142,7 +151,7 @@ class APIFuture(Generic[T]):
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109
         """Wait for the result in any event loop, at most `timeout` seconds (`TimeoutError`)."""
         try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
+            return await asyncio.wait_for(outlasting(asyncio.wrap_future(self._future)), timeout)
         finally:
             self._told = self._future.done()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx
 
 from weft.errors import APIResponseValidationError, GoneError, WeftError
-from weft.future import APIFuture, Pending, background, cancelling_twin, state_of
+from weft.future import APIFuture, Pending, background, cancelling_twin, outlasting, state_of
 from weft.rest_client import RestClient
 from weft.runs.drawing import Drawing, SampleFuture
 from weft.runs.sampler import Sampler, SamplerHandle, join_sampler
@@ -75,7 +75,7 @@ class SamplingClient(Pending["SamplingClient"]):
         return self
 
     async def _get_sampler(self) -> Sampler:
-        return await asyncio.shield(asyncio.wrap_future(self._sampler))
+        return await outlasting(asyncio.wrap_future(self._sampler))
 
     def get_sampler_handle(self) -> str:
         """A string from which any process makes a client of this sampler, with its own credentials."""
@@ -265,7 +265,7 @@ class SamplingClient(Pending["SamplingClient"]):
 
         sending = asyncio.ensure_future(send())
         try:
-            return await asyncio.shield(sending)
+            return await outlasting(sending)
         except asyncio.CancelledError:
             wanted = False
             background().run(_quietly(cancel()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.curves import Curves
 from weft.errors import APIResponseValidationError
-from weft.future import APIFuture, Pending, background, future_twin, state_of, twin
+from weft.future import APIFuture, Pending, background, future_twin, outlasting, state_of, twin
 from weft.loss_handle import LossHandle, PerDatumLoss, trace
 from weft.plan.estimate import CostEstimate
 from weft.plan.plan import AnyDatum, Plan, PlannedStep
@@ -171,7 +171,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         return await APIFuture.start(self._get_info())
 
     async def _get_info(self) -> GetInfoResponse:
-        await asyncio.shield(asyncio.wrap_future(self._made))
+        await outlasting(asyncio.wrap_future(self._made))
         if self._run.info is None:
             raise APIResponseValidationError("the run was made without its description")
         return self._run.info

@@ -117,7 +117,8 @@ class TestExternalWeights:
         session = world.session()
         path = exported(world, world.run(session))
         body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
-        assert "training state" in world.post("load_weights", body, status=400)["detail"]
+        told = world.post("load_weights", body, status=400)["detail"]
+        assert "training state; load one that save_state has made" in told
         world.post("load_weights", body | {"optimizer": False})
 
 

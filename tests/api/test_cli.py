@@ -28,6 +28,7 @@ import pytest
 from click.testing import CliRunner
 from weft.version import __version__
 
+from api.cli import COMMANDS
 from api.cli import weftd as command
 from api.server.serve import CannotServe, _serve, only_one, open_database
 from billing.prices import load_prices
@@ -294,6 +295,7 @@ LONG, NOT_UTF8 = "n" * 300, os.fsdecode(b"\xff\xfe")
         (["tco", "--gpu-hour", "nan"], "--gpu-hour.*nan"),
         (["tco", "--gpu-hour", "inf"], "--gpu-hour.*inf"),
         (["simulate", "--hours", "nan"], "--hours.*nan"),
+        (["simulate", "--plot", "waits.pdf"], r"--plot: name a file that ends in \.png or \.svg"),
         (["plan", "--model", "m", "--gpu-gib", "nan"], "--gpu-gib.*nan"),
     ],
 )
@@ -372,6 +374,21 @@ def test_a_server_that_starts_again_loads_nothing_that_can_wait(tmp_path: Path) 
     loaded = {name.partition(".")[0] for name in json.loads(out.splitlines()[0])}
     assert {"api", "fastapi", "sqlalchemy"} <= loaded
     assert not loaded & LATER
+
+
+HELP = """
+import sys
+from click.testing import CliRunner
+from api.cli import weftd
+print(CliRunner().invoke(weftd, ["--help"]).output)
+assert not {"numpy", "sqlalchemy", "fastapi", "httpx"} & set(sys.modules), "loaded for help"
+"""
+
+
+def test_help_names_every_command_and_loads_none() -> None:
+    out = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    told = re.findall(r"^  (\w+) {2,}\w.*\.$", out.stdout, re.MULTILINE)
+    assert told == sorted([*COMMANDS, "serve"])
 
 
 def test_its_version_is_its_client_s() -> None:

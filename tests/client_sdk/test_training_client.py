@@ -157,10 +157,15 @@ def test_a_router_that_misses_the_server_for_a_while_loses_nothing(service: Serv
     assert [body["seq_id"] for body in stub.bodies("/optim_step")] == [1] * 4
 
 
-def test_billing_pauses_and_goes_on(service: ServiceClient, stub: Stub) -> None:
-    stub.faults["/optim_step"] = [status(402, "out of credit")] * 3
-    run_of(service).optim_step(AdamParams()).result(10)
-    assert len(stub.bodies("/optim_step")) == 4
+def test_billing_pauses_and_goes_on_and_says_so_once_for_all(
+    service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.faults["/optim_step"] = [status(402, "out of credit")] * 6
+    with caplog.at_level(logging.WARNING, "weft"):
+        for step in [run_of(service).optim_step(AdamParams()) for _ in range(3)]:
+            step.result(10)
+    assert len(stub.bodies("/optim_step")) == 9
+    assert sum("out of credit" in message for message in caplog.messages) == 1
 
 
 def test_billing_gives_up_in_the_end(service: ServiceClient, stub: Stub) -> None:

@@ -10,12 +10,14 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.console import formats
 from api.console.security import CSP
+from billing.money.wallets import set_default
+from store.settings import BillingSettings
 from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
 from store.tables import Session as Owner
 from tests.console.conftest import SAME_SITE, Console
@@ -287,6 +289,24 @@ def test_an_account_without_a_limit(console: Console) -> None:
     page = console.get("/")
     assert "Balance" not in page
     assert "no limit on this account" in page
+    assert "Without one, nothing limits what is spent" in console.get("/budgets")
+    assert "Top up" not in console.get("/billing")
+
+
+def test_who_has_used_nothing_yet_is_shown_the_wallet_that_the_first_use_makes(console: Console) -> None:
+    """On a server where one pays first, it looked as if nothing was limited until the first refusal."""
+
+    def unused(session: Session) -> None:
+        set_default(session, BillingSettings(mode="prepaid"))
+        session.execute(delete(Wallet).where(Wallet.org_id != console.made.org_id))
+
+    console.database.write_now(unused)
+    console.sign_in("rival")
+    assert "Balance" in console.get("/")
+    assert "Can be spent" in console.get("/billing")
+    assert "only the wallet limits what is spent" in console.get("/budgets")
+    balance = console.api("weft/balance", "rival")
+    assert (balance["mode"], balance["balance_nusd"], balance["available_nusd"]) == ("prepaid", 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def test_what_does_not_load_rightly_is_noticed(checkpoints: dict[str, str], comm
     path = checkpoints["save_weights_for_sampler"]
     assert command("download", path, "--to", "adapter").exit_code == 0
     assert command("verify", "adapter", "--base", str(TINY_PATH)).exit_code == 0
+    done = command("verify", "adapter", "--base", "./nowhere")
+    assert (done.exit_code, "there is no folder ./nowhere: " in done.stderr) == (2, True), done.stderr
     assert command("download", path, "--for", "tinker", "--to", "theirs").exit_code == 0
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / "adapter" / name).write_bytes((tmp_path / "theirs" / name).read_bytes())

@@ -53,6 +53,8 @@ def simulate(
     """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone.
 
     With --model, for so many --tenants: how to divide the GPUs between trainers and generators, by arithmetic."""
+    if plot is not None and plot.suffix not in (".png", ".svg"):  # before a minute's work
+        refuse("--plot: name a file that ends in .png or .svg")
     if check:
         _check(as_json)
         return
@@ -67,8 +69,6 @@ def simulate(
     rows = report.compare(cluster, counts or (1, 4, 16, 64), hours, seed, after)
     click.echo(json.dumps([asdict(row) for row in rows]) if as_json else report.table(rows))
     if plot is not None:
-        if plot.suffix not in (".png", ".svg"):
-            refuse("--plot: name a file that ends in .png or .svg")
         try:
             report.plot(rows, plot)
         except ImportError:

@@ -22,11 +22,11 @@ from api.console.titles import run_titles
 from api.http.access import declare
 from api.routes.paying.payments import begin_topup
 from api.state.service import Service, ServiceDep
-from billing.money.wallets import available_nusd
+from billing.money.wallets import available_nusd, shown_wallet
 from billing.payments.periods import name_of
 from billing.prices import ANY_MODEL, KINDS, STORAGE
 from billing.reports.spending import by_day
-from store.tables import CreditGrant, Invoice, LedgerEntry, Wallet
+from store.tables import CreditGrant, Invoice, LedgerEntry
 
 router = console_router()
 
@@ -46,13 +46,13 @@ async def billing(
 
     def read(session: Session) -> dict[str, Any]:
         org_id = viewer.org_id
-        wallet = session.get(Wallet, org_id)
+        wallet = shown_wallet(session, org_id)
         moved, older = movements(session, org_id, before)
         invoices = select(Invoice).filter_by(org_id=org_id).order_by(Invoice.period_start.desc())
         grants = select(CreditGrant).filter_by(org_id=org_id).where(CreditGrant.remaining_nusd > 0)
         return {
             "wallet": wallet,
-            "available_nusd": available_nusd(wallet) if wallet is not None else None,
+            "available_nusd": available_nusd(wallet),
             "movements": moved,
             "titles": run_titles(session, org_id, {each.run_id for each in moved if each.run_id}),
             "before": before,

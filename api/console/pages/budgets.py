@@ -24,6 +24,7 @@ from api.routes.paying.money import change_budget, delete_budget
 from api.state.service import ServiceDep
 from billing.metering.quotas import standings
 from billing.money.budgets import BudgetState, states
+from billing.money.wallets import shown_wallet
 from store.people.keys import good_at
 from store.tables import ApiKey, Project
 
@@ -53,6 +54,7 @@ async def budgets(
         good = select(ApiKey).filter_by(org_id=org_id).where(good_at(datetime.now(UTC)))
         return {
             "budgets": [(state, _title(session, state), _percent(state)) for state in found],
+            "wallet": shown_wallet(session, org_id),
             "projects": list(projects),
             "keys": list(session.scalars(good.order_by(ApiKey.id))),
             "alerts": alerts_of(session, viewer, SHOWN_ALERTS),

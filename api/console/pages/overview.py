@@ -21,8 +21,9 @@ from api.http.access import declare
 from api.http.client_wheel import WHEEL_PATH
 from api.state.service import ServiceDep
 from api.who.lookup import visible
+from billing.money.wallets import shown_wallet
 from billing.reports import spending
-from store.tables import Run, Wallet
+from store.tables import Run
 
 router = console_router()
 
@@ -36,7 +37,7 @@ SHOWN_ALERTS = 4
 
 @dataclass(frozen=True)
 class Money:
-    """What there is to spend. Without a wallet nothing limits it."""
+    """What there is to spend."""
 
     mode: str
     balance_nusd: int
@@ -86,7 +87,5 @@ def _spending(session: Session, org_id: str) -> dict[str, Any]:
 
 
 def _money(session: Session, org_id: str, burn_nusd: int) -> Money:
-    wallet = session.get(Wallet, org_id)
-    if wallet is None:
-        return Money("unlimited", 0, 0, 0, burn_nusd)
+    wallet = shown_wallet(session, org_id)
     return Money(wallet.mode, wallet.balance_nusd, wallet.held_nusd, wallet.overdraft_nusd, burn_nusd)

@@ -29,7 +29,7 @@ from api.who.lookup import plain_id, run_by_id
 from api.who.principal import Principal
 from billing.metering import usage
 from billing.money.budgets import BudgetState, Counted, count, owns, remove_budget, set_budget, states
-from billing.money.wallets import available_nusd
+from billing.money.wallets import available_nusd, shown_wallet
 from billing.prices import ANY_MODEL, STORAGE
 from store import tables
 from store.database import audit
@@ -52,9 +52,7 @@ async def balance(service: ServiceDep, who: PrincipalDep) -> BalanceResponse:
             spent_this_month_nusd=sum(row.amount_nusd for row in lately),
             month=f"{month:%Y-%m}",
         )
-        wallet = session.get(tables.Wallet, who.org_id)
-        if wallet is None:
-            return answer
+        wallet = shown_wallet(session, who.org_id)
         limited = wallet.mode != "unlimited"
         changes = {
             "mode": wallet.mode,

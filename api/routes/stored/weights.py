@@ -188,7 +188,7 @@ def _source(session: Session, who: Principal, body: LoadWeightsRequest) -> tuple
     """The checkpoint that training goes on from, and the run that it was saved from."""
     path = parse_path(body.path, "path")
     if path.kind == "sampler_weights" or (path.kind == "external_weights" and body.optimizer):
-        raise Invalid(f"path: {path} holds no training state; load a checkpoint of the kind 'weights' (save_weights)")
+        raise Invalid(f"path: {path} holds no training state; load one that save_state has made")
     checkpoint = readable_checkpoint(session, who, path, body.weights_access_token)
     return checkpoint, run_of(session, checkpoint)
 

@@ -62,6 +62,8 @@ def loaded_logprobs(folder: Path, base: str, tokens: list[int]) -> list[float]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    if base.startswith((".", "/", "~")) and not Path(base).is_dir():  # transformers takes it for a name on the Hub
+        raise CannotTry(f"there is no folder {base}: --base is the base model's folder, or its name on the Hub")
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     except (OSError, ValueError) as error:

@@ -55,15 +55,32 @@ def made(name: str, value: Any, kind: Any, example: str) -> None:
         raise TypeError(f"{name} must be as {example} makes it, got {value!r:.80}")
 
 
+def does(name: str, value: Any, method: str, example: str) -> None:
+    """Raises TypeError unless `value` has `method`."""
+    if not hasattr(value, method):
+        raise TypeError(f"{name} must be as {example} makes it, got {value!r:.80}")
+
+
+def function(name: str, value: Any, example: str) -> None:
+    """Raises TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, such as {example}, got {value!r:.80}")
+
+
 def functions(name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a list of functions."""
     if not isinstance(value, list | tuple) or not all(map(callable, value)):
         raise TypeError(f"{name} must be a list of functions, got {value!r:.80}")
 
 
-def tasks(value: Any) -> None:
-    """Raises unless `value` can be drawn from: a length, and a place for each."""
+def listed(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` can be drawn from: a length, and a place for each."""
     if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")) or isinstance(value, str | dict):
-        raise TypeError(f"tasks must be a list, or what has a length and an index as one, got {value!r:.80}")
+        raise TypeError(f"{name} must be a list, or what has a length and an index as one, got {value!r:.80}")
+
+
+def tasks(value: Any) -> None:
+    """Raises unless `value` is `listed`, and has one at least."""
+    listed("tasks", value)
     if len(value) == 0:
         raise ValueError("tasks must have at least one: there are none")

@@ -12,6 +12,7 @@ import zstandard
 from pydantic import BaseModel
 
 from weft.errors import GradientMissingError, RequestFailedError
+from weft.future import outlasting
 from weft.runs.chunks import join, split
 from weft.runs.lane import Lane, Turn
 from weft.runs.session import Session
@@ -83,7 +84,7 @@ class Run:
             async with self._lane.turn() as turn:
                 return await work(turn)
 
-        return await asyncio.shield(asyncio.ensure_future(take()))
+        return await outlasting(take())
 
     async def add_gradient(self, work: Callable[[Turn], Awaitable[R]], told: bool) -> R:
         """`in_turn`, for what adds to the gradient. Where any of it does not reach the server, the next optimizer step

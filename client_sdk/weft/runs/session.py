@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from weft.errors import APIStatusError, WeftError
+from weft.future import outlasting
 from weft.transport.http import Call, Transport, encode
 from weft.version import __version__
 from weft.wire.service import (
@@ -75,7 +76,7 @@ class Session:
             raise WeftError("this ServiceClient is closed")
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = asyncio.ensure_future(self._open())
-        return await asyncio.shield(self._opening)
+        return await outlasting(self._opening)
 
     async def _configure(self) -> None:
         body = ClientConfigRequest(sdk_version=__version__).model_dump_json().encode()
@@ -119,7 +120,7 @@ class Session:
         self._finished = True
         if self._finishing is None:
             self._finishing = asyncio.ensure_future(self._finish(status, detail))
-        await asyncio.shield(self._finishing)
+        await outlasting(self._finishing)
 
     async def _finish(self, status: FinishType, detail: str | None) -> None:
         await self._flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -42,6 +43,8 @@ PROTOBUF = "application/x-protobuf"
 MAX_CALLS, MAX_POLLS = 64, 512
 #: Who waits for a server that answers and cannot serve is told why after so long, once for each request.
 TOLD_AFTER_S = 5.0
+#: Money that is out is out for all requests: one of them says so, as often as this.
+UNPAID_TOLD_S = 60.0
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -108,6 +111,7 @@ class Transport:
             **(headers or {}),
         }
         self._process = os.getpid()
+        self._unpaid_told_s = -math.inf
         self._contact = Contact(endpoint.base_url)
         self._calls = Pool(shared, MAX_CALLS)
         self._polls = Pool(shared, MAX_POLLS)
@@ -223,7 +227,10 @@ class Transport:
                 raise answer
             answered = isinstance(answer, APIStatusError) and (status is None or status >= 500)
             failing = answered and time.monotonic() - began > TOLD_AFTER_S
-            loud = status == 402 or (failing and not told)
+            unpaid = status == 402 and time.monotonic() - self._unpaid_told_s >= UNPAID_TOLD_S
+            if unpaid:
+                self._unpaid_told_s = time.monotonic()
+            loud = unpaid or (failing and not told)
             told = told or failing
             log.log(logging.WARNING if loud else logging.DEBUG, "again in %.1f s: %s", pause_s, answer)
             await asyncio.sleep(pause_s)

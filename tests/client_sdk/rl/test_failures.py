@@ -43,9 +43,12 @@ def failed(kind: type[Exception], body: Any) -> Exception:
 
 
 @pytest.mark.parametrize("kind", FATAL)
-def test_what_no_other_group_would_survive_ends_the_loop_as_it_is(kind: type[Exception]) -> None:
+def test_what_no_other_group_would_survive_ends_the_loop_as_it_is(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     error = failed(kind, {"detail": "no", "code": "refused"})
     assert InARow(100).failed(error) is error
+    assert not caplog.messages  # the loop tells it, once
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FATAL if issubclass(kind, APIStatusError)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from weft.wire.account.limits import LimitsResponse, ModelLimits, PricesResponse
 from weft.wire.inputs import Datum, ModelInput
 
 from tests.client_sdk.rl.kit import Scripted, policy, tokenizer
+from tests.client_sdk.rl.test_batch import batch
 from tests.client_sdk.rl.test_rollouts import Run
 
 NOBODY = cast(Any, None)
@@ -27,6 +29,7 @@ TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     [
         (None, "a reward is a number or rl.Reward(number, metrics), got None"),
         ((1.0, {}), "a reward is a number or rl.Reward(number, metrics), got (1.0, {})"),
+        ("1.0", "a reward is a number or rl.Reward(number, metrics), got '1.0'"),
         (float("nan"), "a reward must be finite, got nan"),
         (rl.Reward(float("inf")), "a reward must be finite, got inf"),
     ],
@@ -35,6 +38,62 @@ def test_rewards(found: Any, says: str) -> None:
     with pytest.raises((TypeError, ValueError)) as refused:
         reward_of(found)
     assert str(refused.value) == says
+
+
+PROMPTS = rl.prompts(["?"])
+
+
+@pytest.mark.parametrize(
+    ("begin", "says"),
+    [
+        (lambda run: rl.train("org/tiny", PROMPTS), "run must be as service.create_lora_training_client(...) makes it"),
+        (
+            lambda run: rl.sft("org/tiny", cast(Any, ["?"])),
+            "run must be as service.create_lora_training_client(...) makes it",
+        ),
+        (lambda run: rl.train(run, ["?"]), "env must be as rl.prompts(tasks, reward) makes it, got ['?']"),
+        (lambda run: rl.train(run, PROMPTS, advantage="grpo"), "advantage must be a function, such as rl.grpo"),
+        (lambda run: rl.train(run, PROMPTS, penalty=1), "penalty must be a function, such as rl.lengths.linear()"),
+        (lambda run: rl.train(run, PROMPTS, sampling={}), "sampling must be as weft.SamplingParams(max_tokens=64)"),
+        (lambda run: rl.train(run, PROMPTS, sinks=rl.Progress()), "sinks must be as [rl.Progress()] makes it"),
+        (lambda run: rl.sft(run, [], sinks=rl.Progress()), "sinks must be as [rl.Progress()] makes it"),
+        (lambda run: rl.sft(run, iter("?")), "data must be a list, or what has a length and an index as one"),
+        (lambda run: rl.distill(run, PROMPTS, "org/tiny"), "teacher must be as service.create_sampling_client(...)"),
+        (lambda run: rl.dpo(run, [], reference="org/tiny"), "reference must be as service.create_sampling_client(...)"),
+    ],
+)
+def test_arguments_of_another_kind_are_named_before_anything_is_drawn(begin: Any, says: str) -> None:
+    run = Priced(Scripted(), None)
+    with pytest.raises(TypeError, match=re.escape(says)):
+        begin(run)
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ({"question": "?"}, "a task has no 'prompt': name its column (prompt=...), of ['question']"),
+        ({"prompt": None}, "a prompt must be a text or a list of messages, got None"),
+        ({"prompt": TALK[0]}, "a prompt must be a text or a list of messages, got {'role'"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "'content' must be a text or a list of parts, got 3"),
+    ],
+)
+def test_tasks_that_ask_nothing_are_named(task: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+        asyncio.run(rl.prompts([task]).group(task, [rl.Chat(policy("8")[0])]))
+
+
+def test_solve_that_is_no_async_function_is_told_so() -> None:
+    env = rl.function(cast(Any, lambda task, chat: 1.0), ["?"])
+    [outcome] = asyncio.run(env.group("?", [rl.Chat(policy()[0])]))
+    assert str(outcome) == "solve must be an async function (async def solve(task, chat)); it returned 1.0"
+
+
+@pytest.mark.parametrize("found", [[0.0], [float("nan")] * 2, [1e200, -1e200]])
+def test_advantages_that_no_datum_holds_are_refused_where_they_are_made(found: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"^advantages must be .* for \[0, 0.5\] got"):
+        batch(0, 0.5).data(lambda rewards: found, rl.losses.ppo())
+    with pytest.raises(ValueError, match=r"^rewards behind `penalty` must be a finite number for each"):
+        batch(0, 0.5).data(rl.dr_grpo, rl.losses.ppo(), penalty=lambda rewards, sizes: found)
 
 
 def test_what_verifiers_would_sample_at_is_the_loops_to_say() -> None:
@@ -50,7 +109,7 @@ def test_a_notebook_is_told_what_to_await() -> None:
             rl.distill(NOBODY, rl.prompts(["?"]), NOBODY)
 
     asyncio.run(cell())
-    with pytest.raises(AttributeError) as failed:  # elsewhere an error of the loop is told without any of that
+    with pytest.raises(TypeError) as failed:  # elsewhere an error of the loop is told without any of that
         rl.train(NOBODY, rl.prompts(["?"]))
     assert failed.value.__context__ is None
 

@@ -198,7 +198,7 @@ def test_a_task_that_no_group_comes_to_anything_with_is_named(
             return await rollouts.batch()
 
     assert {group.index for group in asyncio.run(life()).groups} == {0}
-    assert f"a group of {says} failed: KeyError: 'prompt'" in caplog.messages
+    assert f"a group of {says} failed: ValueError: a task has no 'prompt': " in caplog.text
 
 
 def test_a_filter_may_be_any_callable() -> None:

@@ -59,6 +59,11 @@ def test_equal_rewards_teach_nothing(advantage: Any, rewards: list[float]) -> No
     assert advantage(rewards) == [0.0] * len(rewards)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e200, 1e307])
+def test_an_advantage_by_the_spread_does_not_depend_on_the_rewards_size(size: float) -> None:
+    assert advantages.grpo([0.0, 2 * size], eps=0.0) == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
 @pytest.mark.parametrize("advantage", ALL, ids=lambda each: str(each.__name__))
 @pytest.mark.parametrize(
     "rewards",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -291,6 +291,8 @@ def text_of(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""
+    if not isinstance(content, Iterable):
+        raise ValueError(f"'content' must be a text or a list of parts, got {content!r:.80}")
     for part in content:
         if part.get("type") != "text":
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -77,10 +77,10 @@ class Function:
         try:
             async with _within(self.timeout_s) as limit:
                 if self.sandboxes is None:
-                    found = await self.solve(task, chat)
+                    found = await _awaited(self.solve(task, chat))
                 else:
                     async with opened(self.sandboxes) as sandbox:
-                        found = await self.solve(task, chat, sandbox)
+                        found = await _awaited(self.solve(task, chat, sandbox))
             if limit.expired():  # code that goes on from whatever ends it has gone on from this
                 raise TimeoutError
             return reward_of(found)
@@ -93,6 +93,12 @@ class Function:
             )
         except (Exception, asyncio.CancelledError) as error:  # one rollout's own: the group is trained without it
             return own(error)
+
+
+async def _awaited(solving: Any) -> Any:
+    if not inspect.isawaitable(solving):
+        raise TypeError(f"solve must be an async function (async def solve(task, chat)); it returned {solving!r:.80}")
+    return await solving
 
 
 def own(error: Exception | asyncio.CancelledError) -> Exception:
@@ -186,7 +192,11 @@ def prompts(
     """Tasks with a prompt (a text, or messages; `task[prompt]`, or the task itself), and `reward(text, task)`."""
 
     def messages(task: Any) -> Sequence[Mapping[str, Any]]:
+        if isinstance(task, Mapping) and prompt not in task:
+            raise ValueError(f"a task has no {prompt!r}: name its column (prompt=...), of {list(task)}")
         asked = task[prompt] if isinstance(task, Mapping) else task
+        if not isinstance(asked, Iterable) or isinstance(asked, Mapping):
+            raise TypeError(f"a prompt must be a text or a list of messages, got {asked!r:.80}")
         given = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         return [{"role": "system", "content": system}, *given] if system else given
 
@@ -197,12 +207,18 @@ def reward_of(found: Any) -> Reward:
     """What `solve` or a reward function returned, in plain numbers. Raises where that is no number to learn from."""
     given = found if isinstance(found, Reward) else Reward(found)
     try:
-        reward = Reward(float(given.value), {name: float(value) for name, value in given.metrics.items()})
+        reward = Reward(_number(given.value), {name: _number(value) for name, value in given.metrics.items()})
     except (TypeError, ValueError):
         raise TypeError(f"a reward is a number or rl.Reward(number, metrics), got {found!r}") from None
     if not math.isfinite(reward.value):
         raise ValueError(f"a reward must be finite, got {reward.value}")
     return reward
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):  # which float reads, too
+        raise TypeError
+    return float(value)
 
 
 def checked(outcome: Outcome, chat: Chat) -> Outcome:

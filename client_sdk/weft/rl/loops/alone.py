@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.errors import WeftError
+from weft.rl import checks
 from weft.training_client import TrainingClient
 
 _lock = threading.Lock()
@@ -15,7 +16,9 @@ _trained = set[int]()  # ids: a run lives as long as its loop
 
 @contextmanager
 def alone(run: TrainingClient) -> Iterator[None]:
-    """Raises WeftError where another loop of this process, in whichever thread, trains `run` already."""
+    """Raises WeftError where another loop of this process, in whichever thread, trains `run` already; TypeError for
+    what is no run."""
+    checks.does("run", run, "get_info_async", "service.create_lora_training_client(...)")
     with _lock:
         if id(run) in _trained:
             raise WeftError(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from weft.rl.losses.loss import Loss
 from weft.rl.rollout import Group, Rollout, data_of
 from weft.rl.signal.advantages import Advantage
@@ -14,6 +16,8 @@ from weft.wire.inputs import Datum
 
 #: What a loss's sum is divided by, over all data of the batch: their drawn tokens, their number, or nothing.
 Reduce = Literal["tokens", "rollouts", "sum"]
+#: The largest number of float32, in which data hold advantages.
+MOST = float(np.finfo(np.float32).max)
 #: More inputs of a datum, before its loss takes it.
 More = Callable[[Datum], Mapping[str, Any]]
 
@@ -85,8 +89,20 @@ def _advantages(group: Group, advantage: Advantage, penalty: Penalty | None) -> 
         return []
     rewards = group.rewards
     if penalty is not None:
-        rewards = penalty(rewards, [Size(r.sampled, r.read, len(r.turns)) for r in group.rollouts])
-    return advantage(rewards)
+        sizes = [Size(r.sampled, r.read, len(r.turns)) for r in group.rollouts]
+        rewards = _one_each("rewards behind `penalty`", penalty(rewards, sizes), rewards)
+    return _one_each("advantages", advantage(rewards), rewards)
+
+
+def _one_each(what: str, found: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    """`found`, which is a function of the user's own. Raises ValueError where no datum can hold it, in float32."""
+    values = [float(value) for value in found]
+    if len(values) != len(rewards) or not all(abs(value) <= MOST for value in values):
+        raise ValueError(
+            f"{what} must be a finite number for each reward, within {MOST:g} (float32): for {rewards!r:.120} got"
+            f" {values!r:.120}"
+        )
+    return values
 
 
 def _denominator(data: Sequence[Datum], reduce: Reduce) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.rl import checks
 from weft.rl.chat.render import Message
 from weft.rl.envs.environment import Environment
 from weft.rl.loops import money
@@ -72,6 +73,7 @@ class _Distill(Loop):
         if recipe.sampling is not None and recipe.sampling.temperature != 1:
             asked = recipe.sampling.temperature
             raise ValueError(f"a teacher's logprobs are those at temperature 1; the policy would draw at {asked}")
+        checks.does("teacher", teacher, "get_base_model_async", "service.create_sampling_client(...)")
         super().__init__(run, env, recipe)
         self.teacher, self.hint = teacher, hint
         self._gaps: list[float] = []

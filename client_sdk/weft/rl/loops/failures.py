@@ -40,9 +40,9 @@ class InARow:
         """A group without a rollout. The next may do better; when none does, the loop must not go on silently: what it
         ends with."""
         self._failed += 1
-        logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
-        if is_fatal(error):
+        if is_fatal(error):  # the loop ends with that, and tells it
             return error
+        logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
         if self._failed < max(4, self._batch):
             return None
         ended = RolloutsFailedError(f"{self._failed} groups in a row failed; the last: {type(error).__name__}: {error}")

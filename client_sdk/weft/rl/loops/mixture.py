@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.rl import checks
 from weft.rl.envs.environment import Environment
 from weft.rl.tasks.sources import Ratios, Shuffled, Source
 
@@ -26,6 +27,8 @@ def mixture(
 ) -> dict[str, Mixed]:
     """Environments by name, "" where there is one; `sources` are those that do not shuffle."""
     named = dict(env) if isinstance(env, Mapping) else {"": env}
+    for each in named.values():
+        checks.does("env", each, "group", "rl.prompts(tasks, reward)")
     if not isinstance(sources, Mapping | None):
         if isinstance(env, Mapping):
             raise ValueError(f"sources: a mixture takes them by name: {{{next(iter(named))!r}: ...}}")

@@ -42,6 +42,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("batch", self.batch)
+        checks.made("sinks", self.sinks, Sequence | None, "[rl.Progress()]")
         checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         checks.finite("epochs", self.epochs, above=True)
         checks.rate("learning_rate", self.learning_rate)
@@ -66,6 +67,7 @@ def go(
 ) -> Report:
     """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last.
     `most`: the tokens that whoever else reads the items takes."""
+    checks.listed("data", items)
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
     with alone(run):

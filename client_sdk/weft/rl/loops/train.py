@@ -80,6 +80,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("steps", self.steps, least=0)
+        checks.function("advantage", self.advantage, "rl.grpo")
+        if self.penalty is not None:
+            checks.function("penalty", self.penalty, "rl.lengths.linear()")
+        checks.made("sampling", self.sampling, SamplingParams | None, "weft.SamplingParams(max_tokens=64)")
+        checks.made("sinks", self.sinks, Sequence | None, "[rl.Progress()]")
         checks.made("groups", self.groups, Groups, "rl.Groups(batch=16, size=8)")
         checks.made("loss", self.loss, Loss | None, "rl.losses.ppo()")
         checks.made("schedule", self.schedule, Schedule, "rl.Async(max_lag=1)")
@@ -233,6 +238,8 @@ class Loop:
             return
         self._idle, rewards = True, [rollout.reward for rollout in batch.rollouts]
         seen = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "every group filtered out"
+        if self.recipe.groups.size == 1:
+            seen += "; a group of size 1 has no others"
         logger.warning(
             "step %d trains nothing: no rollout earned more or less than the others of its group (%s). Where that"
             " stays, look at the reward function and at how hard the tasks are; `data` counts what is trained",

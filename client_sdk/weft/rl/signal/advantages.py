@@ -25,10 +25,10 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
 def grpo(rewards: Sequence[float], *, unbiased: bool = True, eps: float = 1e-6) -> list[float]:
     """(s - mean) / (std + eps); the unbiased std divides by G - 1. A group of one, or of equal rewards, gives 0."""
     centred = dr_grpo(rewards)
-    spread = sum(c * c for c in centred)
+    spread = math.hypot(*centred)  # a square would overflow where no reward does
     if spread == 0:
         return [0.0] * len(centred)
-    std = math.sqrt(spread / (len(centred) - 1 if unbiased else len(centred)))
+    std = spread / math.sqrt(len(centred) - 1 if unbiased else len(centred))
     return [c / (std + eps) for c in centred]
 
 

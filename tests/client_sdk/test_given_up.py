@@ -1,0 +1,44 @@
+"""What a program gives up and what then fails: nobody is left to hear of it, and nothing is logged."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+from starlette.responses import JSONResponse, Response
+from weft import AdamParams, SamplingParams, ServiceClient
+
+from tests.client_sdk.stub_server import Asked, Stub
+
+
+def test_what_is_cancelled_and_fails_afterwards_is_not_logged(
+    stub: Stub, service: ServiceClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def refuse(_asked: Asked) -> Response:
+        asked.set()
+        go.wait(10)
+        return JSONResponse({"error": "the run is closed"}, 400)
+
+    monkeypatch.setattr(stub, "on_optim_step", refuse)
+    monkeypatch.setattr(stub, "on_save_weights_for_sampler", refuse)
+    run = service.create_lora_training_client("org/tiny").result()
+    steps = [run.optim_step(AdamParams()) for _ in range(2)]
+    sampler = run.save_weights_and_get_sampling_client()
+    drawn = [sampler.sample([1, 2], 1, SamplingParams(max_tokens=1)) for _ in range(2)]
+    assert asked.wait(10)
+    until = time.monotonic() + 10
+    for step in steps:
+        step.cancel()
+    for sample in drawn:
+        sample.cancel()
+    go.set()
+    while "/save_weights_for_sampler" not in stub.paths() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert service.close().result() is None
+    del steps, drawn, sampler, run, step, sample
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
