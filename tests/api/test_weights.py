@@ -115,7 +115,7 @@ class TestLoading:
         ("changes", "status", "says"),
         [
             ({"path": "tinker://s:train:0/weights/none"}, 404, "no checkpoint"),
-            ({"path": "tinker://s:train:0/sampler_weights/one"}, 400, "save_weights"),
+            ({"path": "tinker://s:train:0/sampler_weights/one"}, 400, "save_state"),
             ({"path": "weights/one"}, 400, "tinker://"),
             ({"base_model": "other"}, 400, MODEL),
             ({"optimizer_config": {"type": "sgd"}}, 400, "sgd"),
