@@ -6,6 +6,7 @@ what takes long to import comes after the address and the workers, which need no
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import logging
@@ -298,7 +299,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             sock.bind(address)
             sock.listen(BACKLOG)
         except OSError as error:
-            raise CannotServe(f"cannot listen on {host} port {port}: {error.strerror}") from None
+            instead = "; end what listens there, or take another port" if error.errno == errno.EADDRINUSE else ""
+            raise CannotServe(f"cannot listen on {host} port {port}: {error.strerror}{instead}") from None
         yield sock
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ COLUMNS = (
     "tenants", "order", "slots busy", "trainer wait", "sampled/s", "trained/s", "half-way Mtok", "$/Mtok",
     "wait p50", "wait p95",
 )  # fmt: skip
+#: Loads of RL, each played for one tenant alone.
+ALONE = (REASONING, TOOLS)
 #: Loads whose own waits are told: those that a flood would hurt.
 WATCHED = (CHAT, SMALL, TOOLS)
 
@@ -59,19 +61,19 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def compare(cluster: Cluster, counts: Sequence[int], hours: float, seed: int = 0, after: float = 0.0) -> list[Row]:
+def compare(cluster: Cluster, counts: Sequence[int], hours: float, seed: int = 0, after: float = 0.0) -> Iterator[Row]:
     """One tenant alone, of each RL load; then each count of mixed tenants, in fair order and by arrival. `after` so
-    many hours, `hours` are counted."""
+    many hours, `hours` are counted. Each row takes a while."""
 
     def row(tenants: str, order: str, loads: Sequence[Workload], queue: type[FairTree[Any]] = FairTree) -> Row:
         played = Simulation(cluster, loads, seed=seed, queue=queue).run(hours * 3600, after * 3600)
         return Row.of(tenants, order, played)
 
-    rows = [row(f"1 {load.name}", "alone", [load]) for load in (REASONING, TOOLS)]
+    for load in ALONE:
+        yield row(f"1 {load.name}", "alone", [load])
     for count in counts:
-        rows.append(row(str(count), "fair", tenants_of(count)))
-        rows.append(row(str(count), "by arrival", tenants_of(count), ByArrival))
-    return rows
+        yield row(str(count), "fair", tenants_of(count))
+        yield row(str(count), "by arrival", tenants_of(count), ByArrival)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -257,7 +257,8 @@ def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
         port = taken.getsockname()[1]
         file.write_text(f"data_dir = 'data'\n{name} = {port}\n" + ("port = 0\n" if name != "port" else ""))
         message = refused("serve", "--config", str(file))
-    assert message == f"weftd: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    says = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+    assert message == f"weftd: {says}; end what listens there, or take another port\n"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,11 @@ def simulate(
     from scheduler.simulator.cluster import Cluster
 
     cluster = replace(Cluster.of(gpus, trainer_share), slots=slots, gpu_hour_usd=gpu_hour)
-    rows = report.compare(cluster, counts or (1, 4, 16, 64), hours, seed, after)
+    counts = counts or (1, 4, 16, 64)
+    playing = report.compare(cluster, counts, hours, seed, after)
+    length = len(report.ALONE) + 2 * len(counts)
+    with click.progressbar(playing, length, "Simulating", file=sys.stderr) as told:
+        rows = list(told)
     click.echo(json.dumps([asdict(row) for row in rows]) if as_json else report.table(rows))
     if plot is not None:
         try:

@@ -170,7 +170,7 @@ def test_handover_front_and_turnaround_take_their_time() -> None:
 
 
 def test_a_simulation_is_deterministic() -> None:
-    rows = [compare(Cluster.of(64), [4], 1.0) for _ in range(2)]
+    rows = [list(compare(Cluster.of(64), [4], 1.0)) for _ in range(2)]
     assert rows[0] == rows[1]
     assert "by arrival" in table(rows[0])
 

@@ -70,7 +70,9 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
     """The adapter in `folder`, of a model with this `config`. Raises CannotImport."""
     fields = _fields(folder / CONFIG_FILE)
     try:
-        rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+        rank, alpha = fields["r"], float(fields["lora_alpha"])
+        if type(rank) is not int:
+            raise CannotImport(f"r is {rank!r}, which is no whole number")
         if not math.isfinite(alpha):
             raise CannotImport(f"lora_alpha is {alpha}, which is no scale: every output would be NaN")
         _check_patterns(fields, rank, alpha)
