@@ -135,18 +135,28 @@ def train(run: Any, disturb: Callable[[int], None] = lambda step: None) -> list[
 
 def no_step_is_taken_without_its_gradient(service: tinker.ServiceClient) -> str:
     """Through a replica that does not lead: it refuses data of which the leader has to hear, or a gradient overflows.
-    Returns the run."""
+    A microbatch that is sent behind it changes nothing; who was told, and sends another, goes on. Returns the run."""
     run = service.create_lora_training_client(BASE_MODEL, rank=4).result(timeout=PATIENCE_S)
-    before = fingerprint(run)
+
+    def backward(data: list[types.Datum]) -> Any:
+        return run.forward_backward(data, "cross_entropy")
+
     for token, weight in ((10_000_000, 1.0), (52, 3.4e38)):
         inputs = {"target_tokens": [token], "weights": [weight]}
-        bad = types.Datum(model_input=types.ModelInput.from_ints([50]), loss_fn_inputs=inputs)  # type: ignore[arg-type]
-        backward, step = run.forward_backward([bad], "cross_entropy"), run.optim_step(ADAM)
+        bad = [types.Datum(model_input=types.ModelInput.from_ints([50]), loss_fn_inputs=inputs)]  # type: ignore[arg-type]
+        before = fingerprint(run)
+        refused, behind, step = backward(bad), backward(supervised(seed=0)), run.optim_step(ADAM)
         with pytest.raises(tinker.RequestFailedError, match=r"dat(um|a) 0"):
-            backward.result(timeout=PATIENCE_S)
+            refused.result(timeout=PATIENCE_S)
+        behind.result(timeout=PATIENCE_S)
         with pytest.raises(tinker.RequestFailedError, match="its gradient is missing"):
             step.result(timeout=PATIENCE_S)
-    np.testing.assert_array_equal(fingerprint(run), before)
+        np.testing.assert_array_equal(fingerprint(run), before)
+        with pytest.raises(tinker.RequestFailedError, match=r"dat(um|a) 0"):
+            backward(bad).result(timeout=PATIENCE_S)
+        backward(supervised(seed=1)).result(timeout=PATIENCE_S)
+        run.optim_step(ADAM).result(timeout=PATIENCE_S)
+        assert not np.array_equal(fingerprint(run), before)
     return str(run.model_id)
 
 
