@@ -64,6 +64,16 @@ class Unserved(Unavailable):
 RESTARTING = "the server is restarting: the operation is kept"
 
 
+async def whole(service: Service, who: Principal, request_id: str, outcome: Outcome) -> Outcome:
+    """How an operation ended, with its payload. Raises Gone."""
+    if not outcome.ref:
+        return outcome
+    found = await service.threads.run(who.org_id, partial(service.journal.answers.whole, outcome))
+    if not isinstance(found, Outcome):
+        raise Gone(found.why, request_id=request_id)
+    return found
+
+
 @dataclass(frozen=True)
 class Waited:
     """A sample that somebody waits for, who is told `restarting` when the server stops first. Unless they go on waiting
@@ -103,12 +113,7 @@ class Waited:
 
     async def read(self, outcome: Outcome) -> SampleResult:
         """The result that it ended with. Raises Gone."""
-        if outcome.ref:
-            whole = partial(self.service.journal.answers.whole, outcome)
-            found = await self.service.threads.run(self.who.org_id, whole)
-            if not isinstance(found, Outcome):
-                raise Gone(found.why, request_id=self.request_id)
-            outcome = found
+        outcome = await whole(self.service, self.who, self.request_id, outcome)
         if len(outcome.payload) <= LARGE_BYTES:
             return result_of(outcome, self.request_id)
         return await self.service.work(len(outcome.payload), partial(result_of, outcome, self.request_id))

@@ -30,10 +30,11 @@ def wallet_of(session: Session, org_id: str) -> Wallet:
 
 def shown_wallet(session: Session, org_id: str) -> Wallet:
     """The wallet of an organisation, to look at; where there is none yet, as its first use would make it."""
+    wallet = session.get(Wallet, org_id)
+    if wallet is not None:
+        return wallet
     default = _default(session)
-    return session.get(Wallet, org_id) or Wallet(
-        org_id=org_id, mode=default.mode, balance_nusd=0, held_nusd=0, overdraft_nusd=default.overdraft_nusd
-    )
+    return Wallet(org_id=org_id, mode=default.mode, balance_nusd=0, held_nusd=0, overdraft_nusd=default.overdraft_nusd)
 
 
 def _default(session: Session) -> WalletDefault:

@@ -94,7 +94,7 @@ def _note(lane: RunLane, row: tables.Operation) -> None:
     if row.state == "queued":
         return
     if row.kind == OpKind.FORWARD_BACKWARD:
-        lane.gradients.came(row.seq, came_at(plan_of(row)) or row.accepted_at)
+        lane.gradients.came(row.seq, came_at(plan_of(row), row.accepted_at))
     if row.error is not None:
         lane.failed(row.seq, row.kind, row.error)
     known_at = row.finished_at if row.error is None or row.kind == NEVER_CAME else row.fetched_at

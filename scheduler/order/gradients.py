@@ -24,6 +24,7 @@ class Lacking:
     knows: int = 0
 
 
+#: When a client hears of what has not ended, and of failures that it was not told.
 NEVER = datetime.max.replace(tzinfo=UTC)
 
 

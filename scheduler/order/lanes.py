@@ -85,9 +85,9 @@ def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool 
     ]
 
 
-def came_at(plan: Plan) -> datetime | None:
-    """When the request of a forward_backward came."""
-    return plan.came_at if isinstance(plan, ForwardBackward) else None
+def came_at(plan: Plan, accepted_at: datetime) -> datetime:
+    """When the request of a forward_backward came; where its plan does not say, when it was accepted."""
+    return (plan.came_at if isinstance(plan, ForwardBackward) else None) or accepted_at
 
 
 def uses_gradients(kind: str, error: str | None) -> bool:
@@ -146,7 +146,7 @@ class RunLane:
         """A new operation. Returns the units that may be queued now, in order."""
         self._parked[op.seq] = op
         if op.kind == OpKind.FORWARD_BACKWARD:
-            self.gradients.came(op.seq, came_at(op.plan) or op.accepted_at)
+            self.gradients.came(op.seq, came_at(op.plan, op.accepted_at))
         return self._advance()
 
     def refuse(self, seq: int) -> list[Unit]:

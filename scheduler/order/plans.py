@@ -68,8 +68,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """forward and forward_backward: `slices` cover all data of the body, in their order. `sequences` are the sampled
-    sequences that the data say they come from, with their tokens among the targets. Its request
-    came at `came_at`, before its data did."""
+    sequences that the data say they come from, with their tokens among the targets. Its request came at
+    `came_at`, before its data did."""
 
     slices: tuple[Slice, ...]
     sequences: dict[str, int] = {}

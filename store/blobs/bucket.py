@@ -94,6 +94,10 @@ class Stored:
     written: float  # seconds since 1970
 
 
+class Panicked(Exception):
+    """The client gave up: settings of the environment cannot be sent."""
+
+
 class Bucket:
     """The part of a bucket that begins with the prefix of `url` (s3://BUCKET/PREFIX); keys are below it."""
 
@@ -124,13 +128,12 @@ class Bucket:
     def check(self) -> None:
         """Raise SettingsError, with what to set, unless blobs can be kept here."""
         try:
-            try:
-                obstore.get(self._store, self._at(MARK))  # unlike HEAD, the answer says what is wrong
-            except FileNotFoundError:
-                obstore.put(self._store, self._at(MARK), b"blobs of Weft\n")
-        except BaseException as error:
-            if not isinstance(error, BaseError | OSError) and not _is_panic(error):
-                raise
+            with _without_panic():
+                try:
+                    obstore.get(self._store, self._at(MARK))  # unlike HEAD, the answer says what is wrong
+                except FileNotFoundError:
+                    obstore.put(self._store, self._at(MARK), b"blobs of Weft\n")
+        except (BaseError, OSError, Panicked) as error:
             code, _ = _reason(error)
             raise SettingsError(
                 f"blob_url {self.url} at {self._endpoint}: {_REMEDIES.get(code, code)} ({code})"
@@ -191,27 +194,25 @@ class Bucket:
     def _asked(self, key: str = "") -> Iterator[None]:
         """Within it the store is asked, for `key` if that may be missing."""
         try:
-            yield
+            with _without_panic():
+                yield
         except FileNotFoundError as error:
             self._see_mark(error)
             raise FileNotFoundError(f"no blob {key}") from None
-        except BaseException as error:
-            if not isinstance(error, BaseError) and not _is_panic(error):
-                raise
+        except (BaseError, Panicked) as error:
             raise self._away(error) from None
 
-    def _see_mark(self, error: BaseException) -> None:
+    def _see_mark(self, error: Exception) -> None:
         """Raise StoreAway if it is the bucket that is missing."""
         try:
-            obstore.get(self._store, self._at(MARK))
+            with _without_panic():
+                obstore.get(self._store, self._at(MARK))
         except FileNotFoundError:
             raise self._away(error) from None
-        except BaseException as other:
-            if not isinstance(other, BaseError) and not _is_panic(other):
-                raise
+        except (BaseError, Panicked) as other:
             raise self._away(other) from None
 
-    def _away(self, error: BaseException) -> StoreAway:
+    def _away(self, error: Exception) -> StoreAway:
         code, what = _reason(error)
         if time.monotonic() - self._said >= SAY_AGAIN_S:
             self._said = time.monotonic()
@@ -247,15 +248,22 @@ def _is_address(value: str) -> bool:
         return False
 
 
-def _is_panic(error: BaseException) -> bool:
-    """Of the client, which is in Rust; its class cannot be imported, and is no Exception."""
-    return type(error).__name__ == "PanicException"
+@contextmanager
+def _without_panic() -> Iterator[None]:
+    """A panic of the client, which is in Rust, is an error as others are: its class cannot be imported, and is no
+    Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise Panicked from None
+        raise
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _reason(error: Exception) -> tuple[str, str]:
     """The store's own code, or one of ours; and with what it means. Nothing else of an answer is passed on: it may
     repeat what was sent."""
-    if _is_panic(error):
+    if isinstance(error, Panicked):
         return "Malformed", "the environment's settings cannot be sent"
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,14 +18,14 @@ from weft.wire.binary.codec import WireError, decode_train_request
 from api.checks.batches import check_batch, costs
 from api.checks.custom_losses import uploaded_loss
 from api.checks.provenance import named_sequences, with_recorded_logprobs
-from api.errors import Invalid, TooLarge, Unreadable, quote
+from api.errors import ApiError, Invalid, TooLarge, Unreadable, quote
 from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import INLINE_PROTOBUF_BYTES, parse, parse_protobuf, read_body
 from api.http.body_sizes import ROOM_KEY
 from api.http.json_forms import PROTOBUF, train_body
 from api.http.structure import begins_with
-from api.operations.submit import Address, Check, Checked, submit
+from api.operations.submit import Address, Checked, submit
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 from scheduler.links.messages import OpKind
@@ -67,7 +67,7 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
         return _check(service, message, body, run, came_at)
 
     reads = message.loss_fn == RECORDED
-    return await _submit(request, service, who, address, kind, body, check, reads=reads)
+    return await _told(request, submit(service, who, address, kind, body, check, reads=reads))
 
 
 async def _refuse_unread(request: Request, service: Service, who: Principal, error: TooLarge) -> UntypedAPIFuture:
@@ -82,7 +82,7 @@ async def _refuse_unread(request: Request, service: Service, who: Principal, err
     def check(run: tables.Run) -> Checked:
         raise error
 
-    return await _submit(request, service, who, address, OpKind.FORWARD_BACKWARD, error.begins, check)
+    return await _told(request, submit(service, who, address, OpKind.FORWARD_BACKWARD, error.begins, check))
 
 
 @router.post(
@@ -107,22 +107,12 @@ async def _submit_json(request: Request, service: Service, who: Principal, forwa
 
     address = await parse(service, raw, Address)
     kind = OpKind.FORWARD if forward_only else OpKind.FORWARD_BACKWARD
-    return await _submit(request, service, who, address, kind, raw, check)
+    return await _told(request, submit(service, who, address, kind, raw, check))
 
 
-async def _submit(
-    request: Request,
-    service: Service,
-    who: Principal,
-    address: Address,
-    kind: OpKind,
-    body: bytes,
-    check: Check,
-    *,
-    reads: bool = False,
-) -> UntypedAPIFuture:
-    """`submit`, whose refusal the future tells alone: the room of the body is told here."""
-    future, refused = await submit(service, who, address, kind, body, check, reads=reads)
+async def _told(request: Request, submitting: Awaitable[tuple[UntypedAPIFuture, ApiError | None]]) -> UntypedAPIFuture:
+    """What `submit` comes to: a refusal is told by the future alone, and here to the room of the body."""
+    future, refused = await submitting
     request.scope[ROOM_KEY].refused = refused is not None
     return future
 

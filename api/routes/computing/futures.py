@@ -27,7 +27,7 @@ from api.http.bodies import read_json
 from api.http.events import EventStream, event
 from api.http.headers import Large, Ready
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
-from api.operations.streaming import Waited
+from api.operations.streaming import Waited, whole
 from api.state.service import Service, ServiceDep
 from api.who.lookup import operation_by_id, plain_id
 from api.who.may_change import own_operation
@@ -82,10 +82,7 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     async with AsyncExitStack() as held:
         held.enter_context(service.polls.counted(who.org_id))
         await held.enter_async_context(service.large_results.room(who.org_id, size))
-        if outcome.ref:
-            outcome = await service.threads.run(who.org_id, partial(service.journal.answers.whole, outcome))
-        if isinstance(outcome, operations.Gone):
-            raise Gone(outcome.why, request_id=body.request_id)
+        outcome = await whole(service, who, body.request_id, outcome)
         if as_json:
             kind = await service.read(lambda session: session.get_one(tables.Operation, body.request_id).kind)
             outcome = await service.work(size, partial(_in_json, outcome.payload, kind))
