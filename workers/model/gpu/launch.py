@@ -24,6 +24,10 @@ from workers.model.routing import Routing
 MAX_SPLIT = 4096
 
 
+#: Sums of a block, ranks by columns, that four warps keep in registers (tests/workers/model/test_gpu_compile.py).
+SUMS = 4096
+
+
 class Tile(NamedTuple):
     """What a block has at a time: so many columns of the long side, with so many warps."""
 
@@ -32,7 +36,8 @@ class Tile(NamedTuple):
 
     def beside(self, rank_block: int) -> Tile:
         """Beside ranks of this block: as many columns as keep the sums in registers."""
-        return self if rank_block <= 32 else Tile(64, 4)
+        columns = SUMS // rank_block
+        return self if rank_block <= 32 and columns >= self.columns else Tile(min(columns, self.columns), 4)
 
     @property
     def fixed(self) -> dict[str, int]:
