@@ -103,11 +103,12 @@ class TritonProducts:
         _check(x, u)
         wide, table = x.shape[1], self.table
         splits = -(-wide // MAX_SPLIT)
-        # As short as possible, in whole steps: the length is compiled into the kernel.
-        split = MAX_SPLIT if splits > 1 else -(-wide // SHRINK.columns) * SHRINK.columns
         found = u[None] if splits == 1 else u.new_zeros(splits, *u.shape)
         for each, blocks in self.blocks:
             if len(x):
+                tile = SHRINK.beside(each.block_of(stack))
+                # As short as possible, in whole steps: the length is compiled into the kernel.
+                short = -(-wide // tile.columns) * tile.columns
                 grid = (len(blocks.segment), each.rank_blocks(stack), splits)
                 kernels.shrink[grid](
                     x,
@@ -124,9 +125,9 @@ class TritonProducts:
                     PRECISION=self.precision.name,
                     BLOCK_M=blocks.block_rows,
                     BLOCK_R=each.block_of(stack),
-                    BLOCK_K=SHRINK.columns,
-                    SPLIT=split,
-                    num_warps=SHRINK.warps,
+                    BLOCK_K=tile.columns,
+                    SPLIT=min(MAX_SPLIT, short),
+                    num_warps=tile.warps,
                 )
         if splits > 1:
             u += found.sum(0)
