@@ -41,7 +41,6 @@ from store import tables
 from store.blobs.contract import Blobs
 from store.database.db import Transactions
 
-
 #: Runs that are remembered after they were forgotten.
 MOST_FORGOTTEN = 10_000
 
