@@ -85,7 +85,7 @@ def test_results_are_given_out_without_money(world: World) -> None:
 def test_who_changes_a_budget_has_the_lock_of_its_organisation_before_anything_else(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken within, behind those of the works that it shares a transaction with, two servers may wait for each other."""
+    """Taken within, behind those of works of the same transaction, two servers may wait for each other."""
     locks, write = list[str](), world.database.write
 
     async def noted(work: Any, *, lock: str = "") -> Any:
