@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from typing import cast
 
 from sqlalchemy import Table, bindparam, select, update
@@ -78,7 +79,8 @@ class Liveness:
         """Write what is new. Sessions that have ended, or that nothing was heard of since the last flush, are
         forgotten: their next sign of life is looked up again."""
         self.ended([session_id for session_id, seen in self._seen.items() if seen.written])
-        fresh, now = list(self._seen.items()), datetime.now(UTC)
+        # In one order, so that two servers, which may both hear of a session, never wait for each other in a ring.
+        fresh, now = sorted(self._seen.items(), key=itemgetter(0)), datetime.now(UTC)
         for start in range(0, len(fresh), FLUSH_ROWS):
             part = [(session_id, seen, now - seen.at) for session_id, seen in fresh[start : start + FLUSH_ROWS]]
 
@@ -100,6 +102,7 @@ def end(
     session: Session, row: tables.Session, state: str, *, reason: str | None, detail: str | None, key_id: int | None
 ) -> bool:
     """End a session, in a write. False, and nothing changed, when it had ended before: the first reason stands."""
+    session.refresh(row, with_for_update=True)  # another server may be at it
     if row.state != "active":
         return False
     row.state, row.finish_reason, row.finish_detail, row.ended_at = state, reason, detail, datetime.now(UTC)
@@ -120,7 +123,8 @@ def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]
     """Expire the sessions that were not heard of since `before`, in a write; but those that are `working` have time
     until they are done. Returns them."""
     query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before)
-    idle = [row for row in session.scalars(query) if row.id not in working][:FLUSH_ROWS]
+    unused = session.scalars(query.with_for_update(skip_locked=True))  # past those that another server hears of
+    idle = [row for row in unused if row.id not in working][:FLUSH_ROWS]
     for row in idle:
         end(session, row, "expired", reason=None, detail=None, key_id=None)
     return [row.id for row in idle]

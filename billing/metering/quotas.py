@@ -100,10 +100,12 @@ def standings(session: Session, org_id: str, limits: Limits) -> list[Standing]:
 
 
 def stored_bytes(session: Session, org_id: str) -> int:
-    """Of checkpoints and samplers, and of saves that are queued."""
-    span, op = tables.StorageSpan, tables.Operation
+    """Of checkpoints and samplers, and of saves that are queued: by their runs, for what else is queued may be far
+    more."""
+    span, op, run = tables.StorageSpan, tables.Operation, tables.Run
     stored = select(func.sum(span.size_bytes)).where(span.org_id == org_id, span.ended_at.is_(None))
-    coming = select(func.sum(op.stores_bytes)).where(op.org_id == org_id, op.state == "queued")
+    live = select(run.id).where(run.org_id == org_id, run.state == "live")
+    coming = select(func.sum(op.stores_bytes)).where(op.state == "queued", op.lane.in_(live))
     return int(session.scalar(stored) or 0) + int(session.scalar(coming) or 0)
 
 

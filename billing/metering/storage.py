@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import and_, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, and_, func, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from billing.metering.charges import Charge, settle
@@ -109,6 +109,16 @@ def end(session: Session, checkpoints: Sequence[Checkpoint], at: datetime) -> No
             _keep(session, checkpoints[start : start + AT_A_TIME], at)
 
 
+def expired(session: Session, now: datetime, *which: ColumnElement[bool]) -> Sequence[Checkpoint]:
+    """Some checkpoints whose time is over. In the locks of their organisations, until the transaction ends: under a
+    name whose time is over something else may be saved at this moment, and is not to be taken for it."""
+    over = select(Checkpoint).where(Checkpoint.expires_at <= now, *which)
+    found = session.scalars(over.order_by(Checkpoint.expires_at).limit(AT_A_TIME)).all()
+    take_locks(session, {row.org_id for row in found})
+    again = over.where(Checkpoint.id.in_([row.id for row in found])).execution_options(populate_existing=True)
+    return session.scalars(again).all()
+
+
 def _over(checkpoint: Checkpoint, at: datetime) -> datetime:
     return min(at, checkpoint.expires_at) if checkpoint.expires_at is not None else at
 
@@ -175,11 +185,10 @@ def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
 def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int]:
     """Meter all spans in hours that are over by `now`, up to a week later than any was metered or begun. For the jobs;
     may be called at any time, repeatedly."""
-    counts = {
-        "begun": database.write_now(lambda s: _adopt(s, now)),
-        "ended": database.write_now(lambda s: _abandon(s, now)),
-    }
-    counts |= {"events": 0, "nusd": 0}
+    counts = {"begun": database.write_now(lambda s: _adopt(s, now))}
+    while database.write_now(lambda s: _end_expired(s, now)):
+        pass
+    counts |= {"ended": database.write_now(lambda s: _abandon(s, now)), "events": 0, "nusd": 0}
     with database.read() as session:
         newest = session.scalar(select(func.max(StorageSpan.metered_until)))
     until = now if newest is None else min(now, newest + MOST)
@@ -202,12 +211,19 @@ def _adopt(session: Session, now: datetime) -> int:
     return len(found)
 
 
+def _end_expired(session: Session, now: datetime) -> int:
+    """End some spans of checkpoints that have expired and wait to be deleted."""
+    metered = Checkpoint.id.in_(select(StorageSpan.checkpoint_id).where(StorageSpan.ended_at.is_(None)))
+    over = expired(session, now, metered)
+    end(session, over, now)
+    return len(over)
+
+
 def _abandon(session: Session, now: datetime) -> int:
-    """End the spans of checkpoints and samplers that are gone, or have expired and wait to be deleted. An end that is
-    hours from `now` is from a clock that was ahead."""
+    """End the spans of checkpoints and samplers that are gone. An end that is hours from `now` is from a clock that was
+    ahead."""
     ahead = StorageSpan.ended_at > now + HOUR, StorageSpan.metered_until <= now
     session.execute(update(StorageSpan).where(*ahead).values(ended_at=now))
-    end(session, session.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now)).all(), now)
     active = select(tables.Session.id).where(tables.Session.state == "active")
     held = select(StorageSpan).where(StorageSpan.ended_at.is_(None), _NAMELESS, StorageSpan.session_id.not_in(active))
     _pass_on(session, session.scalars(held).all(), now)

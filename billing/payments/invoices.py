@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from billing.money import ledger
@@ -19,7 +19,7 @@ from billing.payments.customers import OF_METERS
 from billing.payments.meters import METERS, invoiced_nusd, is_closed, unput_uusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import check
-from store.database.bulk import insert_into
+from store.database.bulk import insert_into, take_locks
 from store.database.db import Database
 from store.tables import Invoice, Organisation, StripeOutbox, Wallet
 
@@ -92,25 +92,27 @@ def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
 
 
 def follow(session: Session, invoice: Any, now: datetime) -> str:
-    """Bring our invoice to the state of Stripe's. Call it in a write. Raises NotClosedHere."""
-    org = session.scalar(select(Organisation).where(Organisation.stripe_customer_id == invoice.customer))
-    if org is None:
+    """Bring our invoice to the state of Stripe's. Call it in a write. Raises NotClosedHere. In the organisation's lock:
+    another process may be about to say that it is paid."""
+    org_id = session.scalar(select(Organisation.id).where(Organisation.stripe_customer_id == invoice.customer))
+    if org_id is None:
         return "ignored: of no organisation here"
     if not _of_meters(invoice):
         return "ignored: not of a month's usage"
     period = period_of(datetime.fromtimestamp(invoice.period_end - 1, UTC))
-    row = session.scalar(select(Invoice).where(Invoice.org_id == org.id, Invoice.period_start == period))
+    take_locks(session, [org_id])
+    row = session.scalar(select(Invoice).where(Invoice.org_id == org_id, Invoice.period_start == period))
     if row is None:
         if invoice.amount_due == 0:
             return "ignored: nothing was used"
-        raise NotClosedHere(f"{name_of(period)} of {org.id} is not closed yet")
+        raise NotClosedHere(f"{name_of(period)} of {org_id} is not closed yet")
     voided = row.stripe_invoice_id == invoice.id and row.status == "void"
     row.stripe_invoice_id = invoice.id
     row.hosted_url, row.pdf_url = invoice.hosted_invoice_url, invoice.invoice_pdf
     difference = invoice.total * NUSD_PER_CENT - row.total_nusd
     if abs(difference) > ROUNDING_NUSD:
         message = f"invoice {invoice.id} is {difference:+d} nano-USD beside what was used in {name_of(period)}"
-        raise_alert(session, kind="invoice_differs", ref=invoice.id, message=message, now=now, detail={"org": org.id})
+        raise_alert(session, kind="invoice_differs", ref=invoice.id, message=message, now=now, detail={"org": org_id})
     if invoice.status == "paid":
         return _paid(session, row, invoice, now)
     if row.status == "paid":
@@ -123,9 +125,10 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
             _no_longer_failed(session, row, invoice, now)
         return f"invoice is {invoice.status}"
     if invoice.attempted:
-        row.status, org.status = "failed", "past_due" if org.status == "active" else org.status
+        row.status = "failed"
+        _set_status(session, org_id, "active", "past_due")
         message = f"the invoice for {name_of(period)} could not be collected"
-        raise_alert(session, kind="invoice_failed", ref=invoice.id, message=message, now=now, org_id=org.id)
+        raise_alert(session, kind="invoice_failed", ref=invoice.id, message=message, now=now, org_id=org_id)
         return "payment failed"
     row.status = "open"
     return "open"
@@ -163,6 +166,11 @@ def _no_longer_failed(session: Session, row: Invoice, invoice: Any, now: datetim
     resolve_alert(session, kind="invoice_failed", ref=invoice.id, now=now)
     session.flush()
     failed = select(Invoice.id).where(Invoice.org_id == row.org_id, Invoice.status == "failed")
-    org = session.get_one(Organisation, row.org_id)
-    if org.status == "past_due" and session.scalar(failed.limit(1)) is None:
-        org.status = "active"
+    if session.scalar(failed.limit(1)) is None:
+        _set_status(session, row.org_id, "past_due", "active")
+
+
+def _set_status(session: Session, org_id: str, before: str, after: str) -> None:
+    """Unless the operator has set another one, maybe at this moment."""
+    org = Organisation
+    session.execute(update(org).where(org.id == org_id, org.status == before).values(status=after))

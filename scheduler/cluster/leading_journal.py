@@ -112,13 +112,13 @@ class LeadingJournal:
             return {run.id: log_of(session, run) for run in found if run is not None and run.state == "live"}
 
     def take_in(self, row: tables.Operation, logs: Mapping[str, RunLog]) -> Operation | None:
-        """An operation that some replica has accepted; `logs` has those of runs that were not in hand. Returned when
-        its run can do nothing more."""
+        """An operation that some replica has accepted; `logs` has those of runs that were not in hand when they were
+        read, and may have come and ended since. Returned when its run can do nothing more."""
         training = self.training
         lane = training.runs.get(row.lane)
         if training.opened(row.id) is not None or (lane is not None and lane.spent(row.seq)):
             return None
-        if lane is None and row.lane in logs:
+        if lane is None and row.lane in logs and row.lane not in training.forgotten:
             take_up(training, logs[row.lane], training.enqueue)
             return None
         if lane is None:

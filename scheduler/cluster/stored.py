@@ -6,17 +6,20 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 
 from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.rows import from_row
-from scheduler.order.operations import Operation
+from scheduler.order.operations import SAMPLE, Operation
 from store import tables
 from store.database.bulk import among
 from store.database.db import Database
 
 #: Operations that are asked for at once.
 MOST_AT_ONCE = 500
+
+#: When a sample was accepted, and its id.
+QueuedSample = tuple[datetime, str]
 
 _OP = tables.Operation.__table__
 _QUEUED = {dialect: select(_OP).where(one, _OP.c.state == "queued") for dialect, one in among(_OP.c.id, "ids").items()}
@@ -39,6 +42,16 @@ class StoredOperations:
         with self._database.ask() as connection:
             found: Iterable[Any] = connection.execute(_QUEUED[connection.dialect.name], {"ids": list(op_ids)})
             return {one.id: from_row(one) for one in found}  # plain rows, for there are many
+
+    def queued_samples(self, after: QueuedSample | None, most: int) -> list[QueuedSample]:
+        """From the oldest on, or from the next one `after` another."""
+        row = tables.Operation
+        query = select(row.accepted_at, row.id).where(row.state == "queued", row.kind == SAMPLE)
+        if after is not None:
+            at, op_id = after
+            query = query.where(or_(row.accepted_at > at, and_(row.accepted_at == at, row.id > op_id)))
+        with self._database.read() as session:
+            return [(at, op_id) for at, op_id in session.execute(query.order_by(row.accepted_at, row.id).limit(most))]
 
     def ended(self, op_ids: Sequence[str]) -> list[tables.Operation]:
         row, ended = tables.Operation, list[tables.Operation]()

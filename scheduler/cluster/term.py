@@ -24,6 +24,7 @@ from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.cluster.leading_journal import LeadingJournal
 from scheduler.cluster.policy_desk import PolicyDesk
 from scheduler.cluster.shared_journal import SharedJournal
+from scheduler.cluster.stored import QueuedSample
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.left import open_runs
 from scheduler.journal.samples.sampling import GAVE_UP
@@ -48,7 +49,7 @@ BEAT_S = 1.0
 STORE_WITHIN_S = 5.0
 #: How often the leader looks for what is accepted in the database and queued nowhere.
 RESCAN_S = 2.0
-#: Samples queued again in one look.
+#: Samples that one look takes, and queues again.
 RESCAN_ROWS = 2000
 
 _OP = tables.Operation.__table__
@@ -99,7 +100,7 @@ class Term:
         self.renewed()
         self.over = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()  # trainers
-        self._waiting: set[str] = set()  # samples that were queued at the last look
+        self._waiting: list[QueuedSample] = []  # what the last look found
 
     async def begin(self) -> None:
         await self.journal.recover(self._run)
@@ -212,8 +213,8 @@ class Term:
         await self._take_in([op_id for op_id in missing if self.journal.training.opened(op_id) is None])
         for run_id in closed:
             self.journal.training.close_run(run_id)
-        waiting, self._waiting = self._waiting & samples, samples
-        if waiting:  # also before: what was accepted only now is on its way
+        waiting, self._waiting = {op_id for _, op_id in self._waiting}, samples
+        if waiting:  # at the last look: what was accepted only now is on its way
             known = await self._run(self._shared.queue.known, sorted(waiting))
             await self._push_again(waiting - known)
         await asyncio.sleep(RESCAN_S)
@@ -230,8 +231,10 @@ class Term:
         with self.database.read() as session:
             return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
 
-    def _look(self) -> tuple[list[str], set[str], list[str]]:
-        """Operations of runs that may not have arrived, samples that are queued, and runs whose session has ended."""
+    def _look(self) -> tuple[list[str], list[QueuedSample], list[str]]:
+        """Operations of runs that may not have arrived, samples that are queued, and runs whose session has ended. Of
+        more samples than it may take a look goes on where the last one ended: behind what waits for long, for a model
+        that nobody serves, others may be lost."""
         self.journal.reweigh()
         row = tables.Operation
         gaps = self.journal.gaps()
@@ -242,10 +245,9 @@ class Term:
             for start in range(0, len(gaps), MOST_AT_ONCE):
                 of_gaps = tuple_(row.lane, row.seq).in_(gaps[start : start + MOST_AT_ONCE])
                 missing += session.scalars(select(row.id).where(of_gaps, row.state == "failed"))
-            waiting = select(row.id).where(row.state == "queued", row.kind == SAMPLE).order_by(row.accepted_at)
-            samples = set(session.scalars(waiting.limit(RESCAN_ROWS)))
             closed = [run_id for run_id in open_runs(session) if run_id in lanes and not lanes[run_id].closing]
-        return missing, samples, closed
+        after = self._waiting[-1] if len(self._waiting) == RESCAN_ROWS else None
+        return missing, self._shared.journal.stored.queued_samples(after, RESCAN_ROWS), closed
 
     async def _expire(self) -> None:
         expired = await self._run(self._shared.queue.expire)

@@ -45,8 +45,12 @@ class Reaper:
         self._unneeded: set[str] = set()
 
     def expire(self) -> int:
-        """Delete the checkpoints whose time is over, and rows of turns. Returns how many checkpoints."""
-        return self._database.write_now(partial(_expire, now=self.clock()))
+        """Delete checkpoints whose time is over, some at a time, and rows of turns. Returns how many checkpoints."""
+        now, expired = self.clock(), 0
+        self._database.write_now(partial(_forget_turns, before=now - TURNS_LAST))
+        while some := self._database.write_now(partial(_expire, now=now)):
+            expired += some
+        return expired
 
     def sweep(self) -> list[str]:
         """Delete the files that nothing needs. Returns what was deleted.
@@ -90,9 +94,12 @@ class Reaper:
         return sorted(ref for ref, written in self._blobs.listed(pattern).items() if written < before)
 
 
+def _forget_turns(session: Session, before: datetime) -> None:
+    session.execute(delete(tables.SessionTurn).where(tables.SessionTurn.created_at < before))
+
+
 def _expire(session: Session, now: datetime) -> int:
-    session.execute(delete(tables.SessionTurn).where(tables.SessionTurn.created_at < now - TURNS_LAST))
-    rows = session.scalars(select(tables.Checkpoint).where(tables.Checkpoint.expires_at <= now)).all()
+    rows = storage.expired(session, now)
     storage.end(session, rows, now)
     for row in rows:
         path = f"tinker://{row.run_id}/{row.kind}/{row.name}"

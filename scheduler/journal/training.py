@@ -7,6 +7,7 @@ The trainer's desk takes work out of `queue` and brings answers back through `fi
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -39,6 +40,9 @@ from scheduler.order.presence import Present, queued_for
 from store import tables
 from store.blobs.contract import Blobs
 from store.database.db import Transactions
+
+#: Runs that are remembered after they were forgotten.
+MOST_FORGOTTEN = 10_000
 
 
 class Desk(Protocol):
@@ -73,6 +77,7 @@ class Training:
         self.queue: FairTree[Unit] = FairTree()
         self.runs: dict[str, RunLane] = {}
         self.released: list[str] = []  # runs that trainers may forget
+        self.forgotten: deque[str] = deque(maxlen=MOST_FORGOTTEN)  # lately: what was read of them before is not so now
         self.changed: set[str] = set()  # runs whose queues have changed, other than by what trainers took
         self.desks: list[Desk] = []  # woken when there is work, and told of policies that have moved
         self.versions: dict[str, int] = {}  # optimizer steps of runs
@@ -315,6 +320,7 @@ class Training:
         self.versions.pop(lane.run_id, None)
         self._moved_by.pop(lane.run_id, None)
         self.released.append(lane.run_id)
+        self.forgotten.append(lane.run_id)
         self._storing.in_background(self._close_lastingly(lane))
 
     async def _close_lastingly(self, lane: RunLane) -> None:

@@ -33,6 +33,8 @@ MAX_ASIDE = 256
 HEAD_START = 0.25
 #: For how long an item is left to the worker that holds its adapter, before any worker may take it.
 LEFT_S = 0.05
+#: A worker that has signed for longer, in seconds, has done so by a clock that was ahead: from now on it has so long.
+AHEAD_S = 60.0
 #: Adapters remembered of one worker; those used longest ago are forgotten.
 REMEMBERED = 1024
 #: Whoever has taken an answer and did not forget it for so long is taken for dead.

@@ -210,7 +210,8 @@ local function set_aside_for(worker, models, now)
     for i = 1, #flat, 2 do left[flat[i]] = flat[i + 1] end
     for _, id in ipairs(redis.call("LRANGE", key("a", model), 0, MAX_ASIDE - 1)) do
       local till, whose = string.match(left[id] or "", "^(%d+) (.*)$")
-      local free = not whose or whose == worker or number(till) < number(now)
+      local ahead = whose and number(till) > number(now) + LEFT_MS -- by a clock that was set back since
+      local free = not whose or whose == worker or number(till) < number(now) or ahead
       if free and redis.call("HEXISTS", key("d", id), worker) == 0 then found[#found + 1] = id end
       left_to_others = left_to_others or not free
     end
@@ -343,7 +344,12 @@ end
 
 function calls.expire(now)
   local back, declined = {}, {}
-  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. clock(now))) do
+  now = clock(now)
+  local latest = string.format("%d", number(now) + AHEAD_MS)
+  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "(" .. latest, "+inf")) do
+    redis.call("ZADD", P .. "w", latest, worker) -- unless it is dead, it says sooner that it is there
+  end
+  for _, worker in ipairs(redis.call("ZRANGEBYSCORE", P .. "w", "-inf", "(" .. now)) do
     for _, id in ipairs(release(worker)) do back[#back + 1] = id end
   end
   for _, model in ipairs(redis.call("SMEMBERS", P .. "asides")) do

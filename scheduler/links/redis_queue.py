@@ -11,6 +11,7 @@ from typing import Any, cast
 import redis
 
 from scheduler.links.contract import (
+    AHEAD_S,
     HEAD_START,
     LEFT_S,
     LIVES,
@@ -32,7 +33,7 @@ from scheduler.links.redis_library import Library
 _SEPARATOR = "\x1f"
 _SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one library
 _CONSTANTS = f"""local LIVES, MAX_ASIDE, LEFT_MS = {LIVES}, {MAX_ASIDE}, {int(LEFT_S * 1000)}
-local HEAD_START, REMEMBERED = {HEAD_START}, {REMEMBERED}
+local HEAD_START, REMEMBERED, AHEAD_MS = {HEAD_START}, {REMEMBERED}, {int(AHEAD_S * 1000)}
 """
 _SOURCE = _CONSTANTS + "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _GROUP = "settle"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from billing.money import ledger
 from billing.money.wallets import set_mode
 from billing.reports.reconcile import check
-from store.tables import Operation
+from store.tables import ApiKey, Operation
 from tests.api.conftest import World
 from tests.api.data import batch
 
@@ -78,6 +80,24 @@ def test_results_are_given_out_without_money(world: World) -> None:
     )
     assert world.outcome(request_id).status_code == 200
     world.train(batch(run, 2), status=402)
+
+
+def test_who_changes_a_budget_has_the_lock_of_its_organisation_before_anything_else(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken within, behind those of works of the same transaction, two servers may wait for each other."""
+    locks, write = list[str](), world.database.write
+
+    async def noted(work: Any, *, lock: str = "") -> Any:
+        locks.append(lock)
+        return await write(work, lock=lock)
+
+    monkeypatch.setattr(world.database, "write", noted)
+    made = world.call("PUT", "weft/budgets", json={"scope": "org", "period": "month", "limit_nusd": 5}).json()
+    world.call("DELETE", f"weft/budgets/{made['id']}")
+    with world.database.read() as session:
+        org_id = session.get_one(ApiKey, world.get("weft/keys")["keys"][0]["id"]).org_id
+    assert locks == [org_id, org_id]
 
 
 def test_budgets(world: World) -> None:

@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import Connection, Engine, event, select
 
 from api.server.housekeeping import reap
+from billing.metering.quotas import stored_bytes
 from billing.money.grants import expire, take
 from billing.money.ledger import refund_operation
 from billing.payments.meters import change_mode, put_into_outbox
@@ -25,6 +26,7 @@ from billing.payments.sender import claim
 from billing.payments.summaries import unclear
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.registry import JobContext
+from scheduler.journal.ending.references import in_use
 from store.blobs.folder import FolderBlobs
 from store.database import bulk, db, wal
 from store.database.db import Database
@@ -47,6 +49,8 @@ KEPT = ("INDEX ix_operations_kept", "INDEX ix_stripe_outbox_open")
 OFTEN = ("expire_checkpoints", "sweep_results", "budget_alerts")
 #: Nothing but the organisation is looked for. In SQLite's words: PostgreSQL has statistics to choose an index by.
 OF_ALL = "(org_id=?)"
+#: Nor more than that an operation is queued.
+QUEUED = "ix_operations_state_lane (state=?)"
 
 
 class Asked:
@@ -237,3 +241,14 @@ def test_no_table_that_grows_is_read_as_a_whole(
         keep_house(world, settings)
     assert len(asked.found) > 60
     assert asked.scans(any_database) == []
+
+
+def test_who_saves_or_deletes_reads_nothing_of_what_else_is_queued(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked()
+    with asked.listening(monkeypatch):
+        database.write_now(lambda session: (in_use(session, "weights/one"), stored_bytes(session, "a")))
+    steps = [by for found in _explained_by_sqlite(database, asked.found).values() for table, by in found]
+    assert len(steps) > 8
+    assert [by for by in steps if by.endswith(QUEUED)] == []

@@ -159,7 +159,7 @@ async def change_budget(service: Service, who: Principal, body: SetBudgetRequest
         return budget.id
 
     counted = await service.read(read)
-    budget_id = await service.database.write(write)
+    budget_id = await service.database.write(write, lock=who.org_id)
     found = await service.read(lambda session: states(session, who.org_id))
     return next(_row(state) for state in found if state.budget.id == budget_id)
 
@@ -174,7 +174,7 @@ async def delete_budget(budget_id: str, service: ServiceDep, who: PrincipalDep) 
             audit.record(session, org_id=who.org_id, key_id=who.key_id, event="budget_removed", target=budget_id)
         return removed
 
-    if not await service.database.write(write):
+    if not await service.database.write(write, lock=who.org_id):
         raise NotFound(f"no budget {quote(budget_id)}; see GET /api/v1/weft/budgets")
     return StatusResponse(status="deleted")
 

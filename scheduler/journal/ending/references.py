@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Select, or_, select
+from sqlalchemy import Select, exists, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from scheduler.journal.rows import source_ref
@@ -23,12 +23,16 @@ def in_use(session: Session, ref: str) -> bool:
     """Whether anything that is in the database (pending changes included) needs the folder `ref`."""
     session.flush()
     with unrestricted(session):  # copies of other organisations share folders
-        return any(session.scalars(query.where(column == ref).limit(1)).first() for column, query in _queries())
+        return any(
+            session.scalars(query.where(column == ref.removeprefix(before)).limit(1)).first()
+            for before, column, query in _queries()
+            if ref.startswith(before)
+        )
 
 
 def all_in_use(session: Session) -> set[str]:
     """Every folder that something needs."""
-    return {ref for _, query in _queries() for ref in session.scalars(query.distinct())}
+    return {before + name for before, _, query in _queries() for name in session.scalars(query.distinct())}
 
 
 def needed_files(session: Session) -> set[str]:
@@ -50,22 +54,23 @@ def needed_files(session: Session) -> set[str]:
     return (files | all_in_use(session)) - target - {""}
 
 
-def _queries() -> Iterator[tuple[InstrumentedAttribute[str] | Any, Select[Any]]]:
-    """(the column that names a folder, the query of all that are needed)."""
+def _queries() -> Iterator[tuple[str, InstrumentedAttribute[str] | Any, Select[Any]]]:
+    """(what is before it, the column that names a folder, the query of all that are needed)."""
     checkpoint = tables.Checkpoint.ref
-    yield checkpoint, select(checkpoint)
+    yield "", checkpoint, select(checkpoint)
     sampler = tables.Sampler.adapter_ref
     active = select(sampler).join(tables.Session, tables.Session.id == tables.Sampler.session_id)
-    yield sampler, active.where(tables.Session.state == "active")
-    queued = select(sampler).join(tables.Operation, tables.Operation.lane == tables.Sampler.id)
-    yield sampler, queued.where(tables.Operation.state == "queued")
+    yield "", sampler, active.where(tables.Session.state == "active")
+    waits = exists().where(tables.Operation.lane == tables.Sampler.id, tables.Operation.state == "queued")
+    yield "", sampler, select(sampler).where(waits)  # not by all that is queued
     # A live run would be rebuilt from what it was loaded from, until its first snapshot.
     loaded = select(source_ref).join(tables.Run, tables.Run.id == tables.Operation.lane)
     live = (tables.LOADS, source_ref.is_not(None), tables.Run.state == "live")
-    yield source_ref, loaded.where(*live)
+    yield "", source_ref, loaded.where(*live)
     # What a trainer writes before the checkpoint's row is there.
-    target = "weights/" + tables.Operation.id  # as `scheduler.order.operations` says
-    yield target, select(target).where(tables.Operation.kind.in_(_SAVING), tables.Operation.state == "queued")
+    saving = tables.Operation.id
+    target = select(saving).where(tables.Operation.kind.in_(_SAVING), tables.Operation.state == "queued")
+    yield "weights/", saving, target  # as `scheduler.order.operations` says
 
 
 def broken_because(session: Session, run_id: str, reason: str) -> str:

@@ -28,8 +28,8 @@ def fill(session: Session) -> None:
     session.flush()
     for org in ("a", "b", "b"):
         active, *others = _sessions(session, org, numbers)
-        for state in ("live", "live", "closed"):
-            session.add(_run(f"r{next(numbers)}", org, active, state))
+        for run_id, state in (("train:0", "live"), ("train:1", "live"), ("train:2", "closed")):
+            session.add(_run(f"{active}:{run_id}", org, active, state))
         for size_bytes, ended_at in ((20, None), (30, None), (400, NOW)):
             session.add(_span(f"p{next(numbers)}", org, size_bytes, ended_at))
         for owner in (active, *others):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
-from billing.payments import inbox
+from billing.money.alerts import raise_alert
+from billing.payments import inbox, invoices
+from billing.payments.client import stripe_client
+from billing.payments.events import effect_of
 from billing.payments.meters import METERS
 from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_events, send_meter_events
 from scheduler.jobs.registry import Result, Run
 from store.database.db import Database
-from store.tables import Alert, Invoice
+from store.people.organisations import set_status
+from store.tables import Alert, Invoice, Organisation
 from tests.billing.payments.kit import START, Payments
 from tests.fakestripe import FakeStripe
 
@@ -62,3 +68,44 @@ def test_a_month_from_use_to_payment(processes: list[Payments]) -> None:
     with payments.database.read() as session:
         assert [row.status for row in session.query(Invoice)] == ["paid"] * len(organisations)
         assert session.query(Alert).all() == []
+
+
+def test_a_payment_that_is_told_while_its_failure_is_written_counts(
+    processes: list[Payments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does what an operator does with the organisation at that moment."""
+    one, two, three = processes
+    stripe, org_id = one.fake.stripe, one.organisation()
+    one.use(org_id, "train", USED_NUSD)
+    stripe.now = DECEMBER + 2 * 3600
+    for job in (put_meter_events, send_meter_events, close_invoices):
+        job(one.context)
+    invoice = stripe.invoice(one.customer(org_id), NOVEMBER, DECEMBER)
+    stripe.change("invoice.payment_failed", invoice, attempted=True)
+    client = stripe_client(one.fake.settings())
+    failed = effect_of(client, stripe.events[-1])
+    stripe.pay_invoice(invoice)
+    paid = effect_of(client, stripe.events[-1])
+    works = [
+        lambda: two.database.write_now(lambda session: paid(session, two.now)),
+        lambda: three.database.write_now(lambda session: set_status(session, org_of(session), "suspended")),
+    ]
+    begun: list[Future[Any]] = []
+
+    def org_of(session: Session) -> Organisation:
+        return session.get_one(Organisation, org_id)
+
+    def late(*arguments: Any, **facts: Any) -> bool:
+        if not begun:
+            begun.extend(map(pool.submit, works))
+            wait(begun, 0.5)  # unless they have to wait for this
+        return raise_alert(*arguments, **facts)
+
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(invoices, "raise_alert", late)
+        assert one.database.write_now(lambda session: failed(session, one.now)) == "payment failed"
+    assert begun[0].result() == "paid"
+    begun[1].result()
+    with one.database.read() as session:
+        assert (session.query(Invoice).one().status, org_of(session).status) == ("paid", "suspended")
+        assert [alert.resolved_at is None for alert in session.query(Alert)] == [False]

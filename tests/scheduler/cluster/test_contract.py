@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from scheduler.links.contract import LEFT_S, LIVES, MAX_ASIDE, Answered, FairQueue, Item
+from scheduler.links.redis_queue import RedisQueue
 from tests.scheduler.cluster.conftest import Clock, Make
 
 
@@ -346,3 +349,23 @@ def test_fair_order_is_the_same_whoever_holds_what(warm: FairQueue) -> None:
     assert taken(warm, "a", 2) == ["x0", "x1"]
     assert taken(warm, "b", 2) == ["y0", "y1"]
     assert taken(warm, "c", 8) == ["x2", "y2", "x3", "y3"]
+
+
+def test_when_the_clock_of_redis_is_set_back_the_dead_keep_nothing_and_the_living_all(redis_url: str) -> None:
+    """Neither what they hold nor what is left to them, until the clock is where it was."""
+    clock = Clock(100_000.0)
+    with closing(RedisQueue(redis_url, uuid.uuid4().hex, clock)) as queue:
+        for one in needing("x", "dead") + needing("y", "alive"):
+            queue.push(one)
+        for worker in ("a", "b"):
+            assert len(queue.lease(worker, ["m"], 1, 6)) == 1
+            queue.lease(worker, ["m"], 7, 6, most=0)
+        queue.push(*needing("x", "left"))
+        assert taken(queue, "b", 7) == []
+        clock.now_s -= 3600
+        assert taken(queue, "b", 7) == ["left"]
+        assert queue.expire().back == []
+        for _ in range(11):
+            clock.now_s += 5.5
+            assert queue.renew("b", 6)
+        assert queue.expire().back == ["dead"]

@@ -7,9 +7,12 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
+import redis
+from msgspec.structs import replace
 from sqlalchemy.exc import OperationalError
 
 from scheduler.cluster import election, term
+from scheduler.links.messages import Done, Failure
 from scheduler.order.operations import Outcome
 from store import tables
 from store.blobs.folder import FolderBlobs
@@ -17,6 +20,7 @@ from store.database.db import Database
 from tests.scheduler.cluster.test_shared_journal import (  # noqa: F401
     Play,
     Replica,
+    generator,
     play,
     sample,
     trainer,
@@ -140,5 +144,61 @@ def test_a_leader_of_before_deletes_nothing_of_a_run_that_it_believes_to_be_over
         assert given[:3] == [(0, True), (1, True), (2, False)]
         await until(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
         await until(lambda: not blobs.listed("ops/*/*"))
+
+    play(scenario)
+
+
+def test_what_redis_lost_behind_many_samples_that_wait_for_long_is_queued_again(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For a model that no generator has; of older ones there are more than one look takes."""
+    monkeypatch.setattr(term, "RESCAN_ROWS", 3)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        waiting = [await two.journal.accept(replace(sample(seq), base_model="other")) for seq in range(4)]
+        ids = [await two.journal.accept(sample(seq)) for seq in range(4, 12)]
+        await two.journal.flush()
+        redis.Redis.from_url(url).flushall()
+        await one.lead()
+        async with generator(url, blobs) as got:
+            assert all([isinstance(await two.result(request_id), Outcome) for request_id in ids])
+        await until(lambda: one.queue.known(waiting) == set(waiting))
+        assert sorted(got) == sorted(ids)
+
+    play(scenario)
+
+
+def test_a_run_that_ended_while_a_look_at_it_was_under_way_is_not_taken_up_again(
+    play: Play,  # noqa: F811
+    url: str,  # noqa: F811
+    blobs: FolderBlobs,
+    postgres_database: Database,
+) -> None:
+    """It would be made once more, and held until the leader ends."""
+
+    def finish(session: Any) -> None:
+        session.get_one(tables.Session, "s").state = "finished"
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        leader = one.leadership.term
+        assert leader is not None
+        runs = leader.journal.training.runs
+        created = await two.journal.accept(create(), run_row())
+        await until(lambda: RUN in runs)
+        (row,), logs = leader._rows([created]), leader.journal.logs_of([RUN])
+        async with trainer(url, blobs) as given:
+            await two.result(created)
+            await postgres_database.write(finish)
+            two.journal.close_run(RUN)
+            await until(lambda: RUN not in runs)
+            late = leader.journal.take_in(row, logs)
+            assert late is not None
+            assert not await one.journal.end(late, Done(late.id, failure=Failure("too late", "user")))
+            await leader.journal.training.flush()
+        assert (RUN in runs, given) == (False, [(0, False)])
 
     play(scenario)
