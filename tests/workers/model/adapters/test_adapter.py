@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, save_adapter
+from workers.model.adapters.adapter import Adapter, AdapterFileError, adapter_bytes, load_adapter, save_adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 
@@ -49,6 +49,7 @@ def test_arena_is_aligned_and_its_views_do_not_overlap() -> None:
     shape = AdapterShape(TINY, 3)
     adapter = Adapter.zeros(shape)
     assert all(slot.offset % 16 == 0 for slot in shape.slots.values())
+    assert 0 <= shape.numel - shape.num_parameters < 16 * len(shape.slots)
     for view in adapter.views.values():
         view += 1
     assert adapter.flat.sum() == shape.num_parameters
@@ -82,16 +83,19 @@ def test_shapes_and_arenas_are_validated() -> None:
         AdapterShape(TINY, 1, train_attn=False, train_mlp=False, train_unembed=False)
     with pytest.raises(ValueError, match="arena of float32"):
         Adapter(AdapterShape(TINY, 1), torch.zeros(3), 1.0)
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
+        Adapter(shape := AdapterShape(TINY, 1), torch.zeros(shape.numel, dtype=torch.float64), 1.0)
 
 
 def test_folder_round_trip_is_exact(tmp_path: Path) -> None:
     adapter = Adapter.init(AdapterShape(TINY, 3, train_unembed=False), seed=1, scale=1 / 3)
     adapter.view("layers.1.mlp.down_B").normal_()
-    extra = {"m": torch.randn(adapter.shape.numel), "step": torch.tensor(5)}
+    extra = {"step": torch.tensor(5), "m": torch.randn(adapter.shape.numel)}
     save_adapter(adapter, tmp_path / "a", base_model="tiny/model", extra=extra, details={"seed": 1})
     loaded = load_adapter(tmp_path / "a", TINY)
     assert torch.equal(loaded.adapter.flat, adapter.flat)
     assert loaded.adapter.shape == adapter.shape
+    assert adapter_bytes(tmp_path / "a", TINY) == 4 * adapter.shape.numel
     assert loaded.adapter.scale == 1 / 3
     assert (loaded.base_model, loaded.details) == ("tiny/model", {"seed": 1})
     assert loaded.extra.keys() == extra.keys()
@@ -104,6 +108,10 @@ def test_folder_round_trip_is_exact(tmp_path: Path) -> None:
 
 def test_loading_is_strict(tmp_path: Path) -> None:
     adapter = Adapter.init(AdapterShape(TINY, 3), seed=1)
+    save_adapter(adapter, tmp_path, base_model="m", extra={"m": torch.zeros(1)})
+    save_file({"v": torch.zeros(1)}, tmp_path / "extra.safetensors")
+    with pytest.raises(AdapterFileError, match=r"extra\.safetensors holds \['v'\], adapter_config\.json \['m'\]"):
+        load_adapter(tmp_path, TINY)
     save_adapter(adapter, tmp_path, base_model="m")
     with pytest.raises(AdapterFileError, match=r"unembed_B is .*\[50, 3\], the model needs .*\[60, 3\]"):
         load_adapter(tmp_path, replace(TINY, vocab_size=60))
@@ -115,11 +123,20 @@ def test_loading_is_strict(tmp_path: Path) -> None:
     save_file({("other" if k == "unembed_A" else k): v for k, v in tensors.items()}, file)
     with pytest.raises(AdapterFileError, match=r"missing tensors \['unembed_A'\], unexpected tensors \['other'\]"):
         load_adapter(tmp_path, TINY)
+    save_file({**tensors, "other": torch.zeros(1)}, file)
+    with pytest.raises(AdapterFileError, match=r"missing tensors \[\], unexpected tensors \['other'\]"):
+        load_adapter(tmp_path, TINY)
     file.unlink()
     with pytest.raises(AdapterFileError, match="is missing"):
         load_adapter(tmp_path, TINY)
     (tmp_path / "adapter_config.json").write_text('{"format": "weft-shared-outer-1", "rank": 3}')
     with pytest.raises(AdapterFileError, match="bad or missing field"):
+        load_adapter(tmp_path, TINY)
+    (tmp_path / "adapter_config.json").write_text('{"format": "weft-shared-outer-1", "train_attn": true, "rank": 0}')
+    with pytest.raises(AdapterFileError, match="bad or missing field"):
+        adapter_bytes(tmp_path, TINY)
+    (tmp_path / "adapter_config.json.age").touch()
+    with pytest.raises(AdapterFileError, match="is encrypted: only its recipients can read it"):
         load_adapter(tmp_path, TINY)
     with pytest.raises(AdapterFileError, match="has format None"):
         load_adapter(tmp_path / "absent", TINY)

@@ -152,8 +152,9 @@ def test_the_files_of_a_mixture_of_experts(tmp_path: Path) -> None:
 KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
 
 
-#: Of latent attention, which is frozen from latents to heads.
-KV_B = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{}.weight"
+def pair(module: str) -> dict[str, Any]:
+    at = f"base_model.model.model.{module}"
+    return {f"{at}.lora_A.weight": np.ones((2, 8), np.float32), f"{at}.lora_B.weight": np.ones((8, 2), np.float32)}
 
 
 @pytest.mark.parametrize(
@@ -162,11 +163,9 @@ KV_B = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{}.weight"
         ({KEY.format(1, "gate", "A"): np.ones((3, 8), np.float32)}, "differ in shape"),
         ({KEY.format(0, "up", "B"): None}, "missing"),
         ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
-        ({"base_model.model.model.embed_tokens.lora_A.weight": np.ones((2, 8), np.float32)}, "alone|trained"),
-        (
-            {KV_B.format("A"): np.ones((2, 8), np.float32), KV_B.format("B"): np.ones((8, 2), np.float32)},
-            "kv_b_proj is",
-        ),
+        (pair("embed_tokens"), "embed_tokens is not one that can be trained here"),
+        (pair("layers.0.self_attn.kv_b_proj"), "kv_b_proj is"),  # of latent attention: frozen from latents to heads
+        (pair("layers.0.self_attn.q_proj"), r"layers\.0\.self_attn: has q_proj, needs q_proj"),
         ({"model.layers.0.bias": np.ones(2, np.float32)}, "no LoRA factor"),
     ],
 )
