@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +13,6 @@ from weft import rl
 from weft.errors import APIConnectionError, InternalServerError, RateLimitError, RequestFailedError
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.envs.environment import Outcome, checked
-from weft.rl.loops import rollouts as loop
 from weft.rl.rollout import Group
 from weft.wire.account.limits import LimitsResponse, ModelLimits
 from weft.wire.training import GetInfoResponse, ModelData
@@ -333,139 +331,3 @@ def test_what_was_drawn_in_vain_is_counted_however_soon_it_ends(ends: str, size:
     found = rollouts.metrics()
     assert [found[f"waste/{why}"], found["waste_usd"]] == [drawn, drawn * 10 / 1e9]
     assert rollouts.state_dict()["again"] == []
-
-
-def test_nothing_goes_on_behind_the_end() -> None:
-    """Neither rollouts, nor who looks how far they are."""
-    told = list[str]()
-
-    async def solve(task: int, chat: rl.Chat) -> float:
-        try:
-            await asyncio.sleep(30 if task else 0)
-        finally:
-            told.append(f"{task} ended")
-        return 1.0
-
-    async def life() -> None:
-        run = cast(Any, Run(policy()[1], None))
-        groups, schedule = rl.Groups(batch=1, size=1), rl.Async(max_lag=1)
-        concurrency = rl.Concurrency(start=2)
-        env = rl.function(solve, [0, 1, 2])
-        async with rl.Rollouts(run, env, groups=groups, schedule=schedule, concurrency=concurrency) as rollouts:
-            await rollouts.batch()
-        told.append("the loop has ended")
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(life())
-    assert told[-1] == "the loop has ended"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "concurrency", "batches", "begun"),
-    [
-        (rl.Async(max_lag=3), None, 2, [2, 2]),
-        (rl.Async(max_lag=3), None, 9, [4, 4]),
-        (rl.Async(max_lag=3), rl.Concurrency(start=2, most=3), 9, [2, 3]),
-        (rl.Sync(oversample=3), None, 1, [3, 3]),
-    ],
-)
-def test_as_many_groups_are_begun_as_there_is_room_for(
-    schedule: Any, concurrency: Any, batches: int, begun: list[int]
-) -> None:
-    """`begun` before the first has ended, and at most at a time, which is what sandboxes are asked for."""
-    boxes, started = cast(Any, object()), list[int]()
-
-    async def solve(task: int, chat: rl.Chat) -> float:
-        started.append(task)
-        await asyncio.sleep(0.05)
-        return 1.0
-
-    async def life() -> int:
-        env = rl.function(solve, range(99))
-        (boxed := cast(Any, Judge())).sandboxes = boxes
-        more: dict[str, Any] = {"schedule": schedule, "concurrency": concurrency, "batches": batches}
-        rollouts = rl.Rollouts(NOBODY, env, groups=rl.Groups(batch=1, size=1), **more)
-        rollouts.policy = policy()[0]
-        waiting = asyncio.ensure_future(rollouts.batch())
-        await asyncio.sleep(0.02)
-        count = len(started)
-        await waiting
-        await rollouts.__aexit__(None, None, None)
-        mixed = rl.Rollouts(NOBODY, {"a": env, "b": boxed}, groups=rl.Groups(batch=1, size=5), **more)
-        assert mixed.most_of(cast(Any, object())) == 0
-        return count * 1000 + mixed.most_of(boxes)
-
-    assert divmod(asyncio.run(life()), 1000) == (begun[0], (4 if begun == [2, 2] else begun[1]) * 5)
-
-
-def test_a_limit_is_judged_by_groups_that_began_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were under way when it moved have to end first. In a limit's first second nobody is asked."""
-    now, ends, windows = [100.0], asyncio.Event(), list[float]()
-    monkeypatch.setattr(loop, "LOOK_S", 0)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    observed, waits = list[tuple[int, float, float]](), [APIConnectionError("reset"), None, 0.25, 0.5, 0.5]
-
-    class Health(Run):
-        async def get_run_health(self, run_id: str, window_s: float) -> Any:
-            windows.append(window_s)
-            now[0] += 4
-            if isinstance(found := waits.pop(0), Exception):
-                raise found
-            return SimpleNamespace(sampling_wait=found)
-
-    class Told(rl.Concurrency):
-        def observe(self, in_flight: int, running: float, waiting: float) -> None:
-            observed.append((in_flight, running, waiting))
-            self._limit = 3.0
-
-    async def solve(task: int, chat: rl.Chat) -> float:
-        await ends.wait()
-        return 1.0
-
-    async def spin(later_s: float) -> list[float]:
-        now[0] += later_s
-        for _ in range(50):
-            await asyncio.sleep(0)
-        return list(windows)
-
-    async def life() -> None:
-        run, env, groups = Health(policy()[1], None), rl.function(solve, range(9)), rl.Groups(batch=1, size=1)
-        more: dict[str, Any] = {"schedule": rl.Async(max_lag=3), "concurrency": Told(start=2)}
-        async with rl.Rollouts(cast(Any, run), env, groups=groups, **more) as rollouts:
-            waiting = asyncio.ensure_future(rollouts.batch())
-            assert await spin(0) == []
-            assert await spin(0.5) == []
-            assert await spin(0.5) == [1.0, 5.0, 9.0]
-            assert observed == [(2, 0.75, 0.25)]
-            assert await spin(30) == [1.0, 5.0, 9.0]
-            assert rollouts.metrics()["in_flight"] == rollouts.metrics()["in_flight/limit"] == 3
-            ends.set()
-            await spin(0)
-            waits[1:] = [None] * 99
-            assert (await spin(2))[3:6] == [2.0, 6.0, 10.0]
-            assert observed[1][1:] == (0.5, 0.5)
-            await waiting
-
-    asyncio.run(life())
-
-
-@pytest.mark.parametrize(("error", "limit"), [(RateLimitError("too much at once", 429), 2), (KeyError("answer"), 4)])
-def test_a_refusal_halves_how_many_are_under_way(error: Exception, limit: int) -> None:
-    errors = [error]
-
-    async def solve(task: int, chat: rl.Chat) -> float:
-        for each in errors[:1]:
-            errors.clear()
-            raise each
-        return 1.0
-
-    async def life() -> int:
-        more: dict[str, Any] = {"schedule": rl.Async(max_lag=3), "concurrency": rl.Concurrency(start=4)}
-        rollouts = rl.Rollouts(NOBODY, rl.function(solve, range(9)), groups=rl.Groups(batch=1, size=1), **more)
-        rollouts.policy = policy()[0]
-        async with asyncio.timeout(10):
-            await rollouts.batch()
-        return int(rollouts.metrics()["in_flight/limit"])
-
-    assert asyncio.run(life()) == limit
