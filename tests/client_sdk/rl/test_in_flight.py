@@ -12,8 +12,9 @@ from weft.errors import APIConnectionError, RateLimitError
 from weft.rl.loops import rollouts as loop
 from weft.wire.account.limits import LimitsResponse, ModelLimits
 
-from tests.client_sdk.rl.kit import Scripted, policy
+from tests.client_sdk.rl.kit import Said, Scripted, policy
 from tests.client_sdk.rl.test_rollouts import NOBODY, Judge, Run
+from tests.client_sdk.rl.test_train import Done, Pupil, Weights, ids
 
 
 def test_nothing_goes_on_behind_the_end() -> None:
@@ -179,3 +180,44 @@ def test_a_schedule_says_which_weights_sample_and_how_old_they_may_be(schedule: 
     assert (kinds, run.sampler.more) == ([kind], [{"max_staleness": oldest, "priority": None}])
     with pytest.raises(ValueError, match="routing_replay: the base model has no experts to replay; leave it out"):
         asyncio.run(life(routing_replay=True))
+
+
+def test_what_is_too_old_by_the_servers_versions_is_not_trained() -> None:
+    """They go on where a life does not begin with the run."""
+    said = [Said(ids("8"), version=version) for version in (7, 7, 8)]
+    run, updated = Pupil((), ()), Done(None)
+    run.sampler = run.later[0] = Weights(*said)
+
+    async def life() -> None:
+        env = rl.prompts(["3 + 5"], lambda text, task: 1.0)
+        async with rl.Rollouts(cast(Any, run), env, groups=rl.Groups(batch=1, size=1), batches=2) as rollouts:
+            state = rollouts.state_dict()
+            rollouts.load_state_dict(state | {"pacer": state["pacer"] | {"version": 3}})
+            first = await rollouts.batch()
+            assert (first.version, first.base, first.lags) == (3, 4, [0])
+            await rollouts.step(updated)
+            second = await rollouts.batch()
+            assert (second.version, second.base, second.lags) == (4, 4, [0])
+            assert rollouts.metrics()["late_groups"] == 1
+
+    asyncio.run(life())
+
+
+def test_a_batch_of_generated_tokens_counts_what_is_under_way() -> None:
+    numbers, drawn = iter(range(9)), len(ids("8"))
+
+    async def solve(task: int, chat: rl.Chat) -> float:
+        number = next(numbers)
+        await asyncio.sleep(30 if number > 1 else 0)
+        await chat.user("?").sample()
+        await asyncio.sleep(30 * number)
+        return 1.0
+
+    async def life() -> int:
+        schedule = rl.Partial(tokens=2 * drawn, in_flight=2, budget="generated")
+        rollouts = rl.Rollouts(NOBODY, rl.function(solve, range(9)), groups=rl.Groups(1, 1), schedule=schedule)
+        rollouts.policy = policy("8", "8")[0]
+        async with asyncio.timeout(10):
+            return len((await rollouts.batch()).groups)
+
+    assert asyncio.run(life()) == 1

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from workers.model.adapters.adapter import Adapter, AdapterFileError, adapter_bytes, load_adapter, save_adapter
 from workers.model.adapters.shape import AdapterShape
-from workers.model.config import DecoderConfig
+from workers.model.config import DecoderConfig, LatentConfig
 
 QWEN3_30B_A3B = DecoderConfig(
     architecture="Qwen3MoeForCausalLM",
@@ -60,6 +60,28 @@ def test_arena_is_aligned_and_its_views_do_not_overlap() -> None:
     assert adapter.view("layers.1.attn.qkv_A").shape == (9, 24)
     with pytest.raises(KeyError):
         Adapter.zeros(AdapterShape(TINY, 3, train_mlp=False)).view("layers.1.mlp.gate_B")
+
+
+def test_what_every_token_passes_beside_its_experts_has_factors_too() -> None:
+    config = replace(TINY, shared_intermediate_size=6, expert_latent=5)
+    at = "layers.1.mlp."
+    shapes = {name.removeprefix(at): slot.shape for name, slot in AdapterShape(config, 3).slots.items() if at in name}
+    latent = {"latent_in_A": (3, 24), "latent_in_B": (5, 3), "latent_out_A": (3, 5), "latent_out_B": (24, 3)}
+    shared = {"gate_up_A": (6, 24), "gate_B": (6, 3), "up_B": (6, 3), "down_A": (3, 6), "down_B": (24, 3)}
+    experts = {"gate_up_A": (6, 5), "gate_B": (3, 10, 3), "up_B": (3, 10, 3), "down_A": (3, 3, 10), "down_B": (5, 3)}
+    assert shapes == experts | latent | {f"shared.{name}": shape for name, shape in shared.items()}
+
+
+def test_latent_attention_has_factors_up_to_its_latents() -> None:
+    latent = LatentConfig(q_rank=0, kv_rank=7, plain_dim=4, rope_dim=4, value_dim=8, scale=1.0)
+    whole, part = (replace(TINY, latent=each) for each in (latent, replace(latent, q_rank=6)))
+    at = "layers.0.attn."
+    queries = [
+        {name.removeprefix(at): slot.shape for name, slot in AdapterShape(config, 3).slots.items() if at in name}
+        for config in (whole, part)
+    ]
+    both = {"latent_A": (6, 24), "kv_a_B": (11, 3), "o_A": (3, 32), "o_B": (24, 3)}
+    assert queries == [both | {"q_B": (32, 3)}, both | {"q_a_B": (6, 3)}]
 
 
 def test_init_is_seeded_and_starts_as_the_base_model() -> None:

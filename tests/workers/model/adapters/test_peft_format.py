@@ -115,7 +115,7 @@ def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
 
 
 FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
-FAMILIES_BACK += ["qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-latent"]
+FAMILIES_BACK += ["bailing", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-latent"]
 
 
 @pytest.mark.parametrize("family", FAMILIES_BACK)
@@ -199,16 +199,22 @@ def test_experts_that_share_some_outer_factors_and_not_others_keep_them_all() ->
     assert [each.max() for each in tensors["layers.0.mlp.each_down_B"]] == [0.5, 0.25]
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 8), (2, 8)])
-def test_outer_factors_of_another_number_of_experts_are_refused(shape: tuple[int, ...]) -> None:
-    at, each = "base_model.model.model.layers.0.mlp.experts", (2, 2, 8)
+def in_tinkers_layout(outer: tuple[int, ...], *, last: float) -> dict[str, Any]:
+    """Two experts; `outer` is the shape of what they read by, `last` is in the second's down_B."""
+    at = "base_model.model.model.layers.0.mlp.experts"
     factors = [f"{at}.{w}.lora_{x}.weight" for w in ("w1", "w2", "w3") for x in "AB"]
-    found = {key: np.ones(each if "_A" in key else (2, 8, 2), np.float32) for key in factors}
-    found[f"{at}.w1.lora_A.weight"] = np.ones(shape, np.float32)
-    found[f"{at}.w2.lora_B.weight"][1] = 2
-    says = rf"layers\.0\.mlp\.: factors of 2 experts are needed, one has shape {re.escape(str(list(shape)))}"
+    found = {key: np.ones((2, 2, 8) if "_A" in key else (2, 8, 2), np.float32) for key in factors}
+    found[f"{at}.w1.lora_A.weight"] = np.ones(outer, np.float32)
+    found[f"{at}.w2.lora_B.weight"][1] = last
+    return found
+
+
+@pytest.mark.parametrize(("outer", "last"), [((3, 2, 8), 2), ((2, 8), 1)])
+def test_outer_factors_of_another_number_of_experts_are_refused(outer: tuple[int, ...], last: float) -> None:
+    says = rf"layers\.0\.mlp\.: factors of 2 experts are needed, one has shape {re.escape(str(list(outer)))}"
     with pytest.raises(PeftFormatError, match=says):
-        read_layout(found)
+        read_layout(in_tinkers_layout(outer, last=last))
+    assert read_layout(in_tinkers_layout((1, 2, 8), last=2))["layers.0.mlp.each_gate_up_A"].shape == (2, 4, 8)
 
 
 def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> None:
