@@ -81,8 +81,6 @@ class PriceList:
     """All versions, oldest first. Built by `load_prices`."""
 
     def __init__(self, versions: list[_Version]) -> None:
-        if not versions:
-            raise PriceError("a price list needs at least one version")
         self._versions = sorted(versions, key=lambda version: version.effective_from)
         self._starts = [version.effective_from for version in self._versions]
         names = [version.version for version in versions]

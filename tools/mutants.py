@@ -75,8 +75,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/billing/money/test_wallet_defaults.py", "tests/billing/metering/test_charges.py::TestModes"),
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
+    "billing/prices.py": ("--noconftest", "tests/billing/test_prices.py"),
     "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
     "client_sdk/weft/rl/loops/checkpoint.py": ("--noconftest", "tests/client_sdk/rl/test_checkpoints.py"),
+    "client_sdk/weft/rl/loops/distill.py": ("--noconftest", "tests/client_sdk/rl/test_train.py"),
     "client_sdk/weft/rl/loops/dpo.py": (
         *("--noconftest", "tests/client_sdk/rl/test_dpo.py", "tests/client_sdk/rl/test_render.py"),
     ),
@@ -87,10 +89,24 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "client_sdk/weft/rl/loops/failures.py": ("--noconftest", "tests/client_sdk/rl/test_failures.py"),
     "client_sdk/weft/rl/loops/mixture.py": ("--noconftest", "tests/client_sdk/rl/test_mixture.py"),
+    "client_sdk/weft/rl/loops/money.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_money.py", "tests/client_sdk/rl/test_supervised.py"),
+    ),
     "client_sdk/weft/rl/loops/rate.py": (
         *("--noconftest", "tests/client_sdk/rl/test_rate.py", "tests/client_sdk/rl/test_checks.py"),
     ),
+    "client_sdk/weft/rl/loops/rollouts.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_rollouts.py", "tests/client_sdk/rl/test_in_flight.py"),
+        *("tests/client_sdk/rl/test_train.py", "tests/client_sdk/rl/test_refused.py"),
+    ),
     "client_sdk/weft/rl/loops/sinks.py": ("--noconftest", "tests/client_sdk/rl/test_sinks.py"),
+    "client_sdk/weft/rl/loops/supervised.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_supervised.py", "tests/client_sdk/rl/test_dpo.py"),
+        *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
+    ),
+    "client_sdk/weft/rl/loops/train.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_train.py", "tests/client_sdk/rl/test_checks.py"),
+    ),
     "client_sdk/weft/rl/losses/loss.py": (
         *("--noconftest", "tests/workers/trainer/test_rl_losses.py", "tests/client_sdk/rl/test_rollout.py"),
         *("tests/client_sdk/rl/test_batch.py", "tests/client_sdk/rl/test_checks.py"),
@@ -139,6 +155,16 @@ MODULES: dict[str, tuple[str, ...]] = {
     "store/database/row_security.py": (*("-k", "", "tests/tenancy/test_row_security.py"),),
     "store/people/keys.py": ("tests/store/people/test_keys.py",),
     "store/people/roles.py": ("tests/tenancy/test_routes.py",),
+    "workers/model/adapters/adapter.py": ("--noconftest", "tests/workers/model/adapters/test_adapter.py"),
+    "workers/model/adapters/peft_format.py": (
+        *("tests/workers/model/adapters/test_peft_format.py", "tests/workers/model/adapters/test_parted.py"),
+    ),
+    "workers/model/adapters/peft_reading.py": (
+        *("tests/workers/model/adapters/test_peft_format.py", "tests/workers/model/adapters/test_parted.py"),
+    ),
+    "workers/model/adapters/shape.py": (
+        *("tests/workers/model/adapters/test_adapter.py", "tests/workers/model/adapters/test_peft_format.py"),
+    ),
     "workers/model/isolation.py": (
         *("--noconftest", "tests/workers/model/test_probe.py", "tests/workers/model/test_probe_rows.py"),
     ),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from billing.prices import KINDS, STORAGE, PriceError, amount_nusd, load_prices
+from billing.prices import KINDS, STORAGE, PriceError, amount_nusd, load_prices, most_for_sample
 
 NEW_YEAR = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -113,6 +113,7 @@ def test_storage_is_priced_by_the_gigabyte_month() -> None:
         ([version("a", NEW_YEAR.replace(tzinfo=None))], "effective_from: .*timezone"),
         ([version("a", NEW_YEAR) | {"models": {}}], r'needs prices for "\*"'),
         ([version("a", NEW_YEAR) | {"currency": "EUR"}], "currency"),
+        ([version("a", NEW_YEAR) | {"models": {"*": {**dict.fromkeys(KINDS, 1), "smaple": 2}}}], "smaple"),
         ([version("a", NEW_YEAR), version("a", NEW_YEAR + timedelta(1))], "same name"),
         ([version("a", NEW_YEAR), version("b", NEW_YEAR)], "same effective_from"),
         ([version("a", datetime(2999, 1, 1, tzinfo=UTC))], "no prices hold"),
@@ -130,3 +131,24 @@ def test_models_without_a_price_of_their_own_are_named() -> None:
     assert prices.unnamed(["Qwen/Qwen3.8-27B", "Qwen/Qwen3-8B"], now).startswith(
         "Qwen/Qwen3.8-27B: no price of its own"
     )
+    later = NEW_YEAR + timedelta(days=31)
+    prices = load_prices([version("a", NEW_YEAR, m=2), version("b", later)], now=later)
+    assert [prices.unnamed(["m"], at)[:2] for at in (NEW_YEAR - timedelta(1), NEW_YEAR, later)] == ["", "", "m:"]
+    assert prices.unnamed(["z", "x", "y"], later).startswith("x, y, z: ")
+
+
+@pytest.mark.parametrize(
+    ("cached", "prompt", "samples", "new", "nusd"),
+    [
+        (500, 10, 4, 100, 336),  # 20 for the prompt, 15 for it again thrice, 300 drawn, and 1.5 for three roundings
+        (4000, 10, 4, 100, 461),  # 40 where the cache is the dearer
+        (500, 1, 1, 0, 3),
+        (500, 0, 4, 0, 0),
+    ],
+)
+def test_a_sample_is_held_at_its_dearest_and_no_more(
+    cached: int, prompt: int, samples: int, new: int, nusd: int
+) -> None:
+    rates = {"train": 0, "prefill": 2000, "cached_prefill": cached, "sample": 3000}
+    prices = load_prices([version("a", NEW_YEAR) | {"models": {"*": rates}}])
+    assert most_for_sample(prices, "m", prompt, samples, new, NEW_YEAR) == nusd

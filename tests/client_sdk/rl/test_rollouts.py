@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from weft import rl
 from weft.errors import APIConnectionError, InternalServerError, RateLimitError, RequestFailedError
-from weft.rl.chat.purse import BudgetSpent
+from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.envs.environment import Outcome, checked
 from weft.rl.rollout import Group
 from weft.wire.account.limits import LimitsResponse, ModelLimits
@@ -293,3 +293,41 @@ def test_a_sample_that_is_made_good_by_another_try_keeps_its_reward() -> None:
 
     busy = RateLimitError("too much at once", 429)
     assert asyncio.run(reward(busy, busy, "8")) == rl.Reward(8.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "size", "why"),
+    [
+        ("late", 1, "late_tokens"),
+        ("failed", 1, "failed_tokens"),
+        ("failed", 2, "failed_tokens"),
+        ("rejected", 2, "rejected_tokens/keep_rollout"),
+    ],
+)
+def test_what_was_drawn_in_vain_is_counted_however_soon_it_ends(ends: str, size: int, why: str) -> None:
+    """A late group is cancelled when as many as are needed have ended; one that failed is not tried again."""
+    numbers = iter(range(99))
+
+    async def solve(task: int, chat: rl.Chat) -> float:
+        number = next(numbers)
+        await chat.user("?").sample()
+        if number == 0 and ends == "failed":
+            raise KeyError("no such column")
+        await asyncio.sleep(30 if number == 0 and ends == "late" else 0)
+        return float(number)
+
+    async def life() -> rl.Rollouts:
+        schedule = rl.Sync(oversample=2 if ends == "late" else 1)
+        keep: list[Any] = [lambda rollout: rollout.reward > 0] if ends == "rejected" else []
+        groups, purse = rl.Groups(batch=1, size=size, keep_rollout=keep), Purse({"sample": 10_000})
+        rollouts = rl.Rollouts(NOBODY, rl.function(solve, range(9)), groups=groups, schedule=schedule, purse=purse)
+        rollouts.policy = policy("8", "8")[0]
+        async with asyncio.timeout(10):
+            assert len((await rollouts.batch()).rollouts) == 1
+            await rollouts.step(None)
+        return rollouts
+
+    rollouts, drawn = asyncio.run(life()), len(tokenizer().encode("8<|im_end|>"))
+    found = rollouts.metrics()
+    assert [found[f"waste/{why}"], found["waste_usd"]] == [drawn, drawn * 10 / 1e9]
+    assert rollouts.state_dict()["again"] == []

@@ -2,8 +2,7 @@
 
 The same class holds a run's gradients and optimizer moments (another arena of the same shape). On disk an adapter is a
 folder: adapter.safetensors (one tensor per name), optional extra.safetensors (the trainer's optimizer state), and
-adapter_config.json, written last so that a folder with it is whole. An export in PEFT's or Tinker's layout
-(peft_format.py) is read too.
+adapter_config.json. An export in PEFT's or Tinker's layout (peft_format.py) is read too.
 """
 
 from __future__ import annotations
@@ -96,21 +95,17 @@ def save_adapter(
 ) -> None:
     """Write the adapter into `folder` (made if absent), with `extra` tensors of any dtype and JSON `details`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config_file = folder / "adapter_config.json"
-    config_file.unlink(missing_ok=True)
     tensors = {name: view.cpu().contiguous() for name, view in adapter.views.items()}
     with writing():
         save_file(tensors, folder / "adapter.safetensors")
     if extra:
         with writing():
             save_file({name: t.cpu().contiguous() for name, t in extra.items()}, folder / "extra.safetensors")
-    else:
-        (folder / "extra.safetensors").unlink(missing_ok=True)
     alpha = adapter.scale * adapter.rank
     config = adapter_config(
         adapter.shape, base_model, alpha=alpha, scale=adapter.scale, extra=extra or (), details=details
     )
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.device = "cpu") -> LoadedAdapter:

@@ -101,7 +101,7 @@ class Rollouts:
         self._tried: dict[int, Try] = {}
         self._ready: dict[int, Group] = {}
         self._training = list[int]()
-        self._drawn: Counter[int] = Counter()
+        self._chats: dict[int, list[Chat]] = {}
         self._base: int | None = None
         self._left = batches
         self._told, self._in_a_row = Failures(), InARow(self.groups.batch)
@@ -230,7 +230,7 @@ class Rollouts:
             self._tasks.pop(number, None)
             if not is_fatal(error):  # which ends this life, and the next tries the task again
                 self._tried.pop(number, None)
-            self._count("failed_tokens", self._drawn.pop(number, 0))
+            self._count("failed_tokens", _drawn(self._chats.get(number, ())))
             self.pacer.drop(number)
             self._failure(error, tried)
         else:
@@ -239,18 +239,21 @@ class Rollouts:
                 self._ended(number, found)
             except Exception as error:  # of a filter or a source, which the next group would meet, too
                 self._error = error
+        finally:
+            self._chats.pop(number, None)
         self._news.set()
 
     async def _roll(self, number: int, tried: Try) -> Group:
         env, seed = self._envs[tried.name].env, f"{self._seed}/{tried.number}"
         chats = [Chat(self.policy, f"{seed}/{each}", params=self.sampling) for each in range(self.groups.size)]
+        self._chats[number] = chats
         task = env.tasks[tried.index]
         watching = self._watch(number, chats)
         try:
             outcomes = await env.group(task, chats)
         finally:
             watching.cancel()
-        rollouts = []
+        rollouts, failed = [], list[Chat]()
         for chat, found in zip(chats, outcomes, strict=True):
             outcome = checked(found, chat)
             if isinstance(outcome, Reward):
@@ -259,21 +262,24 @@ class Rollouts:
                 raise outcome
             else:
                 self.waste["failed_rollouts"] += 1
+                failed.append(chat)
                 last = outcome
                 self._told.tell(outcome)
         if not rollouts:
             raise last
+        if failed:
+            self._count("failed_tokens", _drawn(failed))
         return Group(task, rollouts, tried.name, tried.index)
 
     def _watch(self, number: int, chats: Sequence[Chat]) -> asyncio.Task[None]:
         """Tells the pacer how far a group is, for budgets of generated tokens."""
 
         async def look() -> None:
+            told = 0
             while True:
                 await asyncio.sleep(0.2)
-                drawn = sum(len(turn.tokens) for chat in chats for turn in chat.recorded)
-                if drawn != self._drawn[number]:
-                    self._drawn[number] = drawn
+                if (drawn := _drawn(chats)) != told:
+                    told = drawn
                     self.pacer.progress(number, drawn)
                     self._news.set()
 
@@ -282,7 +288,6 @@ class Rollouts:
     def _ended(self, number: int, group: Group) -> None:
         """A group is complete: observe it, filter it, and give it to the pacer."""
         self._in_a_row.rolled()
-        self._drawn.pop(number, None)
         self._envs[group.source].source.observe(group.index, group.mean)
         oldest = group.oldest
         if self._base is None and oldest is not None:
@@ -302,6 +307,8 @@ class Rollouts:
             group.rollouts = []
         else:
             self._in_a_row.kept()
+            if len(group.rollouts) < len(rewards):
+                self._count("rejected_tokens/keep_rollout", drawn - group.sampled)
         self._ready[number] = group
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
 
@@ -319,8 +326,8 @@ class Rollouts:
         """What can no longer be trained: stop it, and count what it has drawn as waste."""
         for number in numbers:
             self._tried.pop(number, None)
-            drawn = self._drawn.pop(number, 0)
-            self._count("late_tokens", self._ready.pop(number).sampled if number in self._ready else drawn)
+            ready = self._ready.pop(number, None)
+            self._count("late_tokens", _drawn(self._chats.get(number, ())) if ready is None else ready.sampled)
         tasks = [task for number in numbers if (task := self._tasks.pop(number, None)) is not None]
         for task in tasks:
             task.cancel()
@@ -360,6 +367,11 @@ async def sampler_limits(sampler: SamplingClient) -> ModelLimits:
     """What the base model of `sampler` takes, which may be another than a run's."""
     limits = await sampler.create_rest_client().get_limits()
     return limits.models[await sampler.get_base_model_async()]
+
+
+def _drawn(chats: Sequence[Chat]) -> int:
+    """Tokens that were drawn for these rollouts so far."""
+    return sum(len(turn.tokens) for chat in chats for turn in chat.recorded)
 
 
 def _name_of(keep: GroupFilter) -> str:

@@ -23,6 +23,7 @@ from tests.workers.model.adapters.test_peft_format import (
 from tests.workers.model.models import ours, packed, random_adapter, reference
 from workers.model.adapters.adapter import load_adapter
 from workers.model.adapters.imported import CannotImport, read_adapter
+from workers.model.adapters.peft_format import PeftFormatError, write_export
 
 STOCK = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -49,7 +50,11 @@ def test_what_stock_peft_trains_of_nemotron_comes_and_goes(tmp_path: Path) -> No
 
 def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) -> None:
     decoder = ours(reference("nemotron-h"), tmp_path / "model")
-    folder = peft_folder(export(random_adapter(decoder, 4, 6), tmp_path / "export"))
+    adapter = random_adapter(decoder, 4, 6)
+    folder = peft_folder(export(adapter, tmp_path / "export"))
+    arrays = {name: view.numpy() for name, view in adapter.views.items()}
+    with pytest.raises(PeftFormatError, match=r"mixer\.in_proj: has 9 outputs, of which \d+ have an adapter"):
+        write_export(tmp_path / "other", arrays, base_model="tiny", rank=4, alpha=8, in_size=9)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["rank_pattern"], config["alpha_pattern"]) == ({"in_proj": 8}, {"in_proj": 16})
     tensors = load_file(folder / "adapter_model.safetensors")

@@ -115,7 +115,7 @@ def rebuilt(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> Any:
 
 
 FAMILIES_BACK = ["qwen3", "qwen3-tied", "moe", "moe-mixed", "mixtral", "glm4-moe", "deepseek", "qwen3-next"]
-FAMILIES_BACK += ["qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-latent"]
+FAMILIES_BACK += ["bailing", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-latent"]
 
 
 @pytest.mark.parametrize("family", FAMILIES_BACK)
@@ -141,19 +141,22 @@ def test_the_files_of_a_mixture_of_experts(tmp_path: Path) -> None:
     assert all(x.ndim == 2 for x in peft.values())
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (4, 8, "LORA", "CAUSAL_LM")
-    assert config["base_model_name_or_path"] == "tiny"
+    assert (config["base_model_name_or_path"], type(config["lora_alpha"])) == ("tiny", int)
     projections = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == projections
     tinker = load_file(folder / "adapter_model.safetensors")
     shapes = [tinker[f"base_model.model.model.layers.0.mlp.experts.{w}.lora_A.weight"].shape for w in ("w1", "w2")]
     assert shapes == [(1, 4, 64), (4, 4, 32)]
+    again = export(random_adapter(decoder, 4, 4, scale=0.1), tmp_path / "again")
+    assert json.loads((again / "adapter_config.json").read_text())["lora_alpha"] == 0.4
 
 
 KEY = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_{}.weight"
 
 
-#: Of latent attention, which is frozen from latents to heads.
-KV_B = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{}.weight"
+def pair(module: str, inputs: int = 8) -> dict[str, Any]:
+    at = f"base_model.model.model.{module}.lora"
+    return {f"{at}_A.weight": np.ones((2, inputs), np.float32), f"{at}_B.weight": np.ones((8, 2), np.float32)}
 
 
 @pytest.mark.parametrize(
@@ -162,25 +165,56 @@ KV_B = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{}.weight"
         ({KEY.format(1, "gate", "A"): np.ones((3, 8), np.float32)}, "differ in shape"),
         ({KEY.format(0, "up", "B"): None}, "missing"),
         ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
-        ({"base_model.model.model.embed_tokens.lora_A.weight": np.ones((2, 8), np.float32)}, "alone|trained"),
-        (
-            {KV_B.format("A"): np.ones((2, 8), np.float32), KV_B.format("B"): np.ones((8, 2), np.float32)},
-            "kv_b_proj is",
-        ),
+        (pair("embed_tokens"), "embed_tokens is not one that can be trained here"),
+        (pair("layers.0.self_attn.kv_b_proj"), "kv_b_proj is"),  # of latent attention: frozen from latents to heads
+        (pair("layers.0.self_attn.q_proj"), r"layers\.0\.self_attn: has q_proj, needs q_proj"),
         ({"model.layers.0.bias": np.ones(2, np.float32)}, "no LoRA factor"),
+        (
+            pair("layers.1.self_attn.q_proj", 9)
+            | {key: x for part in "kvo" for key, x in pair(f"layers.1.self_attn.{part}_proj").items()},
+            r"layers\.1\.attn\.: the lora_A of its projections differ in shape",
+        ),
     ],
 )
 def test_adapters_of_another_kind_are_refused(change: dict[str, Any], says: str) -> None:
-    found = {
+    read_layout(two_experts())
+    found = {key: x for key, x in (two_experts() | change).items() if x is not None}
+    with pytest.raises(PeftFormatError, match=says):
+        read_layout(found)
+
+
+def two_experts() -> dict[str, Any]:
+    return {
         KEY.format(e, name, factor): np.full((2, 8) if factor == "A" else (8, 2), 0.5, np.float32)
         for e in (0, 1)
         for name in ("gate", "up", "down")
         for factor in "AB"
     }
-    read_layout(found)
-    found = {key: x for key, x in {**found, **change}.items() if x is not None}
+
+
+def test_experts_that_share_some_outer_factors_and_not_others_keep_them_all() -> None:
+    own = KEY.format(1, "down", "B")
+    tensors = read_layout(two_experts() | {own: np.full((8, 2), 0.25, np.float32)})
+    assert tensors["layers.0.mlp.each_gate_up_A"].shape == (2, 4, 8)
+    assert [each.max() for each in tensors["layers.0.mlp.each_down_B"]] == [0.5, 0.25]
+
+
+def in_tinkers_layout(outer: tuple[int, ...], *, last: float) -> dict[str, Any]:
+    """Two experts; `outer` is the shape of what they read by, `last` is in the second's down_B."""
+    at = "base_model.model.model.layers.0.mlp.experts"
+    factors = [f"{at}.{w}.lora_{x}.weight" for w in ("w1", "w2", "w3") for x in "AB"]
+    found = {key: np.ones((2, 2, 8) if "_A" in key else (2, 8, 2), np.float32) for key in factors}
+    found[f"{at}.w1.lora_A.weight"] = np.ones(outer, np.float32)
+    found[f"{at}.w2.lora_B.weight"][1] = last
+    return found
+
+
+@pytest.mark.parametrize(("outer", "last"), [((3, 2, 8), 2), ((2, 8), 1)])
+def test_outer_factors_of_another_number_of_experts_are_refused(outer: tuple[int, ...], last: float) -> None:
+    says = rf"layers\.0\.mlp\.: factors of 2 experts are needed, one has shape {re.escape(str(list(outer)))}"
     with pytest.raises(PeftFormatError, match=says):
-        read_layout(found)
+        read_layout(in_tinkers_layout(outer, last=last))
+    assert read_layout(in_tinkers_layout((1, 2, 8), last=2))["layers.0.mlp.each_gate_up_A"].shape == (2, 4, 8)
 
 
 def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> None:
@@ -327,3 +361,7 @@ def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = export(random_adapter(small, 4, 5), tmp_path / "export")
     with pytest.raises(AdapterFileError, match="the model needs"):
         load_adapter(folder, large.config)
+    file = folder / "adapter_model.safetensors"
+    save_file({key: x for key, x in load_file(file).items() if ".layers.1.self_attn." not in key}, file)
+    with pytest.raises(AdapterFileError, match=r"missing tensors \['layers\.1\.attn\."):
+        load_adapter(folder, small.config)
