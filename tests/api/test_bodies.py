@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
+from typing import Any
 
 import pytest
 import zstandard
@@ -22,7 +23,7 @@ from api.server.app import front
 from api.state import threads
 from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line
 from tests.api.conftest import World
-from tests.tenancy.conftest import Route, member, routes_of
+from tests.tenancy.conftest import Route, member, org_id_of, routes_of
 from tests.tenancy.conftest import settings as settings
 
 REQUEST = pb.ForwardBackwardRequest
@@ -104,6 +105,18 @@ class TestEveryRoute:
                 unread.add(str(route))
         assert unread == UNREAD
         assert world.call("POST", "create_session", content=b" " * 65_537).status_code == 413
+
+
+def test_what_is_refused_for_its_length_waits_for_no_room(world: World) -> None:
+    limits = world.service.settings.limits.model_copy(update={"max_body_bytes": 2 * SMALL_BYTES})
+    object.__setattr__(world.service, "settings", world.service.settings.model_copy(update={"limits": limits}))
+    object.__setattr__(world.service, "large_bodies", LargeBodies(2 * SMALL_BYTES, wait_s=0.01))
+    portal: Any = world.http.portal
+    with portal.wrap_async_context_manager(world.service.large_bodies.room(org_id_of(world), 2 * SMALL_BYTES)):
+        statuses = [
+            world.call("POST", "forward", content=bytes(2 * SMALL_BYTES + beyond)).status_code for beyond in (0, 1)
+        ]
+    assert statuses == [429, 413]
 
 
 class TestPacked:
