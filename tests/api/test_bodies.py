@@ -21,7 +21,7 @@ from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
 from api.state import threads
-from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line
+from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line, Pool
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, org_id_of, routes_of
 from tests.tenancy.conftest import settings as settings
@@ -338,6 +338,30 @@ class TestRoom:
                 assert not small.done(), "it would keep the large one out"
                 large.cancel()
                 await small
+
+        asyncio.run(scene())
+
+    def test_slow_readers_of_many_organisations_are_bounded_and_leave_room_to_the_next(self) -> None:
+        async def scene() -> None:
+            pool, small = Pool(8 * self.MOST), SMALL_BYTES + 1
+            polls, answers = (LargeBodies(self.MOST, wait_s, "results", pool) for wait_s in (0.01, 60))
+            async with AsyncExitStack() as held:
+                for number in range(7):
+                    await held.enter_async_context(polls.room(f"org {number}", self.MOST))
+                with pytest.raises(
+                    RateLimited, match=f"this server has in hand at a time may be {8 * self.MOST} bytes"
+                ):
+                    await held.enter_async_context(polls.room("next", self.MOST))
+                waits = asyncio.create_task(held.enter_async_context(answers.room("next", self.MOST)))
+                for number in range(3):  # each finds room for half of what is left
+                    await held.enter_async_context(polls.room(f"small {number}", small))
+                with pytest.raises(RateLimited, match="this organisation"):
+                    await held.enter_async_context(polls.room("org 0", small))
+                assert not waits.done()
+                async with asyncio.timeout(30):
+                    await held.aclose()
+                    await waits
+            assert (pool._free, pool._lines) == (pool.most, {})
 
         asyncio.run(scene())
 
