@@ -185,6 +185,11 @@ class TestSteps:
             ({"adam_params": {"grad_clip_norm": -1}}, 422, "adam_params.grad_clip_norm"),
             ({"adam_params": {"learning_rate": 1e30}}, 400, "adam_params.learning_rate: must be at most 1e+18"),
             ({"adam_params": {"weight_decay": 1e30}}, 400, "adam_params.weight_decay: must be at most 1e+18"),
+            (
+                {"adam_params": {"learning_rate": 1.0, "weight_decay": 2.1}},
+                400,
+                "weight_decay: must be at most 2 / learning_rate",
+            ),
             ({"adam_params": {"lr": 1}}, 422, "adam_params.lr"),
         ],
     )
