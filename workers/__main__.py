@@ -20,7 +20,6 @@ from workers.leave import leave
 from workers.nursery import NURSERY, Nursery
 
 ROLES = ("trainer", "generator")
-OF_ANOTHER_VERSION = "the server is of another version than its files, which were replaced while it ran: start it anew"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 def work(role: str, link_fd: int) -> int:
     """What a worker of that role does, to its exit code."""
+    from scheduler.links.configs import OF_ANOTHER_VERSION
     from scheduler.links.messages import FORM
     from scheduler.links.sockets import WorkerLink
     from store import tracing
@@ -54,8 +54,7 @@ def work(role: str, link_fd: int) -> int:
     except EOFError:
         return 0
     if config.basics.form != FORM:
-        print(OF_ANOTHER_VERSION, file=sys.stderr)
-        return 1
+        return OF_ANOTHER_VERSION
     say_as(config.basics)
     code: int = importlib.import_module(f"workers.{role}.process").main(config, link)
     tracing.stop()

@@ -161,11 +161,14 @@ def workers(settings: Settings) -> Iterator[Finding]:
 
     with closing(LoadingBoard(settings.redis_url)) as board, closing(RedisQueue(settings.redis_url)) as queue:
         try:
-            loading, served = board.there(), queue.served()
+            loading, served, strangers = board.there(), queue.served(), queue.strangers()
         except QueueUnreachable:  # as `redis` says
             return
     for one in loading:
         yield ok("workers", f"{one.name} loads {', '.join(one.models)}, for {one.loading_s:.0f} s now")
+    for worker in strangers:
+        says = f"{worker} is of another version than this weftd: it gets no samples of servers of this one"
+        yield warning("workers", says, "start servers and workers of one version (docs/operating.md)")
     for name in settings.models or {TINY_NAME: TINY_PATH}:
         if name in served:
             yield ok("workers", f"a generator has {name}")

@@ -54,14 +54,15 @@ def _within(declared: SizeClass, most: int) -> BodySize:
 
 
 def may_come_to(request: Request) -> int:
-    """Bytes that the body can have at most, unpacked, by what its headers say."""
+    """Bytes that are kept of the body at most, unpacked, by what its headers say: none of one that is too large."""
     most = size_of(request).max_bytes or 0
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         return most
-    if "content-encoding" not in request.headers:
-        return min(most, int(declared))
-    return min(most, unpacks_to_at_most(int(declared)))
+    size_bytes = int(declared)
+    if size_bytes > most:
+        return 0
+    return size_bytes if "content-encoding" not in request.headers else min(most, unpacks_to_at_most(size_bytes))
 
 
 def unpacks_to_at_most(size_bytes: int) -> int:

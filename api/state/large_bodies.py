@@ -8,7 +8,8 @@ Who finds no room waits in line, first come first served, and is told to come ag
 wrong with a large body costs everybody: the interpreter does nothing else. So an organisation whose body was refused
 rests: its next ones wait several times as long as that one took. Lives in the event loop. Guards of routes that take
 data hold the room for as long as the request lasts (`api.http.access`). Large results that are read for an answer are
-held in the same way, apart from bodies, until their client has them.
+held in the same way, apart from bodies, until their client has them. How long that takes is up to the client, too; so
+all of them together are bounded by a `Pool`, in which those that hold much leave room to others.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from api.state.threads import in_line
 SMALL_BYTES = 65_536
 #: How many bodies of the largest size are worked on at the same time.
 AT_A_TIME = 2
+#: So many results of the largest size are in hand in all.
+RESULTS_IN_HAND = 8
 WAIT_S = 10.0
 #: Longer than any client waits.
 FOR_LONG_S = 86_400.0
@@ -44,11 +47,36 @@ _REMEDIES = {
 _WRONG = frozenset({400, 404, 413, 422})
 
 
+class Pool:
+    """What the lines of all organisations hold together. None is let in to hold more than it leaves free: so each finds
+    room for half of what the others leave, and no few of them can take it all."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most = self._free = most_bytes
+        self._lines: dict[Line, None] = {}  # that hold something, or wait, the first in front
+
+    def take(self, line: Line, held_bytes: int, size_bytes: int) -> bool:
+        """So much more for `line`, if there is room."""
+        self._lines.setdefault(line)
+        fits = held_bytes + size_bytes <= self._free - size_bytes
+        self._free -= size_bytes if fits else 0
+        return fits
+
+    def give_back(self, size_bytes: int) -> None:
+        """Whoever waits for it is let in."""
+        self._free += size_bytes
+        self._lines = {line: None for line in self._lines if not line.empty}
+        for line in list(self._lines):
+            line.admit()
+
+
 class Line:
     """So many bytes at a time, in order of arrival."""
 
-    def __init__(self, scope: str, most_bytes: int, wait_s: float, what: What = "bodies") -> None:
-        self._scope, self._what = scope, what
+    def __init__(
+        self, scope: str, most_bytes: int, wait_s: float, what: What = "bodies", pool: Pool | None = None
+    ) -> None:
+        self._scope, self._what, self._pool = scope, what, pool
         self._most = most_bytes
         self._wait_s = wait_s
         self._held = 0
@@ -68,7 +96,7 @@ class Line:
         """Raises RateLimited after a while without room."""
         place = (size_bytes, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
-        self._admit()
+        self.admit()
         try:
             await asyncio.wait_for(asyncio.shield(place[1]), self._wait_s)
         except BaseException as error:
@@ -76,33 +104,40 @@ class Line:
                 self.leave(size_bytes)
             else:
                 self._waiting.remove(place)
-                self._admit()
+                self.admit()
             if isinstance(error, TimeoutError):
                 raise self._refusal(size_bytes) from None
             raise
 
     def leave(self, size_bytes: int) -> None:
         self._held -= size_bytes
-        self._admit()
+        if self._pool is not None:
+            self._pool.give_back(size_bytes)
+        self.admit()
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """The first keeps its place until there is room, or smaller bodies would keep a large one out for ever."""
         loop = asyncio.get_running_loop()
         if self._waiting and loop.time() < self.rests_until:
-            loop.call_at(self.rests_until, self._admit)
+            loop.call_at(self.rests_until, self.admit)
             return
         while self._waiting and self._held + self._waiting[0][0] <= self._most:
+            if self._pool is not None and not self._pool.take(self, self._held, self._waiting[0][0]):
+                return
             size_bytes, admitted = self._waiting.popleft()
             self._held += size_bytes
             admitted.set_result(None)
 
     def _refusal(self, size_bytes: int) -> RateLimited:
+        scope, most = self._scope, self._most
+        if self._pool is not None and self._held + size_bytes <= most:  # by what others hold
+            scope, most = "server", self._pool.most
         return RateLimited(
-            f"no room for {size_bytes} bytes within {self._wait_s:g} s: the large {self._what} that this {self._scope} "
-            f"has in hand at a time may be {self._most} bytes; {_REMEDIES[self._what]}",
+            f"no room for {size_bytes} bytes within {self._wait_s:g} s: the large {self._what} that this {scope} "
+            f"has in hand at a time may be {most} bytes; {_REMEDIES[self._what]}",
             reason=f"large_{self._what}",
             retry_after_s=1,
-            scope=self._scope,
+            scope=scope,
         )
 
 
@@ -125,8 +160,10 @@ class Room:
 
 
 class LargeBodies:
-    def __init__(self, max_body_bytes: int, wait_s: float = WAIT_S, what: What = "bodies") -> None:
-        self._most, self._what = max_body_bytes, what
+    def __init__(
+        self, max_body_bytes: int, wait_s: float = WAIT_S, what: What = "bodies", pool: Pool | None = None
+    ) -> None:
+        self._most, self._what, self._pool = max_body_bytes, what, pool
         self._wait_s = wait_s
         self._server = Line("server", AT_A_TIME * max_body_bytes, wait_s)
         self._orgs: dict[str, Line] = {}
@@ -139,7 +176,7 @@ class LargeBodies:
         if size_bytes <= SMALL_BYTES:
             yield room
             return
-        line = self._orgs.setdefault(org_id, Line("organisation", self._most, self._wait_s, self._what))
+        line = self._orgs.setdefault(org_id, Line("organisation", self._most, self._wait_s, self._what, self._pool))
         with in_line(org_id):
             await line.enter(size_bytes)
         try:

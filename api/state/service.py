@@ -19,7 +19,7 @@ from api.state.afterwards import Afterwards
 from api.state.coming_turns import ComingTurn
 from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
-from api.state.large_bodies import FOR_LONG_S, SMALL_BYTES, LargeBodies
+from api.state.large_bodies import FOR_LONG_S, RESULTS_IN_HAND, SMALL_BYTES, LargeBodies, Pool
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
 from api.state.one_at_a_time import OneAtATime
@@ -130,13 +130,18 @@ class Service:
         return LargeBodies(self.settings.limits.max_body_bytes)
 
     @cached_property
+    def results_in_hand(self) -> Pool:
+        return Pool(RESULTS_IN_HAND * self.settings.limits.max_body_bytes)
+
+    @cached_property
     def large_results(self) -> LargeBodies:
-        return LargeBodies(self.settings.limits.max_body_bytes, what="results")
+        return LargeBodies(self.settings.limits.max_body_bytes, what="results", pool=self.results_in_hand)
 
     @cached_property
     def large_answers(self) -> LargeBodies:
         """What is told of samples that were computed, and billed, already: none is refused."""
-        return LargeBodies(self.settings.limits.max_body_bytes, wait_s=FOR_LONG_S, what="results")
+        most, pool = self.settings.limits.max_body_bytes, self.results_in_hand
+        return LargeBodies(most, wait_s=FOR_LONG_S, what="results", pool=pool)
 
     @cached_property
     def fetched(self) -> Fetched:

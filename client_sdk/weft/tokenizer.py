@@ -20,7 +20,7 @@ from urllib.parse import quote
 from weft.errors import APIResponseValidationError
 from weft.transport.download import whole
 from weft.transport.http import Call, Transport
-from weft.wire.account.usage import TokenizerFilesResponse
+from weft.wire.account.usage import CHAT_TEMPLATES, TokenizerFilesResponse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,10 +30,12 @@ async def fetch_tokenizer(transport: Transport, model: str) -> Path:
     """The folder with the tokenizer files of `model`, fetched if they are not all here."""
     route = f"/weft/models/{quote(model, safe='/:')}/tokenizer"
     listing = await transport.ask("GET", route, TokenizerFilesResponse)
-    if not listing.files or any(Path(name).name != name or name.startswith(".") for name in listing.files):
-        raise APIResponseValidationError(f"{route}: not a list of plain file names: {sorted(listing.files)}")
-    folder = cache_dir() / "tokenizers" / _digest(json.dumps(listing.files, sort_keys=True).encode())[:32]
-    for name, sha256 in listing.files.items():
+    named = [*listing.files, *listing.templates]
+    if not listing.files or any(Path(name).name != name or name.startswith(".") for name in named):
+        raise APIResponseValidationError(f"{route}: not a list of plain file names: {sorted(named)}")
+    files = listing.files | {f"{CHAT_TEMPLATES}/{name}": sha256 for name, sha256 in listing.templates.items()}
+    folder = cache_dir() / "tokenizers" / _digest(json.dumps(files, sort_keys=True).encode())[:32]
+    for name, sha256 in files.items():
         target = folder / name
         if target.exists() and _digest(target.read_bytes()) == sha256:
             continue

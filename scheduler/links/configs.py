@@ -12,6 +12,9 @@ import msgspec
 
 from scheduler.links.messages import FORM
 
+#: How a worker exits whose form of messages is not the server's.
+OF_ANOTHER_VERSION = 79
+
 
 class Basics(msgspec.Struct, frozen=True):
     """What workers of both kinds are told. `models` are the folders of the base models by name. `device` and `dtype`

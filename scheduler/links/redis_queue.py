@@ -203,6 +203,16 @@ class RedisQueue:
             found: Any = self._redis.sunion([f"{self._prefix}m:{name.decode()}" for name in workers]) if workers else ()
         return {model.decode() for model in found}
 
+    def strangers(self) -> list[str]:
+        """Workers that are there and take from queues of other versions, into which this one puts nothing."""
+        with reaching():
+            now: Any = self._redis.time()
+            queues = [
+                key for key in self._redis.scan_iter("{weft:samples*}:w", 1000) if key != self._prefix.encode() + b"w"
+            ]
+            there: Any = [self._redis.zrangebyscore(key, now[0] * 1000, "+inf") for key in queues]
+        return sorted(name.decode() for names in there for name in names)
+
     def wait(self, worker: str, models: Sequence[str], timeout_s: float) -> bool:
         """Until there may be something of these models to lease: queued, left to this worker, or no longer left to
         others. Whether it was woken. Only for a process's one worker loop."""

@@ -30,8 +30,9 @@ import redis
 
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.large_results import LargeResult, pack, parcel_of, whole
+from scheduler.links.leading import LEADER, TRAINERS, Looked
 from scheduler.links.mailbox import LEFT_OVER_S, Numbered, Reader, append
-from scheduler.links.messages import FORM, Done, PassOver, ToTrainer
+from scheduler.links.messages import Done, PassOver, ToTrainer
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, held, pooled
 from scheduler.links.redis_queue import reaching
 from scheduler.links.sample_link import BEAT_S, LEASE_S, worker_name
@@ -41,14 +42,6 @@ log = logging.getLogger(__name__)
 
 #: A trainer whose connection is closed, and that has not said in so long that it has another one, is dead.
 CLOSED_S = 2.0
-_PREFIX = f"{{weft:trainers:{FORM}}}:"
-LEADER = f"{_PREFIX}leader"
-#: A trainer that has not found a leader for so long says so.
-LATE_S = 30.0
-NO_LEADER = (
-    f"no server has led in {LATE_S:.0f} s on this Redis. Where there are servers, they are of another version: start "
-    "servers and workers of one (docs/operating.md)"
-)
 #: The leader looks this often whether a trainer that sends something is alive: one that sends nothing, each time.
 LOOK_S = 0.25
 #: What a trainer has done it tells this often, in seconds: several at once, where it does much in little time.
@@ -59,7 +52,7 @@ _to_trainer = msgspec.msgpack.Decoder(ToTrainer)
 
 
 def _key(kind: str, name: str) -> str:
-    return f"{_PREFIX}{kind}:{name}"
+    return f"{TRAINERS}{kind}:{name}"
 
 
 class TrainerLink:
@@ -142,13 +135,11 @@ class TrainerLink:
         self._reader.close()
 
     def _join(self, stopped: Callable[[], bool]) -> bytes:
-        late_at = time.monotonic() + LATE_S
+        looked = Looked()
         while not stopped():
-            if time.monotonic() > late_at:
-                late_at = math.inf
-                log.warning("%s", NO_LEADER)
             with suppress(QueueUnreachable), reaching():
                 leader: Any = self._redis.get(LEADER)
+                looked.found(bool(leader))
                 if leader:
                     self._redis.set(_key("alive", self._link), self._held.client_id(), px=int(LEASE_S * 1000))
                     self._redis.rpush(_key("joining", leader.decode()), self._link)

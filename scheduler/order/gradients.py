@@ -11,8 +11,11 @@ for the first one's outcome, and hear of it, while it sends the third.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+from scheduler.order.plans import SENT_AGAIN
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,20 @@ class Gradients:
             return Lacking(max(unknown.items(), default=(0, "")), heard_of)
         if not failed:
             return Lacking()
-        last_failed, came = max(failed), {other: at for other, at in self._came.items() if since < other < seq}
+        last_failed, came = max(failed), {other: at for other, at in self._made() if since < other < seq}
         known_at = max(self._over.get(other, NEVER) for other in {*failed, *came} if other <= last_failed)
-        # In the order in which they came: parts of one batch are sent with the first of them last.
-        for other, at in sorted(came.items(), key=lambda one: one[1]):
+        for other, at in sorted(came.items()):
             if other > last_failed:
                 if at >= known_at:
                     return Lacking(knows=last_failed)
                 known_at = max(known_at, self._over.get(other, NEVER))
         return Lacking((last_failed, failed[last_failed]))
+
+    def _made(self) -> Iterator[tuple[int, datetime]]:
+        """When each forward_backward had been called for at the latest: before any with a higher number came, though
+        its own request came late, as the first part of a batch does, which Tinker's client sends last. One that was
+        sent again shows nothing."""
+        made = NEVER
+        for seq, came in sorted(self._came.items(), reverse=True):
+            made = min(made, came) if came > SENT_AGAIN else made
+            yield seq, min(made, came)

@@ -7,7 +7,7 @@ The route that accepts an operation makes its plan; the row of the operation kee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -66,10 +66,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     source: Source
 
 
+#: In place of when it came: its client has sent it again, and nobody knows since when it tries.
+SENT_AGAIN = datetime.fromtimestamp(0, UTC)
+
+
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """forward and forward_backward: `slices` cover all data of the body, in their order. `sequences` are the sampled
     sequences that the data say they come from, with their tokens among the targets. Its request came at
-    `came_at`, before its data did."""
+    `came_at`, before its data did, or is SENT_AGAIN."""
 
     slices: tuple[Slice, ...]
     sequences: dict[str, int] = {}

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
+from typing import Any
 
 import pytest
 import zstandard
@@ -20,9 +21,9 @@ from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
 from api.state import threads
-from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line
+from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line, Pool
 from tests.api.conftest import World
-from tests.tenancy.conftest import Route, member, routes_of
+from tests.tenancy.conftest import Route, member, org_id_of, routes_of
 from tests.tenancy.conftest import settings as settings
 
 REQUEST = pb.ForwardBackwardRequest
@@ -104,6 +105,18 @@ class TestEveryRoute:
                 unread.add(str(route))
         assert unread == UNREAD
         assert world.call("POST", "create_session", content=b" " * 65_537).status_code == 413
+
+
+def test_what_is_refused_for_its_length_waits_for_no_room(world: World) -> None:
+    limits = world.service.settings.limits.model_copy(update={"max_body_bytes": 2 * SMALL_BYTES})
+    object.__setattr__(world.service, "settings", world.service.settings.model_copy(update={"limits": limits}))
+    object.__setattr__(world.service, "large_bodies", LargeBodies(2 * SMALL_BYTES, wait_s=0.01))
+    portal: Any = world.http.portal
+    with portal.wrap_async_context_manager(world.service.large_bodies.room(org_id_of(world), 2 * SMALL_BYTES)):
+        statuses = [
+            world.call("POST", "forward", content=bytes(2 * SMALL_BYTES + beyond)).status_code for beyond in (0, 1)
+        ]
+    assert statuses == [429, 413]
 
 
 class TestPacked:
@@ -325,6 +338,30 @@ class TestRoom:
                 assert not small.done(), "it would keep the large one out"
                 large.cancel()
                 await small
+
+        asyncio.run(scene())
+
+    def test_slow_readers_of_many_organisations_are_bounded_and_leave_room_to_the_next(self) -> None:
+        async def scene() -> None:
+            pool, small = Pool(8 * self.MOST), SMALL_BYTES + 1
+            polls, answers = (LargeBodies(self.MOST, wait_s, "results", pool) for wait_s in (0.01, 60))
+            async with AsyncExitStack() as held:
+                for number in range(7):
+                    await held.enter_async_context(polls.room(f"org {number}", self.MOST))
+                with pytest.raises(
+                    RateLimited, match=f"this server has in hand at a time may be {8 * self.MOST} bytes"
+                ):
+                    await held.enter_async_context(polls.room("next", self.MOST))
+                waits = asyncio.create_task(held.enter_async_context(answers.room("next", self.MOST)))
+                for number in range(3):  # each finds room for half of what is left
+                    await held.enter_async_context(polls.room(f"small {number}", small))
+                with pytest.raises(RateLimited, match="this organisation"):
+                    await held.enter_async_context(polls.room("org 0", small))
+                assert not waits.done()
+                async with asyncio.timeout(30):
+                    await held.aclose()
+                    await waits
+            assert (pool._free, pool._lines) == (pool.most, {})
 
         asyncio.run(scene())
 

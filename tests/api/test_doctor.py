@@ -20,6 +20,7 @@ from api.doctor import machine, stores
 from api.doctor.models import prices
 from migrations.upgrade import head
 from scheduler.links.loading import announced
+from scheduler.links.redis_queue import RedisQueue
 from store.database import leaps
 from store.database.db import Database
 from store.settings import Settings
@@ -180,6 +181,14 @@ def test_a_generator_that_loads_its_model_is_told_and_missed_by_nobody(folder: P
             continue
         assert [finding.state for finding in found] == ["ok"]
         assert f" loads {TINY_NAME}, for 0 s now" in found[0].says
+
+
+def test_a_generator_of_another_version_is_named(folder: Path) -> None:
+    with redis_server() as url, closing(RedisQueue(url, "samples2:other")) as theirs:
+        theirs.lease("generator-1", [TINY_NAME], 1, 60)
+        other, missed = stores.workers(Settings(data_dir=folder, redis_url=url))
+    assert [other.state, missed.state] == ["warning", "warning"]
+    assert "generator-1 is of another version" in other.says
 
 
 @pytest.mark.usefixtures("without_torch")

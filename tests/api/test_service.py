@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,19 @@ class TestWeft:
         assert files["tokenizer.json"] == hashlib.sha256(content).hexdigest()
         assert not any("safetensors" in name for name in files)
         assert world.call("GET", f"weft/models/{MODEL}/tokenizer/tokenizer.json").content == content
+
+    def test_chat_templates_beside_the_models_own(self, world: World, tmp_path: Path) -> None:
+        card = world.service.cards[MODEL]
+        folder = shutil.copytree(card.path, tmp_path / "model") / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tool_use.jinja").write_text("{{ tools }}")
+        (folder / "x.py").write_text("")
+        object.__setattr__(world.service, "cards", {MODEL: replace(card, path=folder.parent)})
+        route = f"weft/models/{MODEL}/tokenizer"
+        assert world.get(route)["templates"] == {"tool_use.jinja": hashlib.sha256(b"{{ tools }}").hexdigest()}
+        assert world.call("GET", f"{route}/additional_chat_templates/tool_use.jinja").content == b"{{ tools }}"
+        for name in ("additional_chat_templates/x.py", "tool_use.jinja", "additional_chat_templates/"):
+            assert world.call("GET", f"{route}/{name}").status_code == 404
 
     @pytest.mark.parametrize(
         "route",

@@ -17,9 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
+from api.server.workers import supervisor as supervising
 from api.server.workers.nursery import Nursery
 from api.server.workers.supervisor import Backoff, Supervisor, WorkerFailed
 from api.server.workers.worker_process import WorkerProgram
+from scheduler.links.configs import OF_ANOTHER_VERSION
 
 #: Says hello, then leaves when it reads "leave", hangs on "hang", crashes on "crash", exits when the link closes.
 WORKER = """
@@ -167,6 +169,18 @@ def test_a_crashed_worker_is_restarted_and_the_reason_is_told(run: Run, caplog: 
 
     run(main)
     assert "trainer was killed by SIGSEGV; it is started again in 0.1 s" in caplog.text
+
+
+def test_a_worker_of_another_version_is_told_once_and_tried_seldom(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await until(lambda: supervisor.status()[0].restarts == 2)
+
+    assert Backoff.most_s < supervising.STRANGER_S
+    monkeypatch.setattr(supervising, "STRANGER_S", 0.0)
+    run(main, program(f"raise SystemExit({OF_ANOTHER_VERSION})"))
+    assert caplog.text.count("whose files were replaced while it ran: start the server anew; it is started again") == 1
 
 
 def test_kill_9_of_a_worker_restarts_it(run: Run) -> None:

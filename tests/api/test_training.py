@@ -11,7 +11,7 @@ from weft.wire.binary.codec import decode_train_request, encode_train_request
 
 from api.http import structure
 from scheduler.journal.rows import plan_of
-from scheduler.order.plans import Create, ForwardBackward, Slice
+from scheduler.order.plans import SENT_AGAIN, Create, ForwardBackward, Slice
 from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch, datum
 
@@ -84,6 +84,14 @@ class TestBatches:
         assert before <= plan.came_at <= op.accepted_at
         kept = decode_train_request(world.service.blobs.get(op.body_ref))
         assert [d.tokens.tolist() for d in kept.data] == [[1] * 6, [2] * 4, [3] * 5]
+
+    def test_of_a_batch_that_was_sent_again_nobody_knows_when_it_came(self, world: World) -> None:
+        headers = {**PROTOBUF, "x-stainless-retry-count": "1"}  # as Tinker's client says it
+        body = encode_train_request(batch(world.run(), 1))
+        op = world.operation(world.call("POST", "forward_backward", content=body, headers=headers).json()["request_id"])
+        plan = plan_of(op)
+        assert isinstance(plan, ForwardBackward)
+        assert plan.came_at == SENT_AGAIN
 
     def test_forward_only_is_another_kind(self, world: World) -> None:
         reply = world.train(batch(world.run(), 1, forward_only=True))
@@ -177,6 +185,11 @@ class TestSteps:
             ({"adam_params": {"grad_clip_norm": -1}}, 422, "adam_params.grad_clip_norm"),
             ({"adam_params": {"learning_rate": 1e30}}, 400, "adam_params.learning_rate: must be at most 1e+18"),
             ({"adam_params": {"weight_decay": 1e30}}, 400, "adam_params.weight_decay: must be at most 1e+18"),
+            (
+                {"adam_params": {"learning_rate": 1.0, "weight_decay": 2.1}},
+                400,
+                "weight_decay: must be at most 2 / learning_rate",
+            ),
             ({"adam_params": {"lr": 1}}, 422, "adam_params.lr"),
         ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from weft import RetryPolicy, ServiceClient
@@ -36,3 +37,10 @@ def stub() -> Iterator[Stub]:
 @pytest.fixture
 def service(stub: Stub) -> ServiceClient:
     return ServiceClient(base_url=stub.base_url, api_key="tml-test", retry=FAST)
+
+
+@pytest.fixture
+def patient(stub: Stub) -> ServiceClient:
+    """One that has not given up when a few faults are over, however busy this machine is."""
+    policy = replace(FAST, budget_s=60.0, billing_budget_s=60.0, outage_budget_s=60.0)
+    return ServiceClient(base_url=stub.base_url, api_key="tml-test", retry=policy)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 from starlette.responses import JSONResponse
@@ -74,3 +77,9 @@ def test_a_server_that_is_not_there_has_a_code_of_its_own(stub: Stub) -> None:
 
 def test_version(stub: Stub) -> None:
     assert weft(stub, "--version") == (0, f"weft {__version__}\n")
+
+
+def test_help_and_completion_load_no_client() -> None:
+    """Each word that is completed starts the command anew."""
+    show = "import sys, weft.cli; print({'numpy', 'pydantic', 'httpx'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", show], text=True) == "set()\n"

@@ -16,11 +16,13 @@ from click.testing import CliRunner
 from starlette.responses import Response
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import AutoTokenizer
 from weft import ServiceClient
 from weft.cli import main
 from weft.money import usd
 
 from tests.client_sdk.stub_server import Stub, status
+from workers.model.tiny import TINY_PATH
 
 RUN = "5e55:train:0"
 PATH = f"tinker://{RUN}/weights/s1"
@@ -152,6 +154,24 @@ def test_tokenizer_comes_from_the_server_and_is_cached(
     assert stub.paths().count("/weft/models/org/tiny/tokenizer/tokenizer.json") == 1
     [kept] = tmp_path.rglob("tokenizer.json")
     assert stat.S_IMODE(kept.stat().st_mode) == 0o644  # a cache that colleagues share
+
+
+def test_a_template_for_tools_comes_with_its_tokenizer(
+    service: ServiceClient, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    theirs = AutoTokenizer.from_pretrained(TINY_PATH)
+    theirs.chat_template = {"default": "plain", "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}"}
+    theirs.save_pretrained(tmp_path / "model")
+    listed: dict[str, dict[str, str]] = {"files": {}, "templates": {}}
+    for file in (tmp_path / "model").rglob("*.*"):
+        name, content = file.relative_to(tmp_path / "model"), file.read_bytes()
+        listed["templates" if name.parts[1:] else "files"][name.name] = hashlib.sha256(content).hexdigest()
+        stub.replies[f"GET /weft/models/m/tokenizer/{name}"] = Response(content)
+    stub.replies["GET /weft/models/m/tokenizer"] = listed
+    tokenizer = service.create_sampling_client(base_model="m").get_tokenizer()
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=[tool], tokenize=False) == "add"
 
 
 def test_a_tokenizer_file_that_was_not_listed_is_refused(

@@ -72,10 +72,10 @@ def test_operations_arrive_in_call_order_and_without_waiting_for_results(service
 
 @pytest.mark.parametrize("code", [408, 429, 500, 503])
 def test_a_passing_failure_is_resent_with_the_same_number_and_bytes(
-    service: ServiceClient, stub: Stub, code: int
+    patient: ServiceClient, stub: Stub, code: int
 ) -> None:
     stub.faults["/optim_step"] = [status(code), status(code)]
-    run_of(service).optim_step(AdamParams()).result(10)
+    run_of(patient).optim_step(AdamParams()).result(10)
 
     sent = [asked for asked in stub.asked if asked.path == "/optim_step"]
     assert len(sent) == 3
@@ -148,8 +148,8 @@ def test_a_refusal_before_the_body_is_read_uses_no_number(
     assert [body["seq_id"] for body in stub.bodies("/optim_step")] == [1, then]
 
 
-def test_a_router_that_misses_the_server_for_a_while_loses_nothing(service: ServiceClient, stub: Stub) -> None:
-    training = run_of(service)
+def test_a_router_that_misses_the_server_for_a_while_loses_nothing(patient: ServiceClient, stub: Stub) -> None:
+    training = run_of(patient)
     training.result(10)
     stub.faults["/optim_step"] = [page(404)] * 3
     stub.faults["/retrieve_future"] = [page(404), page(200), page(502)]
@@ -158,11 +158,11 @@ def test_a_router_that_misses_the_server_for_a_while_loses_nothing(service: Serv
 
 
 def test_billing_pauses_and_goes_on_and_says_so_once_for_all(
-    service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture
+    patient: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub.faults["/optim_step"] = [status(402, "out of credit")] * 6
     with caplog.at_level(logging.WARNING, "weft"):
-        for step in [run_of(service).optim_step(AdamParams()) for _ in range(3)]:
+        for step in [run_of(patient).optim_step(AdamParams()) for _ in range(3)]:
             step.result(10)
     assert len(stub.bodies("/optim_step")) == 9
     assert sum("out of credit" in message for message in caplog.messages) == 1
@@ -175,12 +175,12 @@ def test_billing_gives_up_in_the_end(service: ServiceClient, stub: Stub) -> None
 
 
 def test_who_waits_for_a_server_that_cannot_serve_is_told_why_once(
-    service: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    patient: ServiceClient, stub: Stub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.transport.http.TOLD_AFTER_S", 0.0)
     stub.faults["/optim_step"] = [status(503, "the disk is nearly full")] * 5
     with caplog.at_level(logging.WARNING, "weft"):
-        run_of(service).optim_step(AdamParams()).result(10)
+        run_of(patient).optim_step(AdamParams()).result(10)
     told = [record.getMessage() for record in caplog.records]  # others' clients may miss their servers meanwhile
     told = [message.partition(": ")[2][:23] for message in told if message.startswith("again in")]
     assert told == ["the disk is nearly full"]

@@ -110,7 +110,7 @@ NO_IDS = {
 }
 
 #: Paths that name no tenant's things, and those that are entered by a signed link instead of a key.
-NOT_TENANTS = {"GET /weft/models/{name:path}/tokenizer", "GET /weft/models/{name:path}/tokenizer/{file}"}
+NOT_TENANTS = {"GET /weft/models/{name:path}/tokenizer", "GET /weft/models/{name:path}/tokenizer/{file:path}"}
 
 #: With a key that is bound to a project these make something in that project only; tests below try copying.
 WITHIN_ONES_PROJECT = {"POST /weft/keys", "POST /copy_weights"}

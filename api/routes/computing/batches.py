@@ -23,13 +23,14 @@ from api.http.access import declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import INLINE_PROTOBUF_BYTES, parse, parse_protobuf, read_body
 from api.http.body_sizes import ROOM_KEY
+from api.http.headers import header
 from api.http.json_forms import PROTOBUF, train_body
 from api.http.structure import begins_with
 from api.operations.submit import Address, Checked, submit
 from api.state.service import Service, ServiceDep
 from api.who.principal import Principal
 from scheduler.links.messages import OpKind
-from scheduler.order.plans import ForwardBackward, slices
+from scheduler.order.plans import SENT_AGAIN, ForwardBackward, slices
 from store import tables
 
 router = APIRouter(prefix="/api/v1")
@@ -48,7 +49,7 @@ RECORDED = "stable_reinforce"
 async def forward_backward(request: Request, service: ServiceDep, who: PrincipalDep) -> UntypedAPIFuture:
     """One chunk of data. What is wrong with the data is told through the future: Tinker's client sends the first
     chunk only after the others were answered, and would wait for ever for one that was answered with an error."""
-    came_at = datetime.now(UTC)
+    came_at = _came_at(request)
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if form == "application/json":
         return await _submit_json(request, service, who, forward_only=False)
@@ -97,7 +98,7 @@ async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> U
 
 async def _submit_json(request: Request, service: Service, who: Principal, forward_only: bool) -> UntypedAPIFuture:
     """The operation of a JSON body, which is kept and executed in its protobuf form."""
-    came_at = datetime.now(UTC)
+    came_at = _came_at(request)
     raw = await read_body(request)
 
     def check(run: tables.Run) -> Checked:
@@ -115,6 +116,12 @@ async def _told(request: Request, submitting: Awaitable[tuple[UntypedAPIFuture, 
     future, refused = await submitting
     request.scope[ROOM_KEY].refused = refused is not None
     return future
+
+
+def _came_at(request: Request) -> datetime:
+    """Tinker's client says how often it has sent a request before, when that was refused for now."""
+    again = header(request.scope, b"x-stainless-retry-count") or "0"
+    return datetime.now(UTC) if again == "0" else SENT_AGAIN
 
 
 def _parse(body: bytes) -> pb.ForwardBackwardRequest:

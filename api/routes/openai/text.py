@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from weft.wire.account.usage import CHAT_TEMPLATES
 
 from api.errors import quote
 from api.routes.openai.errors import Refused
@@ -227,7 +228,7 @@ def _content(value: Any) -> Any:
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name, "default" the one that a model with one alone has; files go before what the config says."""
-    more = (folder / "additional_chat_templates").glob("*.jinja")
+    more = (folder / CHAT_TEMPLATES).glob("*.jinja")
     files = {file.stem: file.read_text() for file in more}
     if (file := folder / "chat_template.jinja").is_file():
         files["default"] = file.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 from weft.wire import LimitsResponse, PricesResponse, Stats, TokenizerFilesResponse
+from weft.wire.account.usage import CHAT_TEMPLATES
 
 from api.errors import NotFound, quote
 from api.http.access import declare
@@ -68,16 +70,16 @@ async def stats(service: ServiceDep, who: PrincipalDep) -> Stats:
 @router.get("/models/{name:path}/tokenizer", **declare(scope="any", limit="call"))
 async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> TokenizerFilesResponse:
     """The tokenizer files of a base model that there are, and their SHA-256."""
-    card = _card(service, name)
-    return TokenizerFilesResponse(files=await run_in_threadpool(_hashes, card.path))
+    return await run_in_threadpool(_listed, _card(service, name).path)
 
 
-@router.get("/models/{name:path}/tokenizer/{file}", **declare(scope="any", limit="call"))
+@router.get("/models/{name:path}/tokenizer/{file:path}", **declare(scope="any", limit="call"))
 async def tokenizer_file(name: str, file: str, service: ServiceDep, who: PrincipalDep) -> FileResponse:
-    path = _card(service, name).path / file
-    if file not in TOKENIZER_FILES or not path.is_file():
+    folder = _card(service, name).path
+    listed = await run_in_threadpool(_listed, folder)
+    if file not in listed.files and file not in {f"{CHAT_TEMPLATES}/{each}" for each in listed.templates}:
         raise NotFound(f"no tokenizer file {quote(file)} of model {quote(name)}")
-    return FileResponse(path)
+    return FileResponse(folder / file)
 
 
 def _card(service: Service, name: str) -> ModelCard:
@@ -88,7 +90,11 @@ def _card(service: Service, name: str) -> ModelCard:
 
 
 @lru_cache(maxsize=64)
-def _hashes(folder: Path) -> dict[str, str]:
+def _listed(folder: Path) -> TokenizerFilesResponse:
     """Model folders do not change while they are served."""
-    present = (folder / name for name in TOKENIZER_FILES)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present if path.is_file()}
+    files, templates = (folder / name for name in TOKENIZER_FILES), (folder / CHAT_TEMPLATES).glob("*.jinja")
+    return TokenizerFilesResponse(files=_hashes(files), templates=_hashes(templates))
+
+
+def _hashes(files: Iterable[Path]) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from api.server.workers.nursery import Nursery
 from api.server.workers.worker_process import WorkerProcess, WorkerProgram, start
+from scheduler.links.configs import OF_ANOTHER_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ Attach = Callable[[str, socket.socket], Awaitable[None]]
 START_ATTEMPTS = 5
 #: A worker whose link has closed should be about to exit; after this long it is killed.
 LINGER_S = 5.0
+#: Of a worker of another version; it is tried so seldom, for the files may be put back.
+STRANGER = "is of another version than the server, whose files were replaced while it ran: start the server anew"
+STRANGER_S = 60.0
 #: Between SIGTERM and SIGKILL.
 TERMINATE_S = 3.0
 
@@ -137,7 +141,7 @@ class _Keeper:
         backoff = Backoff()
         while not self.retired.is_set():
             self._starts += 1
-            self._attached_at = None
+            self._attached_at, before = None, self._last_exit
             self._last_exit = await self._live()
             if self.retired.is_set():
                 log.info("%s %s", self.program.role, self._last_exit)
@@ -145,8 +149,11 @@ class _Keeper:
             if self._starts == START_ATTEMPTS and not self._ever_attached.is_set():
                 self._failed.set()
             lived_s = 0.0 if self._attached_at is None else time.monotonic() - self._attached_at
-            pause_s = backoff.pause_s(lived_s)
-            log.warning("%s %s; it is started again in %.1f s", self.program.role, self._last_exit, pause_s)
+            pause_s, told = backoff.pause_s(lived_s), False
+            if self._last_exit == STRANGER:
+                pause_s, told = STRANGER_S, before == STRANGER
+            if not told:
+                log.warning("%s %s; it is started again in %.1f s", self.program.role, self._last_exit, pause_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.retired.wait(), pause_s)
 
@@ -242,6 +249,8 @@ async def _has_spoken(sock: socket.socket) -> bool:
 
 
 def _how_it_ended(code: int) -> str:
+    if code == OF_ANOTHER_VERSION:
+        return STRANGER
     if code >= 0:
         return f"exited with code {code}"
     with suppress(ValueError):

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import click
 
-from weft.cli.reference import fetch_reference
 from weft.cli.shell import Server, command, main
 from weft.errors import WeftError
-from weft.exports import verify as verifying
 from weft.exports.layout import REFERENCE, Layout
-from weft.wire.rest import parse_checkpoint_path
 
 
 @main.command()
@@ -34,6 +31,9 @@ def download(
     server: Server, path: str, folder: Path | None, layout: Layout, leave_out_unembedding: bool, no_reference: bool
 ) -> None:
     """Fetch the adapter at PATH (tinker://...) into a folder that stock PEFT loads."""
+    from weft.cli.reference import fetch_reference
+    from weft.wire.rest import parse_checkpoint_path
+
     target = folder or Path(parse_checkpoint_path(path).name)
     fetching = server().download_checkpoint(path, target, layout, leave_out_unembedding=leave_out_unembedding)
     files = fetching.result()
@@ -57,6 +57,8 @@ def download(
 @command
 def verify(folder: Path, base: str | None) -> None:
     """Whether the adapter in FOLDER, as peft and transformers load it here, gives the server's log-probabilities."""
+    from weft.exports import verify as verifying
+
     try:
         right, sentence = verifying.verify(folder, base)
     except verifying.CannotTry as error:

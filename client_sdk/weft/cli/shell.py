@@ -1,4 +1,6 @@
-"""What all commands share: the group with its options, errors as one line, tables or JSON."""
+"""What all commands share: the group with its options, errors as one line, tables or JSON.
+
+A command imports what it needs: help, completion and a wrong word need none of the clients."""
 
 from __future__ import annotations
 
@@ -7,11 +9,9 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
-from pydantic import BaseModel, ValidationError
-from rich.table import Table
 
 from weft.cli import tables
 from weft.errors import (
@@ -26,13 +26,18 @@ from weft.errors import (
     RateLimitError,
     WeftError,
 )
-from weft.rest_client import RestClient
-from weft.service_client import ServiceClient
 from weft.transport.retry import RetryPolicy
 from weft.version import __version__
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.table import Table
+
+    from weft.rest_client import RestClient
+    from weft.service_client import ServiceClient
+
 P = ParamSpec("P")
-A = TypeVar("A", bound=BaseModel | dict[str, Any])
+A = TypeVar("A", bound="BaseModel | dict[str, Any]")
 
 #: A person waits: give up on a dead server soon, and do not wait for money.
 POLICY = RetryPolicy(budget_s=5.0, billing_budget_s=0.0)
@@ -64,10 +69,14 @@ class Server:
     api_key: str | None
 
     def __call__(self) -> RestClient:
+        from weft.rest_client import RestClient
+
         return RestClient(base_url=self.base_url, api_key=self.api_key, policy=POLICY)
 
     def service(self) -> ServiceClient:
         """For what needs a session."""
+        from weft.service_client import ServiceClient
+
         return ServiceClient(base_url=self.base_url, api_key=self.api_key, retry=POLICY, display_name="weft command")
 
 
@@ -115,7 +124,7 @@ def _as_exit() -> Iterator[None]:
     """Errors as one line on stderr and an exit code of their kind."""
     try:
         yield
-    except (WeftError, ValidationError, ValueError, OSError) as error:
+    except (WeftError, ValueError, OSError) as error:
         code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
         raise Failed(" ".join(str(error).split()), code) from error
     except KeyboardInterrupt:
@@ -146,7 +155,7 @@ def print_table(table: Table) -> None:
 def show(answer: A, json_: bool, table: Callable[[A], Table]) -> None:
     """Print `answer` as JSON, or as its table."""
     if json_:
-        body = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else answer
+        body = answer if isinstance(answer, dict) else answer.model_dump(mode="json")
         click.echo(json.dumps(body, indent=2))
     else:
         print_table(table(answer))

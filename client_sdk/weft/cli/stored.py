@@ -9,8 +9,6 @@ import click
 
 from weft.cli import tables
 from weft.cli.shell import RunParameter, Server, as_json, command, main, show
-from weft.transport.download import download_files
-from weft.wire.rest import parse_checkpoint_path
 
 
 @main.command()
@@ -67,6 +65,8 @@ def set_ttl(rest: Server, path: str, seconds: int | None, never: bool) -> None:
 @command
 def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
     """Delete the checkpoints at PATHS. There is no undo."""
+    from weft.wire.rest import parse_checkpoint_path
+
     for path in paths:
         parse_checkpoint_path(path)
     if not yes:
@@ -84,6 +84,8 @@ def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
 @command
 def trace(rest: Server, session_id: str, file: Path | None) -> None:
     """Fetch a trace of SESSION's operations, to be opened in ui.perfetto.dev."""
+    from weft.transport.download import download_files
+
     url = rest().export_session_trace(session_id).result()
     target = file or Path(f"{session_id}.pftrace")
     asyncio.run(download_files({target.name: url}, target.parent))

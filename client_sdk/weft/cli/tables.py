@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from weft.money import usd
-from weft.wire.account.limits import BalanceResponse, PricesResponse
-from weft.wire.account.money import BudgetsResponse, LedgerResponse
-from weft.wire.account.usage import UsageResponse, UsageRow
-from weft.wire.health import RunHealthResponse
-from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
-from weft.wire.service import GetServerCapabilitiesResponse
+
+if TYPE_CHECKING:
+    from weft.wire.account.limits import BalanceResponse, PricesResponse
+    from weft.wire.account.money import BudgetsResponse, LedgerResponse
+    from weft.wire.account.usage import UsageResponse, UsageRow
+    from weft.wire.health import RunHealthResponse
+    from weft.wire.rest import CheckpointsListResponse, TrainingRunsResponse
+    from weft.wire.service import GetServerCapabilitiesResponse
 
 
 def console(width: int | None = None) -> Console:

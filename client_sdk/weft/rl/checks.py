@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+#: What other libraries call an argument.
+_MEANT = {"lr": "learning_rate"}
 
 
 def count(name: str, value: Any, least: int = 1) -> None:
@@ -84,3 +91,14 @@ def tasks(value: Any) -> None:
     listed("tasks", value)
     if len(value) == 0:
         raise ValueError("tasks must have at least one: there are none")
+
+
+def recipe(kind: type[R], given: Mapping[str, Any]) -> R:
+    """A `kind` of these arguments. Raises TypeError that says what a name that it does not have may mean."""
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(_MEANT.get(name, name), known, 1)
+            meant = f": did you mean {close[0]}?" if close else ""
+            raise TypeError(f"there is no argument {name}{meant} (there are {', '.join(known)})")
+    return kind(**given)

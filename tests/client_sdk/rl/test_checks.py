@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -39,6 +40,10 @@ def tuned(**recipe: Any) -> None:
 def preferred(**recipe: Any) -> None:
     rows = [{"prompt": "?", "chosen": "yes", "rejected": "no"}]
     rl.dpo(NOBODY, rl.pairs(rows, tokenizer()), reference=NOBODY, **recipe)
+
+
+def distilled(**recipe: Any) -> None:
+    rl.distill(NOBODY, ENV, NOBODY, **recipe)
 
 
 def sampled(max_tokens: Any) -> None:
@@ -113,6 +118,16 @@ CASES = [(make, name, value) for make, wrong in WRONG for name, values in wrong.
 def test_an_argument_that_cannot_be_is_refused_by_its_name(make: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         make(**{name: value})
+
+
+@pytest.mark.parametrize("loop", [trained, tuned, preferred, distilled])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("lr", "did you mean learning_rate?"), ("seeds", "did you mean seed?"), ("x", "(there are ")],
+)
+def test_a_name_that_is_no_argument_is_told_what_it_may_mean(loop: Callable[..., Any], name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument {name}.*{re.escape(meant)}.*learning_rate"):
+        loop(**{name: 1})
 
 
 @pytest.mark.parametrize(

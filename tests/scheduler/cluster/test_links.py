@@ -21,7 +21,8 @@ from api.state.rates import Charge
 from api.state.shared_rates import SharedRates
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.links import broadcasts as broadcast_module
-from scheduler.links import train_link
+from scheduler.links import leading, train_link
+from scheduler.links import sample_link as sample_links
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Listener, ToWorker
 from scheduler.links.contract import LEFT_S, LIVES, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole
@@ -405,15 +406,23 @@ def test_workers_of_another_version_get_nothing_and_say_so(
     older = msgspec.defstruct("TrainOp", [("op_id", str), ("run_id", str)])
     other = form_of([older], [])
     assert other not in (FORM, form_of([TrainOp], []), form_of([older], ["create"]))
+    theirs = SAMPLES.replace(FORM, other)
     with monkeypatch.context() as patch:
-        patch.setattr(train_link, "LEADER", train_link.LEADER.replace(FORM, other))
-        patch.setattr(train_link, "_PREFIX", train_link._PREFIX.replace(FORM, other))
-        patch.setattr(train_link, "LATE_S", 0.0)
+        for link in (train_link, sample_links):
+            patch.setattr(link, "LEADER", leading.LEADER.replace(FORM, other))
+        patch.setattr(train_link, "TRAINERS", leading.TRAINERS.replace(FORM, other))
+        patch.setattr(sample_links, "RedisQueue", partial(RedisQueue, name=theirs))
+        patch.setattr(sample_links, "BEAT_S", 0.01)
+        patch.setattr(leading, "LATE_S", 0.0)
         with pytest.raises(EOFError, match="before there was a leader"):
             TrainerLink(url, blobs, iter([False, False, True]).__next__)
-    assert [record.message for record in caplog.records] == [train_link.NO_LEADER]
+        generator = SampleLink(url, blobs)
+        generator.send(PullSamples(["m"], 2))
+        assert eventually(lambda: len(caplog.records) == 2 and newer.strangers() == [generator.name])
+        generator.close()
+    assert [record.message for record in caplog.records] == 2 * [leading.NO_LEADER]
     assert joining.next(0.1) is None
-    generators = RedisQueue(url, SAMPLES.replace(FORM, other))
+    generators = RedisQueue(url, theirs)
     assert generators.lease("generator", ["m"], 2, 60) == []
     assert [lease.id for lease in newer.lease("generator", ["m"], 2, 60)] == ["s"]
     for end in (joining, newer, generators):

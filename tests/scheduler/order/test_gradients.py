@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from scheduler.order.gradients import Gradients, Lacking
+from scheduler.order.plans import SENT_AGAIN
 
 
 def at(second: float) -> datetime:
@@ -71,6 +72,16 @@ def test_microbatches_sent_one_behind_the_other_show_nothing_although_their_clie
         Lacking(knows=1) if told <= 1 else Lacking(BAD_1)
     )
     assert gradients({1: 0, 3: 2, 4: 3}, {2: told}, {1: 4, 3: 6, 4: 7}).lacking(5, 0, None) == Lacking(BAD_2)
+
+
+def test_a_request_that_was_sent_again_is_as_old_as_those_behind_it() -> None:
+    """What comes late of a batch in parts, or is sent after another with a higher number, was called before."""
+    assert gradients({1: 0, 2: 3, 3: 1}, {1: 2}, {3: 2.5}).lacking(4, 0, None) == Lacking(BAD_1)
+    assert gradients({1: 0, 2: 3, 4: 1}, {1: 2}).lacking(3, 0, None) == Lacking(BAD_1)
+    assert gradients({1: 0, 2: 3, 3: 4}, {1: 2}).lacking(4, 0, None) == Lacking(knows=1)
+    again = (SENT_AGAIN - at(0)).total_seconds()
+    assert gradients({1: 0, 2: again}, {1: 2}).lacking(3, 0, None) == Lacking(BAD_1)
+    assert gradients({1: 0, 2: 3, 3: again}, {1: 2}).lacking(4, 0, None) == Lacking(knows=1)
 
 
 def test_who_waits_for_each_microbatch_and_leaves_one_out_knows() -> None:

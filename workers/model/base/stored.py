@@ -2,8 +2,8 @@
 
 Three quantised forms are known, as published checkpoints have them:
 
-- block FP8 (DeepSeek-V3, Qwen3-FP8): `X.weight` e4m3 [out, in] beside `X.weight_scale_inv` [out / 128, in / 128]; a
-  number is multiplied by the scale of its block.
+- block FP8 (DeepSeek-V3, Qwen3-FP8): `X.weight` e4m3 (or e5m2) [out, in] beside `X.weight_scale_inv` [out / 128,
+  in / 128]; a number is multiplied by the scale of its block.
 - MXFP4 (gpt-oss): `X_blocks` [experts, out, in / 32, 16], bytes of two e2m1 numbers, the low half first, beside
   `X_scales` [experts, out, in / 32]; a number is multiplied by two to the power of its block's byte less 127. It comes
   out as [experts, in, out], as the same checkpoints have it unquantised.
@@ -77,7 +77,8 @@ class Stored:
         if name not in self._files:
             return from_mxfp4(self._tensor(name + _BLOCKS), self._tensor(name + _SCALES))
         tensor = self._tensor(name)
-        return from_fp8(tensor, self._tensor(name + _INVERSE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+        of_one_byte = tensor.is_floating_point() and tensor.itemsize == 1
+        return from_fp8(tensor, self._tensor(name + _INVERSE)) if of_one_byte else tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor once it is dequantised."""
@@ -101,7 +102,7 @@ class Stored:
         if name not in self._files:
             return from_mxfp4(self._slice(name + _BLOCKS)[begin:end], self._slice(name + _SCALES)[begin:end])
         whole = self._slice(name)
-        if whole.get_dtype() != "F8_E4M3":
+        if not whole.get_dtype().startswith("F8_"):
             rows: Tensor = whole[begin:end]
             return rows
         first = begin // FP8_BLOCK * FP8_BLOCK

@@ -58,7 +58,7 @@ async def distill_async(
     **recipe: Any,
 ) -> Report:
     """`distill`, in an event loop of one's own."""
-    return await _Distill(run, env, Recipe(**{"advantage": reinforce, **recipe}), teacher, hint).go()
+    return await _Distill(run, env, checks.recipe(Recipe, {"advantage": reinforce, **recipe}), teacher, hint).go()
 
 
 class _Distill(Loop):

@@ -87,7 +87,7 @@ def dpo(
 ) -> Report:
     """Train on pairs, the mean over each batch. `reference` is most often the base model. The rest is `Recipe`'s."""
     checks.finite("beta", beta, above=True)
-    going = Recipe(**recipe)
+    going = checks.recipe(Recipe, recipe)
     checks.does("reference", reference, "get_base_model_async", "service.create_sampling_client(...)")
     context, asked = _Scorer(reference), wait(money.prices_of(reference))
     known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id

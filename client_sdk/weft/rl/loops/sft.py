@@ -37,7 +37,7 @@ def sft(
         purse.pay(purse.price(prefill=sum(datum.model_input.length for datum in test)) + len(test))
         return {"test/loss": nll(run, test)}
 
-    return go(run, data, backward, Recipe(**recipe), between)
+    return go(run, data, backward, checks.recipe(Recipe, recipe), between)
 
 
 def nll(run: TrainingClient, data: Sequence[Datum]) -> float:

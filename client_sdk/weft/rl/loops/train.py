@@ -122,7 +122,7 @@ def train(run: TrainingClient, env: Environment | Mapping[str, Environment], **r
 
 async def train_async(run: TrainingClient, env: Environment | Mapping[str, Environment], **recipe: Any) -> Report:
     """`train`, in an event loop of one's own."""
-    return await Loop(run, env, Recipe(**recipe)).go()
+    return await Loop(run, env, checks.recipe(Recipe, recipe)).go()
 
 
 class Loop:

@@ -39,10 +39,16 @@ class UsageResponse(Response):
     held_nusd: int = 0
 
 
+#: Where transformers looks for chat templates beside a model's own.
+CHAT_TEMPLATES = "additional_chat_templates"
+
+
 class TokenizerFilesResponse(Response):
-    """The tokenizer files of a model: SHA-256, in hex, by file name."""
+    """The tokenizer files of a model: SHA-256, in hex, by file name. `templates`: those in CHAT_TEMPLATES, as one for
+    tools."""
 
     files: dict[str, str]
+    templates: dict[str, str] = Field(default_factory=dict)
 
 
 class ReplicaStatus(Response):

@@ -18,6 +18,8 @@ ADAMW, DIMUON = "adamw", "dimuon"
 LEAST_EPS = 1e-20
 #: Weights move by about their learning rate: beyond, the product of two factors of LoRA is no float32 any more.
 MOST_RATE = 1e18
+#: Of learning rate times weight decay, which is what decay takes off a weight of 1.
+MOST_DECAY = 2.0
 
 _NOT_TAKEN = "no step was taken: "
 _WITHOUT = {
@@ -75,6 +77,10 @@ def adam_problems(params: AdamParams) -> Iterator[Problem]:
         yield Problem("eps", what, limit, params.eps)
     yield from rate_problems("learning_rate", params.learning_rate)
     yield from rate_problems("weight_decay", params.weight_decay)
+    if params.weight_decay <= MOST_RATE and params.learning_rate * params.weight_decay > MOST_DECAY:
+        limit = f"at most {MOST_DECAY:g} / learning_rate"
+        what = f"must be {limit}, beyond which weights grow with every step until they are infinite"
+        yield Problem("weight_decay", f"{what}, got {params.weight_decay}", limit, params.weight_decay)
 
 
 def rate_problems(name: str, rate: float) -> Iterator[Problem]:

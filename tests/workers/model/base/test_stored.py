@@ -58,8 +58,18 @@ def test_a_checkpoint_of_mxfp4_loads_as_the_same_one_dequantised(tmp_path: Path)
     rows_are_those_of_the_whole(folder)
 
 
-@pytest.mark.parametrize("family", ["moe-wide", "qwen3", "deepseek"])
-def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("moe-wide", torch.float8_e4m3fn),
+        ("qwen3", torch.float8_e4m3fn),
+        ("qwen3", torch.float8_e5m2),
+        ("deepseek", torch.float8_e4m3fn),
+    ],
+)
+def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model, plain = reference(family), tmp_path / "plain"
     ours(model, plain)
     tensors = load_file(plain / "model.safetensors")
@@ -69,7 +79,7 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(family: str
         if name.endswith(("_proj.weight", "_mqa.weight")):
             rows, columns = (-(-size // 128) for size in weight.shape)
             scales[name + "_scale_inv"] = scale = torch.rand(rows, columns) + 0.01
-            stored[name] = weight.to(torch.float8_e4m3fn)
+            stored[name] = weight.to(dtype)
             each = torch.kron(scale, torch.ones(128, 128))[: weight.shape[0], : weight.shape[1]]
             tensors[name] = (stored[name].float() * each).to(torch.bfloat16)
     save_file(tensors, plain / "model.safetensors")
