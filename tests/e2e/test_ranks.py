@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import tinker
+import weft
 
 from tests.e2e.conftest import BASE_MODEL, Weftd, named
 from tests.e2e.data import ADAM, supervised
@@ -26,8 +28,10 @@ def ranks_of(server: Weftd) -> list[psutil.Process]:
     return [rank for number in range(2) for rank in named(server.worker("trainer"), f"weft-rank-{number}")]
 
 
-def train(server: Weftd, seed: int, found: dict[str, list[float]], before_step: Callable[[int], None]) -> None:
-    """Both tenants at once, so that each rank has a run."""
+def train(
+    server: Weftd, seed: int, found: dict[str, list[float]], before_step: Callable[[int], None], exports: Path
+) -> dict[str, bytes]:
+    """Both tenants at once, so that each rank has a run. The trained adapters as files, by tenant."""
     runs = {}
     for tenant in TENANTS:
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key(tenant))
@@ -41,6 +45,13 @@ def train(server: Weftd, seed: int, found: dict[str, list[float]], before_step: 
         for tenant, (backward, update) in waiting.items():
             found.setdefault(tenant, []).append(backward.result(timeout=120).metrics["loss:sum"])
             update.result(timeout=120)
+    files = {}
+    for tenant, run in runs.items():
+        path = run.save_weights_for_sampler("trained").result(timeout=120).path
+        with weft.RestClient(base_url=server.url, api_key=server.key(tenant)) as rest:
+            rest.download_checkpoint(path, exports / tenant).result(120)
+        files[tenant] = (exports / tenant / "adapter_model.safetensors").read_bytes()
+    return files
 
 
 #: Which rank is lost before a step, and to what.
@@ -60,7 +71,7 @@ EACH = (*LOST, LEAVES)
         pytest.param("experts", "", EACH, id="owners", marks=pytest.mark.long),
     ],
 )
-def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
+def test_whichever_rank_is_lost_losses_and_exports_are_those_of_a_calm_run(
     own_weftd: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shard: str, base_dir: str, losses: tuple[int, ...]
 ) -> None:
     temporary = tmp_path / "tmp"
@@ -71,7 +82,7 @@ def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
     config.write_text(f"base_dir = '{base_dir}'\ndrain_s = 3.0\n[trainer]\n{bounds}")
     server = own_weftd("--config", str(config), "--trainer-ranks", "2")
     calm: dict[str, list[float]] = {}
-    train(server, 7, calm, lambda step: None)
+    files = train(server, 7, calm, lambda step: None, tmp_path / "calm")
     lost: list[int] = []
 
     def harm(step: int) -> None:
@@ -89,7 +100,7 @@ def test_whichever_rank_is_lost_losses_are_those_of_a_calm_run(
         threading.Timer(0.1, process.send_signal, [how]).start()
 
     shaken: dict[str, list[float]] = {}
-    train(server, 7, shaken, harm)
+    assert train(server, 7, shaken, harm, tmp_path / "shaken") == files
     assert shaken == calm
     assert len(set(lost)) == len(losses)
     done, events = billed(server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 #: A character has at most four tokens. What has not become one after so many pushes is given out as it is; otherwise
 #: each push would have all of it decoded again.
@@ -31,6 +32,7 @@ class TextStream:
         self._tokens = list(before)
         self._start, self._read = 0, len(before)  # tokens from _start to _read are the context of those behind
         self._waited = 0  # pushes in a row that ended within a character
+        self.unended = ""  # how what they have drawn reads so far
         self._waiting = ""  # decoded and not given out
         self._over = False
 
@@ -40,9 +42,9 @@ class TextStream:
         before = self._decode(self._tokens[self._start : self._read])
         text = self._decode(self._tokens[self._start :])
         if text.endswith("\ufffd") and self._waited < PATIENCE:  # a character that has not ended
-            self._waited += 1
+            self._waited, self.unended = self._waited + 1, text[len(before) :]
             return ""
-        self._waited = 0
+        self._waited, self.unended = 0, ""
         if text == before:  # special tokens: what comes next is read behind the words before them
             if self._read or len(self._tokens) > PATIENCE:  # at the beginning it may be a space that is left out
                 del self._tokens[self._read :]
@@ -77,8 +79,9 @@ class TextStream:
 
 
 class Places:
-    """Where tokens begin in the text of their sequence, in characters. Parts of a character begin where it does, and
-    special tokens that are left out of the text where it goes on."""
+    """Where tokens begin in the text of their sequence, in characters. Parts of a character begin where it does, what
+    follows bytes that become none begins behind them, and special tokens that are left out begin where the text goes
+    on."""
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._text, self._length = TextStream(decode, before=before), 0
@@ -87,8 +90,11 @@ class Places:
         """The places of the next tokens. Each by itself, so that they do not hang on what came together."""
         found = []
         for token in tokens:
-            found.append(self._length)
-            self._length += len(self._text.push([token]))
+            unended = self._text.unended
+            said = self._text.push([token])
+            stays = takewhile(lambda pair: pair[0] == pair[1], zip(unended, said, strict=False))
+            found.append(self._length + len(list(stays)))
+            self._length += len(said)
         return found
 
 

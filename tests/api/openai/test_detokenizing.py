@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from api.routes.openai.answers import Form
-from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
+from api.routes.openai.detokenizing import PATIENCE, Places, TextStream, whole_text
 from api.routes.openai.text import ModelText
 from tests.search import examples
 
@@ -127,6 +127,27 @@ def test_offsets_are_places_in_the_text_that_is_sent(form: Form, tokens: list[in
     places = form.places().push(tokens)
     assert [TEXT[place:].split(" ")[0] for place in (places[0], places[4], places[12])] == ["Paris", "😀", "."]
     assert places == [0, 5, 7, 7, 9, 9, 9, 9, 10, 12, 12, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "places"),
+    [
+        ("▁Paris <0xF0> ▁a", [0, 5, 6]),
+        ("▁Paris <0xF0> <0x9F> ▁a ▁b", [0, 5, 5, 7, 9]),
+        ("<0x80> ▁a <0xF0> <0x9F> <0x98> <0x80> ▁b", [0, 1, 3, 3, 3, 3, 4]),
+    ],
+)
+def test_what_follows_bytes_that_become_no_character_begins_behind_them(
+    form: Form, drawn: str, places: list[int]
+) -> None:
+    assert form.places().push(ids(form, drawn.split())) == places
+
+
+def test_places_of_bytes_are_those_of_their_characters() -> None:
+    places = Places(lambda tokens: bytes(tokens).decode(errors="replace"))
+    text = b"a\xf0b\xf0\xe2\x82\xacc\xf0\x9f"
+    assert text.decode(errors="replace") == "a\ufffdb\ufffd€c\ufffd"
+    assert places.push(list(text)) == [0, 1, 2, 3, 3, 3, 4, 5, 6, 6]
 
 
 @pytest.mark.parametrize(
