@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 
 from sqlalchemy import select
+from weft.money import usd
 
 from billing.metering import storage
 from billing.money import grants
@@ -56,7 +57,7 @@ def budget_alerts(context: JobContext) -> Result:
             raise_alert,
             kind="budget",
             ref=_ref(row),
-            message=f"{row.pct} % of a budget is spent: {row.spent_nusd / 1e9:.2f} of {row.limit_nusd / 1e9:.2f} USD",
+            message=f"{row.pct} % of a budget is spent: {usd(row.spent_nusd)} of {usd(row.limit_nusd)} USD",
             now=context.now(),
             org_id=row.org_id,
             detail={"budget_id": row.budget_id, "pct": row.pct},

@@ -197,6 +197,17 @@ def test_twice_is_once(world: Payments, name: str) -> None:
     assert world.fake.stripe.counted == counted
 
 
+def test_the_alert_of_a_budget_says_amounts_below_a_cent(world: Payments) -> None:
+    org_id = world.organisation()
+    small = {"period": "month", "limit_nusd": 200_000, "hard": False, "alert_pcts": [50]}
+    world.database.write_now(lambda session: set_budget(session, org_id, "org", org_id, **small))
+    world.use(org_id, "train", 108_000)
+    run_now(world.context, JOBS["budget_alerts"])
+    with world.database.read() as session:
+        alert = session.scalars(select(tables.Alert).filter_by(kind="budget")).one()
+    assert alert.message == "50 % of a budget is spent: 0.000108000 of 0.000200000 USD"
+
+
 def test_a_fresh_process_forgets_nothing_that_matters(world: Payments) -> None:
     """The reaper remembers between two rounds; one that has forgotten only takes a round longer."""
     _prepare(world, "sweep_files")
