@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 from starlette.responses import JSONResponse
 from weft.cli import main
+from weft.exports import verify
 from weft.version import __version__
 
 from tests.client_sdk.stub_server import Stub
@@ -74,3 +77,16 @@ def test_a_server_that_is_not_there_has_a_code_of_its_own(stub: Stub) -> None:
 
 def test_version(stub: Stub) -> None:
     assert weft(stub, "--version") == (0, f"weft {__version__}\n")
+
+
+@pytest.mark.parametrize("reference", ["{", '{"base_model": "b", "tokens": [1, 2]}'])
+def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    def cut(*_: object) -> list[float]:
+        raise RuntimeError("a file is cut")
+
+    monkeypatch.setattr(verify, "loaded_logprobs", cut)
+    (tmp_path / "reference.json").write_text(reference)
+    done = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert (done.exit_code, "it could not be tried with these files and versions: " in done.output) == (2, True)
