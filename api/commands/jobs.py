@@ -6,7 +6,7 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -72,22 +72,27 @@ def run(data_dir: Path | None, config: Path | None, name: str) -> None:
 @click.option("--concurrency", type=click.IntRange(1, 64), default=2, show_default=True, help="Jobs at a time.")
 def worker(data_dir: Path | None, config: Path | None, concurrency: int) -> None:
     """Run jobs that Redis hands out (jobs.driver = "celery"), until SIGTERM."""
-    from scheduler.jobs.production import celery_app, worker_arguments
+    from scheduler.jobs.production import worker_arguments
 
     settings = _migrated(config, data_dir)
     _context(settings).database.close()  # each process opens its own
-    app = celery_app(settings)
-    app.worker_main(worker_arguments(concurrency))
+    _celery(settings).worker_main(worker_arguments(concurrency))
 
 
 @jobs.command()
 @where
 def beat(data_dir: Path | None, config: Path | None) -> None:
     """Have workers look for due jobs, every few seconds. One is enough; several do no harm."""
+    _celery(_migrated(config, data_dir)).Beat(loglevel="INFO", quiet=True).run()
+
+
+def _celery(settings: Settings) -> Any:
     from scheduler.jobs.production import celery_app
 
-    app = celery_app(_migrated(config, data_dir))
-    app.Beat(loglevel="INFO", quiet=True).run()
+    try:
+        return celery_app(settings)
+    except SettingsError as error:
+        refuse(str(error))
 
 
 def _context(settings: Settings) -> JobContext:

@@ -94,7 +94,8 @@ def checkpoint_at(session: Session, who: Principal, path: CheckpointPath) -> tab
     query = select(tables.Checkpoint).where(visible(who, tables.Checkpoint))
     row = session.scalars(query.filter_by(run_id=path.run_id, kind=path.kind, name=path.name)).one_or_none()
     if row is None or expired(row):
-        raise NotFound(f"no checkpoint {path}")
+        readable_checkpoint(session, who, path)
+        raise NotFound(f"checkpoint {path} is published, but not yours: copy it (copy_weights), and take the copy")
     return row
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 from functools import partial
 
 from sqlalchemy import select
+from weft.money import usd
 
 from billing.metering import storage
 from billing.money import grants
-from billing.money.alerts import raise_alert
+from billing.money.accounts import period_start
+from billing.money.alerts import raise_alert, resolve_alert
 from billing.reports import reconcile
 from scheduler.jobs.registry import JobContext, Result, job
-from store.tables import Alert, BudgetAlert
+from store.tables import Alert, Budget, BudgetAlert
 
 
 @job("meter_storage", every_s=3600, final=True)
@@ -47,22 +49,28 @@ def reconcile_books(context: JobContext) -> Result:
 
 @job("budget_alerts", every_s=60)
 def budget_alerts(context: JobContext) -> Result:
-    """Budgets of which a part was spent that somebody wanted to know of."""
+    """Budgets of which a part was spent that somebody wanted to know of. An alert is over with its budget or period."""
     with context.database.read() as session:
         told = set(session.scalars(select(Alert.ref).where(Alert.kind == "budget")))
         reached = [row for row in session.scalars(select(BudgetAlert)) if _ref(row) not in told]
+        budgets = session.execute(select(Budget.id, Budget.period))
+        present = tuple(f"{id}:{period_start(period, context.now()):%Y-%m}:" for id, period in budgets)
+        shown = session.scalars(select(Alert.ref).where(Alert.kind == "budget", Alert.resolved_at.is_(None)))
+        over = [ref for ref in shown if not ref.startswith(present)]
     for row in reached:
         alert = partial(
             raise_alert,
             kind="budget",
             ref=_ref(row),
-            message=f"{row.pct} % of a budget is spent: {row.spent_nusd / 1e9:.2f} of {row.limit_nusd / 1e9:.2f} USD",
+            message=f"{row.pct} % of a budget is spent: {usd(row.spent_nusd)} of {usd(row.limit_nusd)} USD",
             now=context.now(),
             org_id=row.org_id,
             detail={"budget_id": row.budget_id, "pct": row.pct},
         )
         context.database.write_now(alert)
-    return {"raised": len(reached)}
+    for ref in over:
+        context.database.write_now(partial(resolve_alert, kind="budget", ref=ref, now=context.now()))
+    return {"raised": len(reached), "over": len(over)}
 
 
 def _ref(row: BudgetAlert) -> str:

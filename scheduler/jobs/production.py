@@ -16,9 +16,8 @@ from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.context import open_context
 from scheduler.jobs.registry import JobContext
 from scheduler.jobs.running import LEASE_S, run_if_due, states
-from store.settings import Settings
+from store.settings import Settings, SettingsError
 
-LOCAL_REDIS = "redis://127.0.0.1:6379/0"
 #: Time between two looks, and so how late a job may start.
 LOOK_EVERY_S = 5.0
 #: A "look" that nobody took by then is dropped: a newer one says the same.
@@ -57,9 +56,12 @@ def worker_arguments(concurrency: int) -> list[str]:
 
 
 def celery_app(settings: Settings) -> Any:
-    """The Celery application of worker and beat."""
+    """The Celery application of worker and beat. Raises SettingsError where they name no Redis."""
     context = ProcessContext(settings)
-    app = Celery("weft", broker=settings.jobs.redis_url or settings.redis_url or LOCAL_REDIS)
+    broker = settings.jobs.redis_url or settings.redis_url
+    if not broker:
+        raise SettingsError("there is no Redis to carry jobs: set redis_url, or jobs.redis_url (docs/jobs.md)")
+    app = Celery("weft", broker=broker)
     app.conf.update(
         task_serializer="json",
         accept_content=["json"],

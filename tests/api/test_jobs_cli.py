@@ -37,6 +37,17 @@ def _listed(result: Result) -> dict[str, list[str]]:
     return {line.split("\t")[0]: line.split("\t")[1:] for line in result.stdout.splitlines()}
 
 
+@pytest.mark.parametrize("command", ["worker", "beat"])
+def test_without_a_redis_there_is_no_carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """It went to one on this machine, whosever that was."""
+    for start in ("worker_main", "Beat"):
+        monkeypatch.setattr(f"celery.Celery.{start}", lambda *_, **__: pytest.fail("it starts"))
+    assert _weftd(tmp_path, "migrate").exit_code == 0
+    result = _weftd(tmp_path, "jobs", command)
+    says = "weftd: there is no Redis to carry jobs: set redis_url, or jobs.redis_url (docs/jobs.md)\n"
+    assert (result.exit_code, result.stderr) == (2, says)
+
+
 def test_a_job_is_run_and_listed(tmp_path: Path) -> None:
     assert _weftd(tmp_path, "migrate").exit_code == 0
     before = _listed(_weftd(tmp_path, "jobs", "list"))

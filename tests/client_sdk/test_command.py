@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from starlette.responses import JSONResponse
 from weft.cli import main
+from weft.exports import verify
 from weft.version import __version__
 
 from tests.client_sdk.stub_server import Stub
@@ -83,3 +85,16 @@ def test_help_and_completion_load_no_client() -> None:
     """Each word that is completed starts the command anew."""
     show = "import sys, weft.cli; print({'numpy', 'pydantic', 'httpx'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", show], text=True) == "set()\n"
+
+
+@pytest.mark.parametrize("reference", ["{", '{"base_model": "b", "tokens": [1, 2]}'])
+def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    def cut(*_: object) -> list[float]:
+        raise RuntimeError("a file is cut")
+
+    monkeypatch.setattr(verify, "loaded_logprobs", cut)
+    (tmp_path / "reference.json").write_text(reference)
+    done = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert (done.exit_code, "it could not be tried with these files and versions: " in done.output) == (2, True)

@@ -19,6 +19,7 @@ from api.console.install import PAGES
 from api.console.pages import billing
 from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
+from billing.money.wallets import set_mode
 from store.people.organisations import LIMITS
 from store.tables import Budget, Invoice, LedgerEntry, Organisation
 from tests.console.conftest import SAME_SITE, Console, take_cards
@@ -84,6 +85,14 @@ def raise_three(console: Console) -> None:
             raise_alert(session, kind="k", ref=ref, message=f"<b>alert {ref}</b>", now=now, org_id=org_id)
 
     console.database.write_now(write)
+
+
+@pytest.mark.parametrize("path", ["/", "/billing"])
+def test_how_an_organisation_pays_is_said_as_it_is(console: Console, path: str) -> None:
+    console.sign_in()
+    for mode in ("prepaid", "postpaid"):
+        console.database.write_now(lambda session, mode=mode: set_mode(session, console.made.org_id, mode, 0))  # type: ignore[misc]
+        assert f'<p class="note">{mode}</p>' in console.get(path)
 
 
 class TestAlerts:

@@ -1,5 +1,5 @@
-"""Every page as it is on a screen: whole at 375 pixels, readable for everybody (axe-core), and what is found, compared
-and written there."""
+"""Every page as it is on a screen: whole from 375 pixels on, readable for everybody (axe-core), and what is found,
+compared and written there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.console.sso import person, take_provider
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
 
-NARROW: Any = {"width": 375, "height": 780}
+#: A telephone; a tablet, upright and lying: both just above where rows of tables become cards.
+WIDTHS = (375, 768, 1024)
 WIDE: Any = {"width": 1280, "height": 860}
 
 #: What is cut off: all that is shown beyond the window, and every box that hides a part of itself to the right. Code
@@ -61,7 +62,7 @@ def of_the_site(site: Console) -> Console:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is wrong with a page: cut off at 375 pixels; what axe says of it in light and in dark."""
+    """What is wrong with a page: cut off at some width; what axe says of it in light and in dark."""
 
     cut: list[str]
     light: list[str]
@@ -75,10 +76,12 @@ def look(page: Page) -> Seen:
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         found[scheme] = page.evaluate(AXE)
-    page.set_viewport_size(NARROW)
     page.evaluate("document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
-    page.evaluate(FITTED)
-    cut = page.evaluate(CUT)
+    cut = []
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 780})
+        page.evaluate(FITTED)
+        cut += [f"at {width}: {each}" for each in page.evaluate(CUT)]
     page.set_viewport_size(WIDE)
     return Seen(cut, found["light"], found["dark"])
 

@@ -254,6 +254,22 @@ def test_what_has_no_place_in_the_context_is_named_as_its_door_does(http: httpx.
     assert [error["param"] for error in errors] == ["prompt", "messages", "tokens", "input", "token_ids"]
 
 
+def test_a_token_that_the_model_has_not_is_named_as_its_door_does(http: httpx.Client) -> None:
+    draws, wrong = {"model": BASE_MODEL, "max_tokens": 1}, [1, 10**6]
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("prompt", "/v1/completions", {"prompt": wrong}),
+        ("tokens", "/v1/chat/completions/tokens", {"messages": [], "tokens": wrong}),
+        ("token_ids", "/inference/v1/generate", {"token_ids": wrong}),
+        ("stop_token_ids", "/v1/completions", {"prompt": "3", "stop_token_ids": wrong}),
+        ("stop_token_ids", "/v1/completions", {"prompt": "3", "stop_token_ids": list(range(100))}),
+        ("stop", "/v1/completions", {"prompt": "3", "stop": [str(one) for one in range(100)]}),
+    ]
+    for name, door, body in asked:
+        ours = draws if door != "/inference/v1/generate" else {"model": BASE_MODEL}
+        error = http.post(door, json=ours | body).json()["error"]
+        assert (error["param"], error["message"].split(":")[0]) == (name, name)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

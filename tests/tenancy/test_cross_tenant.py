@@ -372,7 +372,9 @@ def test_weights_of_another_project_are_read_when_published_or_lent(any_world: W
     path = f"training_runs/{ids['run_id']}/checkpoints/weights/one/publish"
     world.post(path, key=projects.owner)
     world.post("weights_info", {"tinker_path": ids["path"]}, key=projects.intruder)
-    world.post(path, key=projects.intruder, status=404)
+    for key in (projects.intruder, world.other_key):
+        refused = world.post(path, key=key, status=404)
+        assert f"{ids['path']} is published, but not yours: copy it" in refused["detail"]
 
 
 def test_a_session_takes_its_things_along_into_another_project(any_world: World, projects: Sides) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -151,7 +151,8 @@ async def ask(
     choices = (model.mixture_layers or 0) * (model.experts_per_token or 0)
     experts = (num_samples * read + drawn) * choices if options.get("return_routed_experts") else 0
     _check_answer(drawn * told + read * of_prompt, experts, choices, likeliest)
-    _check_stops(service, target, params)
+    _check_stops(service, target, params, model.vocab_size)
+    words = {**WORDS, "prompt": field, "topk_sample_logprobs": likeliest}
     key, session = request.headers.get(IDEMPOTENCY), request.headers.get(SESSION)
     turns: list[ComingTurn | None] = [None] * len(prompts)
     news = list[tuple[NewOperation, bool]]()
@@ -168,7 +169,7 @@ async def ask(
                     num_samples=num_samples,
                     **options,
                 )
-                news.append(await _new(service, who, target, priority, key, place, body, likeliest))
+                news.append(await _new(service, who, target, priority, key, place, body, words))
         accepting = (_accepted(service, target, *new, place, len(prompts)) for place, new in enumerate(news))
         accepted = await asyncio.gather(*accepting, return_exceptions=True)
     except BaseException:
@@ -255,13 +256,19 @@ def _check_count(service: Service, target: Target, prompts: int, num_samples: in
         raise Refused(f"{told}: send fewer prompts in each request", "prompt")
 
 
-def _check_stops(service: Service, target: Target, params: SamplingParams) -> None:
-    """The limit is on those that were sent, beside which the ends of the model and of its template stand."""
+def _check_stops(service: Service, target: Target, params: SamplingParams, vocabulary: int) -> None:
+    """Of those that were sent, beside which the ends of the model and of its template stand: as `stop` if they are
+    texts, as `stop_token_ids` if they are tokens."""
     own: set[str | int] = {*target.card.eos_token_ids, *target.text.ends}
     own |= {target.text.word(token) for token in target.text.ends}
     sent, most = [stop for stop in params.stop or () if stop not in own], service.limits.max_stop_sequences
     if most is not None and len(sent) > most:
-        raise Refused(f"stop: {len(sent)} entries, the limit is {most}", "stop")
+        name = "stop" if isinstance(sent[0], str) else "stop_token_ids"
+        raise Refused(f"{name}: {len(sent)} entries, the limit is {most}", name)
+    unknown = next((stop for stop in sent if isinstance(stop, int) and stop >= vocabulary), None)
+    if unknown is not None:
+        says = f"stop_token_ids: token {unknown}; this model's tokens are 0 to {vocabulary - 1}"
+        raise Refused(says, "stop_token_ids")
 
 
 async def _new(
@@ -272,7 +279,7 @@ async def _new(
     key: str | None,
     place: int,
     body: SampleRequest,
-    likeliest: str,
+    words: Mapping[str, str],
 ) -> tuple[NewOperation, bool]:
     """The operation, and whether it is a repeat of one that was accepted with the same key."""
     seq = FIRST_SEQ + _number(who, key, place) if key else UNKEPT + secrets.randbits(61)
@@ -285,7 +292,7 @@ async def _new(
         check = partial(checked_sample, service, body, sampler, seq, priority, limits)
         new = await service.threads.run(who.org_id, check)
     except Invalid as error:
-        raise _in_their_words(error, likeliest) from None
+        raise _in_their_words(error, words) from None
     return new, lane is not None
 
 
@@ -304,10 +311,10 @@ async def _accepted(service: Service, target: Target, new: NewOperation, repeat:
             ) from None
 
 
-def _in_their_words(error: Invalid, likeliest: str) -> Refused:
+def _in_their_words(error: Invalid, words: Mapping[str, str]) -> Refused:
     """A refusal of the sample, with the name that its parameter has at the doors."""
     field, colon, what = error.detail.partition(": ")
-    name = {**WORDS, "topk_sample_logprobs": likeliest}.get(field, field.removeprefix("sampling_params."))
+    name = words.get(field, field.removeprefix("sampling_params."))
     return Refused(f"{name}{colon}{what}", name if colon else None)
 
 

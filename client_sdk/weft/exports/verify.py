@@ -81,9 +81,15 @@ def verify(folder: Path, base: str | None = None) -> tuple[bool, str]:
     file = folder / "reference.json"
     if not file.is_file():
         raise CannotTry(f"{file} is not there: `weft download` writes it, unless told not to or not allowed to ask")
-    reference = json.loads(file.read_text())
     print(installed(), flush=True)
-    return verdict(loaded_logprobs(folder, base or reference["base_model"], reference["tokens"]), reference)
+    try:
+        reference = json.loads(file.read_text())
+        return verdict(loaded_logprobs(folder, base or reference["base_model"], reference["tokens"]), reference)
+    except CannotTry:
+        raise
+    except Exception as error:  # damaged files; and some versions do not get as far as loading anything
+        said = f"{type(error).__name__}: {error}"
+        raise CannotTry(f"it could not be tried with these files and versions: {said}") from None
 
 
 def main() -> int:
@@ -95,9 +101,6 @@ def main() -> int:
         right, sentence = verify(given.folder, given.base)
     except CannotTry as error:
         print(error, file=sys.stderr)
-        return 2
-    except Exception as error:  # some versions do not get as far as loading anything
-        print(f"it could not be tried with these versions: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(sentence)
     return 0 if right else 1

@@ -147,5 +147,5 @@ def test_as_many_stops_are_taken_as_the_limit_says_beside_the_models_own_ends(
         ((name, listed),) = stops.items()
         assert answer(**{name: [*listed, type(listed[0])(99)]}) == (
             400,
-            f"stop: {most + 1} entries, the limit is {most}",
+            f"{name}: {most + 1} entries, the limit is {most}",
         )

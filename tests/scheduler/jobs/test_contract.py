@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from billing.money import grants
-from billing.money.budgets import set_budget
+from billing.money.budgets import Period, remove_budget, set_budget
 from billing.payments import inbox
 from scheduler.jobs import housekeeping
 from scheduler.jobs.catalogue import JOBS
@@ -195,6 +195,34 @@ def test_twice_is_once(world: Payments, name: str) -> None:
     run_now(world.context, JOBS[name])
     assert _rows(world) == once
     assert world.fake.stripe.counted == counted
+
+
+def test_the_alert_of_a_budget_says_amounts_below_a_cent(world: Payments) -> None:
+    org_id = world.organisation()
+    small = {"period": "month", "limit_nusd": 200_000, "hard": False, "alert_pcts": [50]}
+    world.database.write_now(lambda session: set_budget(session, org_id, "org", org_id, **small))
+    world.use(org_id, "train", 108_000)
+    run_now(world.context, JOBS["budget_alerts"])
+    with world.database.read() as session:
+        alert = session.scalars(select(tables.Alert).filter_by(kind="budget")).one()
+    assert alert.message == "50 % of a budget is spent: 0.000108000 of 0.000200000 USD"
+
+
+@pytest.mark.parametrize("period", ["month", "total"])
+def test_the_alert_of_a_budget_is_over_with_it_or_with_its_month(world: Payments, period: Period) -> None:
+    org_id, job = world.organisation(), JOBS["budget_alerts"]
+    budget = world.database.write_now(
+        lambda session: set_budget(session, org_id, "org", org_id, period, 100, hard=False, alert_pcts=[50], now=START)
+    )
+    world.use(org_id, "train", 60)
+    assert run_now(world.context, job) == {"raised": 1, "over": 0}
+    assert run_now(world.context, job) == {"raised": 0, "over": 0}
+    world.fake.stripe.now = AFTER.timestamp()
+    assert run_now(world.context, job) == {"raised": 0, "over": int(period == "month")}
+    world.database.write_now(lambda session: remove_budget(session, org_id, budget.id))
+    run_now(world.context, job)
+    with world.database.read() as session:
+        assert session.scalars(select(tables.Alert).filter_by(kind="budget")).one().resolved_at is not None
 
 
 def test_a_fresh_process_forgets_nothing_that_matters(world: Payments) -> None:
