@@ -29,7 +29,7 @@ KERNELS = {
     ("gpu", "dtype", "ranks"),
     [
         (90, "bfloat16", (32,)),
-        (80, "float32", (128,)),
+        pytest.param(80, "float32", (8, 128), marks=pytest.mark.long),
         pytest.param(90, "bfloat16", (8, 64, 128), marks=pytest.mark.long),
         pytest.param(80, "bfloat16", (8, 32, 64, 128), marks=pytest.mark.long),
     ],
