@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from weft import rl
+from weft.rl import checks
 from weft.rl.loops import train as loop
 from weft.rl.sandboxes import local
 
@@ -33,18 +35,18 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
     monkeypatch.setenv("WEFT_API_KEY", weftd.key("reader"))
     monkeypatch.setattr(local, "_free_bytes", lambda: 1 << 40)  # whatever other tests leave
-    whole, reports = loop.Recipe, []
+    whole, reports = checks.recipe, []
 
-    def short(**recipe: Any) -> loop.Recipe:
-        groups = recipe.get("groups", rl.Groups())
+    def short(kind: type[Any], given: Mapping[str, Any]) -> Any:
+        groups = given.get("groups", rl.Groups())
         groups = replace(groups, batch=min(groups.batch, 4))
-        return whole(**{**recipe, "groups": groups, "steps": min(recipe.get("steps", 100), 3)})
+        return whole(kind, {**given, "groups": groups, "steps": min(given.get("steps", 100), 3)})
 
     def kept(*args: Any, **options: Any) -> rl.Report:
         reports.append(loop.train(*args, **options))
         return reports[-1]
 
-    monkeypatch.setattr(loop, "Recipe", short)
+    monkeypatch.setattr(checks, "recipe", short)
     monkeypatch.setattr(rl, "train", kept)
     names: dict[str, Any] = {"__name__": "docs"}
     for block in found:
