@@ -290,6 +290,7 @@ async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
                 ready = await holder.stdout.readline()
     except BaseException:  # who waits for it has given up, as a rollout does that is late: nobody else would end it
         _kill(holder)
+        await holder.wait()
         raise
     if not ready:
         _kill(holder)
