@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.console import sessions
 from api.errors import Forbidden, TooLarge, Unauthenticated
-from api.http.auth import admit
+from api.http.auth import LOOK_KEY, admit
 from api.state.service import service_of
 from api.who.principal import Principal
 from store.database.caller import Caller, become
@@ -110,6 +110,7 @@ async def viewer(request: Request) -> Viewer:
         check_same_site(request)
         if not hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), token.encode()):
             raise Forbidden("the CSRF token is missing or not of this session: load the page again")
+    request.scope[LOOK_KEY] = lambda session: _who(sessions.signed_in(session, sid, datetime.now(UTC), oidc))
     if found.stale:
         await service.database.write(lambda session: sessions.note_use(session, sid, now))
     who = found.who
@@ -119,6 +120,10 @@ async def viewer(request: Request) -> Viewer:
         address = request.client.host if request.client else None
         become(Caller(who.org_id, who.actor, address, link_by=who.link_by))
     return Viewer(who, found.org_name, found.name, found.operator, token, found.since, found.by_provider)
+
+
+def _who(found: sessions.SignedIn | None) -> Principal | None:
+    return found.who if found is not None else None
 
 
 ViewerDep = Annotated[Viewer, Depends(viewer)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
@@ -27,6 +27,10 @@ from store.database.caller import Caller, become
 from store.people import keys
 from store.people.secret import digest
 
+T = TypeVar("T")
+
+#: In the scope of a request whose credential was looked up for it alone: how to look again.
+LOOK_KEY = "weft.look_again"
 #: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
 KeyCache = Remembered[Principal]
 
@@ -57,8 +61,22 @@ async def principal(request: Request) -> Principal:
 
 async def present_principal(request: Request) -> Principal:
     """As the database has it at this moment: for what makes and ends credentials, so that nobody saves themselves into
-    a new one in the seconds after theirs was taken away. For `Depends`."""
+    a new one in the seconds after theirs was taken away; what makes one is written `while_good`. For `Depends`."""
     return admit(request, await _authenticate(request, remembered=False))
+
+
+def while_good(request: Request, who: Principal, work: Callable[[Session], T]) -> Callable[[Session], T]:
+    """`work`, as a write that looks at the credential of the request again. Its body may come long after `who` was let
+    in, and writes wait in line: a key that was taken away meanwhile makes no other. Raises Unauthenticated."""
+    look: Callable[[Session], Principal | None] = request.scope[LOOK_KEY]
+
+    def written(session: Session) -> T:
+        now = look(session)
+        if now is None or (now.role, now.scopes, now.status) != (who.role, who.scopes, who.status):
+            raise Unauthenticated("what this was asked with was revoked or changed meanwhile: nothing was done")
+        return work(session)
+
+    return written
 
 
 async def key_holder(request: Request) -> Principal:
@@ -140,6 +158,8 @@ async def _look_up(
     request: Request, name: str, read: Callable[[Session], Principal | None], remembered: bool
 ) -> Principal | None:
     cache: KeyCache = request.app.state.keys
+    if not remembered:
+        request.scope[LOOK_KEY] = read
     known = cache.get(name) if remembered else None
     if known is None:
         known = await service_of(request).read(read)

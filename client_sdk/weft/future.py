@@ -12,8 +12,9 @@ import atexit
 import functools
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -131,7 +132,7 @@ class APIFuture(Generic[T]):
 
     @property
     def known(self) -> bool:
-        """Whether it has come out well, or who waited for it has been told how it ended."""
+        """Whether it has come out well, or who waited for it has been told how it ended: not who gave up just then."""
         return self._told or (self._future.done() and not self._future.cancelled() and self._future.exception() is None)
 
     @classmethod
@@ -143,17 +144,22 @@ class APIFuture(Generic[T]):
         """Wait for the result, at most `timeout` seconds (`TimeoutError`)."""
         if background().here() and not self._future.done():
             raise RuntimeError("result() would block the client's own event loop; use await")
-        try:
+        with self._telling():
             return self._future.result(timeout)
-        finally:
-            self._told = self._future.done()
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109
         """Wait for the result in any event loop, at most `timeout` seconds (`TimeoutError`)."""
-        try:
+        with self._telling():
             return await asyncio.wait_for(outlasting(asyncio.wrap_future(self._future)), timeout)
-        finally:
-            self._told = self._future.done()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            ended = self._future.done()
+            self._told |= ended and (self._future.cancelled() or error is self._future.exception())
+            raise
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()

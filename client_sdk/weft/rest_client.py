@@ -76,6 +76,7 @@ class RestBase:
         policy: RetryPolicy | None = None,
         transport: Transport | None = None,
     ) -> None:
+        self._own = transport is None
         self._transport = transport or Transport(resolve_endpoint(base_url, api_key), policy or RetryPolicy())
 
     def __repr__(self) -> str:
@@ -95,8 +96,12 @@ class RestBase:
         await self._transport.send(call)
 
     def close(self) -> APIFuture[None]:
-        """Close the connections."""
-        return APIFuture.start(self._transport.close())
+        """Close its connections; those that it shares with the client that made it go on."""
+        return APIFuture.start(self._close())
+
+    async def _close(self) -> None:
+        if self._own:
+            await self._transport.close()
 
     def __enter__(self) -> Self:
         return self

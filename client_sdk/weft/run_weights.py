@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -48,14 +49,16 @@ class RunWeights:
 
     _session: Session
     _run: Run
+    _counting: threading.Lock  # threads that call at the same moment
     _counted_on: Sequence[APIFuture[Any]] = ()  # by the next step, of which the caller does not know how they ended
 
     def _counted(self, work: Callable[[bool], Coroutine[Any, Any, T]]) -> APIFuture[T]:
         """Start something on which the next step counts; it hears whether the caller knows how all such before it has
         ended."""
-        unknown = [other for other in self._counted_on if not other.known]
-        future = APIFuture.start(work(not unknown))
-        self._counted_on = [*unknown, future]
+        with self._counting:
+            unknown = [other for other in self._counted_on if not other.known]
+            future = APIFuture.start(work(not unknown))
+            self._counted_on = [*unknown, future]
         return future
 
     def _operate(self, route: str, request: Request, answer: type[M]) -> APIFuture[M]:

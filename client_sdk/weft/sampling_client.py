@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import httpx
 
@@ -99,11 +101,12 @@ class SamplingClient(Pending["SamplingClient"]):
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
         """A client of the sampler behind `handle`, whose server gets this process's API key: mind where it is from."""
         found = SamplerHandle.decoded(handle)
-        return _client_of(found, resolve_endpoint(found.base_url, api_key), None)
+        return _client_of(found, resolve_endpoint(found.base_url, api_key), None, RetryPolicy(), ())
 
     def __reduce__(self) -> tuple[Any, ...]:
         handle = APIFuture.start(self._handle()).result()
-        return _client_of, (handle, self._session.transport.endpoint, self._policy)
+        transport = self._session.transport
+        return _client_of, (handle, transport.endpoint, self._policy, transport.policy, (*transport.headers.items(),))
 
     @property
     def sampling_session_id(self) -> str:
@@ -284,7 +287,22 @@ async def _quietly(work: Coroutine[Any, Any, Any]) -> None:
         return
 
 
-def _client_of(handle: SamplerHandle, endpoint: Endpoint, policy: RetryPolicy | None) -> SamplingClient:
-    """A client of a sampler that another client, most often of another process, had made."""
-    session = JoinedSession(Transport(endpoint, policy or RetryPolicy()), handle.session_id)
+#: Sessions that this process has joined; those that nobody uses any more go when their heart has stopped. By process,
+#: too: a fork cannot go on with what it was forked with.
+_joined: WeakValueDictionary[tuple[Any, ...], JoinedSession] = WeakValueDictionary()
+
+
+def _client_of(
+    handle: SamplerHandle,
+    endpoint: Endpoint,
+    policy: RetryPolicy | None,
+    shared: RetryPolicy,
+    headers: tuple[tuple[str, str], ...],
+) -> SamplingClient:
+    """A client of a sampler that another client, most often of another process, had made. All of one session share what
+    it costs to be there: a pool of processes is handed one with each task."""
+    about = (os.getpid(), endpoint, shared, headers, handle.session_id)
+    session = _joined.get(about)
+    if session is None:
+        session = _joined[about] = JoinedSession(Transport(endpoint, shared, dict(headers)), handle.session_id)
     return SamplingClient(session, join_sampler(session, handle), policy, handle.record_stability_info)

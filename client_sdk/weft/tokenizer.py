@@ -84,6 +84,16 @@ def _no_advice() -> Iterator[None]:
 _loading = threading.Lock()
 
 
+def _forked() -> None:
+    """Whoever loads one in the parent does not in the fork, which would wait for them for ever."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`, never looking anywhere else. One thread at a time: the first import of transformers
     fails in a second thread that starts it meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     ) -> None:
         self._session = session
         self._run = Run(session)
+        self._counting = threading.Lock()
         self._made = background().run(self._ready(request))
         self._curves = Curves(self._run, self._made)
 
@@ -157,8 +159,9 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
                 heard_of=self._run.heard_of if self._session.config.optim_step_heard_of else None,
             )
 
-        self._counted_on = ()
-        return APIFuture.start(self._run.step(request, OptimStepResponse))
+        with self._counting:
+            self._counted_on = ()
+            return APIFuture.start(self._run.step(request, OptimStepResponse))
 
     optim_step_async = future_twin(optim_step)
 

@@ -144,11 +144,15 @@ def test_a_refused_file_leaves_nothing(
     assert [path for path in (tmp_path / "x").rglob("*config*") if path.is_file()] == []
 
 
+@pytest.mark.parametrize(
+    "at_first", [status(503, "SlowDown"), Response(b"no gzip", headers={"content-encoding": "gzip"})]
+)
 def test_a_file_that_cannot_be_had_for_a_moment_is_asked_for_again(
-    rest: weft.RestClient, stub: Stub, files: dict[str, bytes], tmp_path: Path
+    rest: weft.RestClient, stub: Stub, files: dict[str, bytes], tmp_path: Path, at_first: Response
 ) -> None:
-    """A store that wants to be asked more slowly, a server that restarts behind its proxy."""
-    stub.faults["/files/a"] = [status(503, "SlowDown")]
+    """A store that wants to be asked more slowly, a server that restarts behind its proxy, an answer that is garbled on
+    its way."""
+    stub.faults["/files/a"] = [at_first]
     found = rest.download_checkpoint(EXPORT, tmp_path, "tinker").result(10)
     assert [path.read_bytes() for path in found] == list(files.values())
 

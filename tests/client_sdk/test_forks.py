@@ -14,7 +14,7 @@ from tests.client_sdk.stub_server import SESSION, Stub
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import multiprocessing, pickle, socket, weft
+import multiprocessing, pickle, socket, threading, weft, weft.tokenizer
 
 service = weft.ServiceClient(base_url={url!r}, api_key="tml-x")
 sampler = service.create_sampling_client(base_model="org/tiny").result()
@@ -22,6 +22,21 @@ silent = socket.create_server(("127.0.0.1", 0))
 silent_url = f"http://127.0.0.1:{{silent.getsockname()[1]}}"
 late = weft.ServiceClient(base_url=silent_url, api_key="tml-x").create_sampling_client(base_model="org/tiny")
 pickled = pickle.dumps(sampler)
+
+loading, going_on = threading.Event(), threading.Event()
+
+def load(folder):
+    loading.set()
+    going_on.wait()
+
+weft.tokenizer._load = load
+threading.Thread(target=weft.tokenizer.load_tokenizer, args=("",), daemon=True).start()
+loading.wait()
+
+def loaded():
+    going_on.set()
+    weft.tokenizer.load_tokenizer("")
+    return "loaded"
 
 def mine():
     with weft.ServiceClient(base_url={url!r}, api_key="tml-x") as service:
@@ -54,6 +69,7 @@ service.close().result()
         ("drawn(pickle.loads(pickled))", "[1, 2]"),
         ("drawn(sampler)", "WeftError: this client was made in process "),
         ("drawn(late)", "WeftError: this was under way when the process was forked"),
+        ("loaded()", "loaded"),
         ("service.close().result()", "WeftError: this client was made in process "),
     ],
 )

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
+from concurrent.futures import wait
+from contextlib import suppress
 
 import pytest
 from starlette.responses import JSONResponse, Response
 from weft import AdamParams, SamplingParams, ServiceClient
+from weft.future import APIFuture
 
 from tests.client_sdk.stub_server import Asked, Stub
+
+
+def test_who_gave_up_as_it_failed_has_not_been_told() -> None:
+    """A group of tasks cancels the others when one fails, and the next step would go without what these came to."""
+
+    async def fails() -> None:
+        raise ValueError
+
+    async def story() -> tuple[bool, bool]:
+        future = APIFuture.start(fails())
+        waiting = asyncio.ensure_future(future.result_async())
+        await asyncio.sleep(0)
+        wait({future.future()}, 10)  # it has failed, of which this loop has not heard
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        known = future.known
+        with suppress(ValueError):
+            await future
+        return known, future.known
+
+    assert asyncio.run(story()) == (False, True)
 
 
 def test_what_is_cancelled_and_fails_afterwards_is_not_logged(

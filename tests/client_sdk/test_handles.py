@@ -12,7 +12,7 @@ import httpx
 import pytest
 import weft
 from starlette.responses import JSONResponse, Response
-from weft import ModelInput, SamplingClient, SamplingParams, ServiceClient
+from weft import ModelInput, RetryPolicy, SamplingClient, SamplingParams, ServiceClient
 from weft.runs.sampler import CLONE_STRIDE
 from weft.transport.completions import CompletionPoll
 from weft.transport.http import Call
@@ -63,6 +63,25 @@ def test_pickled(service: ServiceClient, stub: Stub) -> None:
     assert [draw(clone) for clone in clones] == [[7, 8]] * 3
     assert len({seq // CLONE_STRIDE for seq in seqs(stub)}) == 3
     assert {asked.headers["x-api-key"] for asked in stub.asked} == {"tml-test"}
+
+
+def test_all_that_a_process_is_handed_of_a_session_is_there_once_and_as_the_first(stub: Stub) -> None:
+    """A pool of processes unpickles a client with each task: each had a heartbeat of its own, for ever."""
+    headers = {"X-Gate": "open"}
+    there = ServiceClient(
+        base_url=stub.base_url, api_key="tml-test", retry=FAST, priority="batch", default_headers_overrides=headers
+    )
+    clones = [pickle.loads(pickle.dumps(there.create_sampling_client(base_model="org/tiny"))) for _ in range(3)]  # noqa: S301
+    assert [draw(clone) for clone in clones] == [[7, 8]] * 3
+    assert stub.paths().count("/client/config") == 2  # ours and theirs
+    assert {(asked.headers["x-weft-priority"], asked.headers["x-gate"]) for asked in stub.asked} == {("batch", "open")}
+    assert {clone._session.transport.policy.budget_s for clone in clones} == {FAST.budget_s}
+
+
+def test_who_is_handed_a_client_pauses_by_dice_of_their_own() -> None:
+    ours, theirs = (pickle.loads(pickle.dumps(RetryPolicy())) for _ in range(2))  # noqa: S301
+    assert ours == theirs
+    assert ours.jitter() != theirs.jitter()
 
 
 def test_clones_are_numbered_by_the_server_if_it_can(service: ServiceClient, stub: Stub) -> None:

@@ -266,3 +266,19 @@ def test_errors_are_one_line(stub: Stub) -> None:
 )
 def test_dollars(amount_nusd: int, text: str) -> None:
     assert usd(amount_nusd) == text
+
+
+def test_a_rest_client_that_is_closed_leaves_the_run_that_made_it_its_connections(
+    service: ServiceClient, stub: Stub
+) -> None:
+    run = service.create_lora_training_client("org/tiny").result()
+    sampler = run.save_weights_and_get_sampling_client().result()
+    for maker in (service, run, sampler):
+        with maker.create_rest_client() as rest:
+            rest.delete_checkpoint("a:train:0", "weights/x").result(10)
+    assert run.optim_step(weft.AdamParams()).result(10).metrics == {"norm": 1.0}
+    alone = weft.RestClient(base_url=stub.base_url, api_key="tml-test")
+    with alone as rest:
+        rest.delete_checkpoint("a:train:0", "weights/x").result(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        alone.delete_checkpoint("a:train:0", "weights/x").result(10)

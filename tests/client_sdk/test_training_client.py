@@ -14,7 +14,7 @@ import pytest
 import torch
 import weft
 from starlette.responses import JSONResponse, Response
-from weft import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from weft import AdamParams, Datum, ModelInput, RetryPolicy, ServiceClient, TrainingClient
 from weft.transport.poll import SHORTEST_ROUND_S
 from weft.wire.binary.codec import decode_train_request
 
@@ -384,6 +384,37 @@ def test_heartbeats_until_410(service: ServiceClient, stub: Stub, monkeypatch: p
     run_of(service).result(10)
     time.sleep(0.3)
     assert stub.bodies("/session_heartbeat") == [{"session_id": SESSION, "type": "session_heartbeat"}] * 3
+
+
+def test_a_garbled_answer_ends_no_heart_and_is_asked_for_again(
+    service: ServiceClient, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.runs.session.HEARTBEAT_S", 0.02)
+    for path in ("/session_heartbeat", "/optim_step", "/retrieve_future"):
+        stub.faults[path] = [Response(b"no gzip", headers={"content-encoding": "gzip"})]
+    run = service.create_lora_training_client("org/tiny")
+    run.optim_step(AdamParams()).result(10)
+    time.sleep(0.2)
+    assert stub.paths().count("/session_heartbeat") > 1
+    service.close().result(10)
+
+
+def test_who_is_closed_while_the_session_is_made_makes_nothing_and_does_not_beat(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be kept, and its run, for as long as the process lives."""
+    monkeypatch.setattr("weft.runs.session.HEARTBEAT_S", 0.02)
+    stub.faults["/create_session"] = [status(503)]
+    pause = RetryPolicy(first_pause_s=0.2, longest_pause_s=0.2)
+    service = ServiceClient(base_url=stub.base_url, api_key="tml-test", retry=pause)
+    run = service.create_lora_training_client("org/tiny")
+    while "/create_session" not in stub.paths():
+        time.sleep(0.01)
+    service.close().result(10)
+    with pytest.raises(weft.WeftError, match="this ServiceClient is closed"):
+        run.result(10)
+    time.sleep(0.4)
+    assert stub.paths() == ["/client/config", "/create_session"]
 
 
 def test_no_server() -> None:

@@ -5,13 +5,17 @@ Each test is an attacker's requests; the table of the rule itself is tests/api/t
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from sqlalchemy.orm import Session
 
-from store.people.keys import new_key
+from store.people import organisations
+from store.people.keys import find, new_key, revoke_row, rotate
 from store.tables import ApiKey, AuditEntry
 from tests.api.conftest import World
 from tests.tenancy.conftest import member, org_id_of
@@ -117,6 +121,51 @@ def test_nobody_saves_themselves_in_the_seconds_after_a_revocation(any_world: Wo
     ):
         assert world.call(method, path, key=credential, json=body).status_code == 401, path
     assert rows(world) == before
+
+
+MAKES = [
+    ("POST", "weft/keys", {"scopes": ["sample"]}),
+    ("POST", "weft/keys/1/rotate", {}),
+    ("POST", "weft/members", {"email": "thief@example.com", "role": "member"}),
+    ("POST", "weft/invitations", {"email": "thief@example.com", "role": "member"}),
+    ("PUT", "weft/rate_limits/key/1", {"max_in_flight": 1}),
+]
+
+
+def lost(session: Session, row: ApiKey, how: str) -> None:
+    if how == "revoked":
+        revoke_row(session, row)
+    elif how == "rotated":
+        rotate(session, row, timedelta(0))
+    else:
+        organisations.change_role(session, row.org_id, str(row.user_id), "viewer")
+
+
+@pytest.mark.parametrize("how", ["revoked", "rotated", "demoted"])
+def test_a_body_that_comes_after_its_key_was_lost_makes_nothing(any_world: World, how: str) -> None:
+    """Whoever keeps a request open whose end they have not sent yet would be let in for as long as it is open."""
+    world = any_world
+    _, spare = member(world, "owner", "spare@corp.example")
+    for number, (method, path, body) in enumerate(MAKES):
+        _, secret = member(world, "owner", f"p{number}@corp.example")
+        before = rows(world)
+
+        def late(secret: str = secret, body: Any = body) -> Iterator[bytes]:
+            world.database.write_now(lambda session: lost(session, found(session, secret), how))
+            yield json.dumps(body).encode()
+
+        reply = world.call(method, path, key=secret, content=late(), headers={"content-type": "application/json"})
+        assert (reply.status_code, reply.json()["code"]) == (401, "unauthenticated"), reply.text
+        assert rows(world)[: len(before) - 1] == before[:-1]
+        assert len(rows(world)) == len(before)
+        assert "thief@example.com" not in str(world.get("weft/members", key=spare))
+    assert world.get("weft/invitations", key=spare)["invitations"] == []
+
+
+def found(session: Session, secret: str) -> ApiKey:
+    row = find(session, secret)
+    assert row is not None
+    return row
 
 
 def test_few_scopes_touch_no_key_of_more(any_world: World) -> None:

@@ -14,6 +14,7 @@ from api.console.render import console_router, long_page, page, say
 from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
+from api.http.auth import while_good
 from api.routes.people.invitations import create_invitation, list_invitations, revoke_invitation
 from api.routes.people.members import add_member, change_role, list_members, remove_member
 from api.routes.people.projects import change_project, create_project, list_projects
@@ -103,7 +104,7 @@ async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep,
         audit.record(session, org_id=who.org_id, key_id=who.key_id, event="member_link_made", target=user_id)
         return sessions.new_link(session, who.org_id, user_id, made_by=who.link_by or who.actor)
 
-    token = await service.database.write(write)
+    token = await service.database.write(while_good(request, who, write), lock=who.org_id)
     base = f"{request.url.scheme}://{request.url.netloc}"
     values: dict[str, Any] = {"link": f"{base}{PREFIX}/login/{token}", "minutes": sessions.LINK_LIFE.seconds // 60}
     return page(request, "members_link.html", viewer, **values)

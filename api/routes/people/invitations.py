@@ -12,7 +12,7 @@ from weft.wire.service import StatusResponse
 
 from api.errors import Invalid
 from api.http.access import declare
-from api.http.auth import PresentPrincipalDep, PrincipalDep
+from api.http.auth import PresentPrincipalDep, PrincipalDep, while_good
 from api.http.bodies import read_json
 from api.state.service import Service, ServiceDep
 from api.who.lookup import plain_id
@@ -59,7 +59,7 @@ async def create_invitation(request: Request, service: ServiceDep, who: PresentP
         row, secret = invitations.make(session, who.org_id, body.role, body.days, body.email, who.key_id)
         return InvitationWithLink(**_shown(row).model_dump(), link=_base(service, request) + JOIN + secret)
 
-    return await service.database.write(write)
+    return await service.database.write(while_good(request, who, write), lock=who.org_id)
 
 
 @router.delete("/{invitation_id}", **declare(scope="admin", limit="call"))

@@ -18,7 +18,7 @@ from weft.wire.account.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWit
 from api.checks.runs import check_text
 from api.errors import Forbidden, Invalid, quote
 from api.http.access import declare
-from api.http.auth import PresentPrincipalDep, PrincipalDep
+from api.http.auth import PresentPrincipalDep, PrincipalDep, while_good
 from api.http.bodies import read_json
 from api.state.service import ServiceDep
 from api.who.credentials import changed_key, managed_key, permit_secret
@@ -104,7 +104,7 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
         )
         return _with_secret(row, secret)
 
-    return await service.database.write(write, lock=who.org_id)
+    return await service.database.write(while_good(request, who, write), lock=who.org_id)
 
 
 @router.get("/{key_id}", **declare(scope="any", limit="call"))
@@ -126,7 +126,7 @@ async def rotate_key(key_id: str, request: Request, service: ServiceDep, who: Pr
         secret = keys.rotate(session, row, timedelta(seconds=body.overlap_seconds), by=who.key_id)
         return _with_secret(row, secret)
 
-    return await service.database.write(write, lock=who.org_id)
+    return await service.database.write(while_good(request, who, write), lock=who.org_id)
 
 
 @router.delete("/{key_id}", **declare(scope="any", limit="call"))

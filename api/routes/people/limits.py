@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from weft.wire.account.organisation import RateLimitsResponse, RateLimitsRow
 
 from api.http.access import declare
-from api.http.auth import PresentPrincipalDep, PrincipalDep
+from api.http.auth import PresentPrincipalDep, PrincipalDep, while_good
 from api.http.bodies import read_json
 from api.state.service import Service, ServiceDep
 from api.who.credentials import changed_key
@@ -72,7 +72,7 @@ async def set_rate_limits(
         organisations.set_limits(session, row, body.model_dump(), who.key_id)
         return str(row.id), RateLimit.of(row)
 
-    return await _row(service, *await service.database.write(write))
+    return await _row(service, *await service.database.write(while_good(request, who, write), lock=who.org_id))
 
 
 def _limited(table: type[tables.Project | tables.ApiKey]) -> ColumnElement[bool]:

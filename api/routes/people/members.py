@@ -9,7 +9,7 @@ from weft.wire.account.organisation import MemberRoleResponse, MemberRow, Member
 from weft.wire.service import StatusResponse
 
 from api.http.access import declare
-from api.http.auth import PresentPrincipalDep, PrincipalDep
+from api.http.auth import PresentPrincipalDep, PrincipalDep, while_good
 from api.http.bodies import read_json
 from api.state.service import ServiceDep
 from api.who.credentials import changed_member
@@ -55,7 +55,7 @@ async def add_member(request: Request, service: ServiceDep, who: PresentPrincipa
         user = organisations.add_member(session, who.org_id, body.email, body.role, who.key_id)
         return _shown(session.get_one(tables.Membership, (who.org_id, user.id)), user)
 
-    return await service.database.write(write, lock=who.org_id)
+    return await service.database.write(while_good(request, who, write), lock=who.org_id)
 
 
 @router.put("/{user_id}", **declare(scope="admin", limit="call"))
@@ -71,7 +71,7 @@ async def change_role(
         organisations.change_role(session, who.org_id, user_id, body.role, who.key_id)
         return MemberRoleResponse(user_id=user_id, role=body.role)
 
-    return await service.database.write(write, lock=who.org_id)
+    return await service.database.write(while_good(request, who, write), lock=who.org_id)
 
 
 @router.delete("/{user_id}", **declare(scope="admin", limit="call"))

@@ -31,6 +31,7 @@ from weft.wire.service import (
 log = logging.getLogger("weft")
 
 HEARTBEAT_S = 10.0
+CLOSED = "this ServiceClient is closed"
 #: Samples in flight per session; each holds a poll.
 MAX_SAMPLES = 500
 
@@ -73,10 +74,15 @@ class Session:
     async def id(self) -> str:
         """The session's id; opens it at the first call. A failed opening is tried afresh at the next call."""
         if self._finished:
-            raise WeftError("this ServiceClient is closed")
+            raise WeftError(CLOSED)
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = asyncio.ensure_future(self._open())
-        return await outlasting(self._opening)
+        try:
+            return await outlasting(self._opening)
+        except asyncio.CancelledError:
+            if self._opening.cancelled():
+                raise WeftError(CLOSED) from None
+            raise
 
     async def _configure(self) -> None:
         body = ClientConfigRequest(sdk_version=__version__).model_dump_json().encode()
@@ -126,7 +132,9 @@ class Session:
         await self._flush()
         if self._heart is not None:
             self._heart.cancel()
-        if self._opening is not None and self._opening.done() and self._opening.exception() is None:
+        if self._opening is None or self._opening.cancel():  # else it would begin to beat, and nothing would end that
+            return
+        if self._opening.exception() is None:
             body = encode(FinishSessionRequest(reason=FinishReason(type=status), detail=detail).body())
             await self.transport.send(Call("POST", f"/sessions/{self._opening.result()}/finish", body))
 

@@ -91,7 +91,7 @@ async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
         except APIStatusError as error:
             if attempt == TRIES - 1 or not passes_by_itself(error.status_code):
                 raise
-        except (httpx.TransportError, ConnectionError) as error:
+        except (httpx.RequestError, ConnectionError) as error:
             if attempt == TRIES - 1:
                 raise APIConnectionError(f"download of {target.name}: {error or type(error).__name__}") from error
         except OSError as error:

@@ -100,6 +100,7 @@ class Transport:
     def __init__(self, endpoint: Endpoint, policy: RetryPolicy, headers: Mapping[str, str] | None = None) -> None:
         self.endpoint = endpoint
         self.policy = policy
+        self.headers = dict(headers or {})
         self.poll_policy = replace(policy, budget_s=policy.outage_budget_s)
         #: Whether the server wants tokens in place of the key; the session's configuration says so.
         self.use_tokens = False
@@ -108,7 +109,7 @@ class Transport:
             "X-API-Key": endpoint.api_key,
             "User-Agent": f"weft-python/{__version__}",
             "x-sdk-version": __version__,
-            **(headers or {}),
+            **self.headers,
         }
         self._process = os.getpid()
         self._unpaid_told_s = -math.inf
@@ -171,7 +172,7 @@ class Transport:
             raise self._contact.missing(error) from error
         except httpx.TimeoutException as error:
             raise APITimeoutError(f"{call.method} {url}: no answer within {call.timeout_s:g} s") from error
-        except (httpx.TransportError, OSError) as error:
+        except (httpx.RequestError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise APIConnectionError(f"{call.method} {url}: {reason}") from error
 
@@ -205,7 +206,7 @@ class Transport:
                     if field == "data":
                         yield name, value
                     name = value if field == "event" else name if line else ""
-        except (httpx.TransportError, OSError) as error:
+        except (httpx.RequestError, OSError) as error:
             raise APIConnectionError(f"POST {url}: {error or type(error).__name__}") from error
 
     async def send(

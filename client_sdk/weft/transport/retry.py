@@ -14,6 +14,11 @@ from dataclasses import dataclass, field
 ATTEMPT_S = 60.0
 
 
+def _jitter() -> float:
+    """`random.random` itself is pickled with its state: all whom a client is handed to would pause alike."""
+    return random.random()
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Pauses double from `first_pause_s` to `longest_pause_s`, shortened at random by up to a quarter so that many
@@ -27,7 +32,7 @@ class RetryPolicy:
     billing_budget_s: float = 3600.0
     #: How long a result may be unreachable before its future gives up; operations survive restarts of the server.
     outage_budget_s: float = 3600.0
-    jitter: Callable[[], float] = field(default=random.random, repr=False)
+    jitter: Callable[[], float] = field(default=_jitter, repr=False)
 
     def pause_s(self, attempt: int, retry_after_s: float | None = None) -> float:
         """How long to wait after failed attempt number `attempt` (0, 1, ...). A server's wish up to a minute wins."""

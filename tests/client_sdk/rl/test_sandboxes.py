@@ -448,6 +448,26 @@ asyncio.run(go())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="is a user already")
+def test_who_gives_up_while_a_sandbox_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout that is late is cancelled wherever it is."""
+
+    async def story() -> None:
+        home = rl.sandboxes.Local(SMALL)
+        with marked() as mark:
+            monkeypatch.setattr(local, "_HOLD", f"exec sleep {mark}")
+            making = asyncio.ensure_future(home._made(None))
+            for _ in range(500):
+                if any(_cmdline(pid).startswith(f"sleep\0{mark}") for pid in _pids()):
+                    break
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
+            making.cancel()
+            await asyncio.wait({making})
+        assert home.open == 0
+
+    asyncio.run(story())
+
+
 def test_a_user_has_sandboxes_too() -> None:
     done = subprocess.run([sys.executable, "-c", AS_USER], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[b'1000', b'3'] 2 1\n", "")

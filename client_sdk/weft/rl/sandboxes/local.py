@@ -284,9 +284,14 @@ async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
     assert holder.stdout is not None
     assert holder.stderr is not None
     ready = b""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_STARTED_S):
-            ready = await holder.stdout.readline()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STARTED_S):
+                ready = await holder.stdout.readline()
+    except BaseException:  # who waits for it has given up, as a rollout does that is late: nobody else would end it
+        _kill(holder)
+        await holder.wait()
+        raise
     if not ready:
         _kill(holder)
         said = (await holder.stderr.read()).decode(errors="replace").strip()
