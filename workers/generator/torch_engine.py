@@ -258,7 +258,7 @@ class TorchEngine:
         complete = [progress for progress in batch if progress.at_end]
         drawing = [progress for progress in complete if progress.rule.limit]
         logits = forward.prefill(self._decoder, self._cache, batch)
-        rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
+        rows = [logits_V.clone() for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
         firsts = [Row(progress.sequences[0]) for progress in drawing]
         drawn = draw(firsts, torch.stack(rows)) if drawing else []
         land(progress.scores for progress in batch)
@@ -273,7 +273,7 @@ class TorchEngine:
             if not progress.rule.limit:
                 self._open.score_only(progress)
         for progress, logits_V in zip(drawing, rows, strict=True):
-            progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
+            progress.prompt_logits_V, progress.prompt_version = logits_V, progress.version
             self._open.run(progress)
             self._decoding.replan()
         self._accept(firsts, drawn, [progress.version for progress in drawing])
