@@ -165,6 +165,21 @@ def test_a_step_that_raises_costs_only_the_culprit(
     assert engine.free_slots == 6
 
 
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_request_alone_that_finds_no_memory_is_given_out_again(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(forward, stage, short)
+    engine = make(decoder)
+    error = run(engine, ask("r", 9, SamplingParams(max_tokens=9)))["r"].error
+    assert error is not None
+    assert (error.category, error.elsewhere) == ("server", "again")
+    assert engine.free_slots == 6
+
+
 def test_memory_that_runs_out_at_any_copy_of_a_step_fails_nobody(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
