@@ -115,9 +115,9 @@ class Facts:
 @dataclass(frozen=True)
 class RequestError:
     """Why a request ended without a result. `elsewhere` says who may still serve it: an engine of another kind
-    ("request"; "weights" when the adapter is the reason), any engine, because this one was lost ("again"), or this one
-    once its disk answers ("later"). `ran`: it was computed, and its user's own weights made it fail: it is
-    billed."""
+    ("request"; "weights" when the adapter is the reason), any engine, because this one was lost or had no memory
+    ("again"), or this one once its disk answers ("later"). `ran`: it was computed, and its user's own weights made it
+    fail: it is billed."""
 
     message: str
     category: ErrorCategory

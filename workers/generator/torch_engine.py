@@ -16,7 +16,9 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -34,7 +36,7 @@ from workers.generator.requests.open_requests import OpenRequests
 from workers.generator.requests.prefill_queue import PrefillQueue
 from workers.generator.requests.progress import RequestProgress, Row
 from workers.generator.requests.refusals import NotFinite, failed, refused, request_fault
-from workers.generator.requests.seating import Seating
+from workers.generator.requests.seating import Seating, Unmoved
 from workers.generator.tokens.drafts import Drafts, drop
 from workers.generator.tokens.prompt_scores import PromptScores, land
 from workers.generator.tokens.sampling import Draw
@@ -43,6 +45,8 @@ from workers.model.adapters.adapter import Adapter, adapter_bytes, load_adapter,
 from workers.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 DEFAULT_PREFILL_TOKENS = 2048
 DEFAULT_ADAPTER_BYTES = 2 << 30
@@ -159,12 +163,12 @@ class TorchEngine:
     def step(self) -> list[Finished]:
         requests = self._open
         self._install()
-        self._seating.bring_back()
+        self._move(self._seating.bring_back)
         self._survive(list(requests.starting.values()), self._start_sequences)
-        self._survive(self._queue.choose(self._seating.seat), self._prefill)
+        self._survive(self._move(lambda: self._queue.choose(self._seating.seat)), self._prefill)
         self._survive(list(requests.running.values()), self._land)
         self._survive(list(requests.starting.values()), self._start_sequences)
-        self._seating.grow()
+        self._move(self._seating.grow)
         self._survive(list(requests.running.values()), self._decode)
         finished, requests.finished = requests.finished, []
         return finished
@@ -251,6 +255,14 @@ class TorchEngine:
             for progress in batch:
                 self._survive([progress], work)
 
+    def _move(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do `work`, which may set sequences aside or bring them back: one whose pages cannot be copied fails alone."""
+        while True:
+            try:
+                return work()
+            except Unmoved as error:
+                self._open.fail(error.sequence.owner, error.why)
+
     # -- prefill
 
     def _prefill(self, batch: list[RequestProgress]) -> None:
@@ -258,7 +270,7 @@ class TorchEngine:
         complete = [progress for progress in batch if progress.at_end]
         drawing = [progress for progress in complete if progress.rule.limit]
         logits = forward.prefill(self._decoder, self._cache, batch)
-        rows = [logits_V for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
+        rows = [logits_V.clone() for progress, logits_V in zip(complete, logits, strict=True) if progress.rule.limit]
         firsts = [Row(progress.sequences[0]) for progress in drawing]
         drawn = draw(firsts, torch.stack(rows)) if drawing else []
         land(progress.scores for progress in batch)
@@ -273,7 +285,7 @@ class TorchEngine:
             if not progress.rule.limit:
                 self._open.score_only(progress)
         for progress, logits_V in zip(drawing, rows, strict=True):
-            progress.prompt_logits_V, progress.prompt_version = logits_V.clone(), progress.version
+            progress.prompt_logits_V, progress.prompt_version = logits_V, progress.version
             self._open.run(progress)
             self._decoding.replan()
         self._accept(firsts, drawn, [progress.version for progress in drawing])
@@ -292,7 +304,8 @@ class TorchEngine:
         """Of the sequences of a request that have the prompt and no token yet."""
         source = next(progress.running(), None)
         while source is not None and progress.unstarted:
-            if not self._seating.seat_beside(progress.sequences[progress.started], source):
+            beside = partial(self._seating.seat_beside, progress.sequences[progress.started], source)
+            if not self._move(beside):
                 break
             progress.started += 1
         return [Row(sequence) for sequence in progress.running() if not sequence.tokens]

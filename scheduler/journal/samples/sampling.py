@@ -10,7 +10,10 @@ from scheduler.links.contract import LIVES, Item
 from scheduler.links.messages import Done, Failure, SampleOp
 from scheduler.order.operations import INTERACTIVE, SAMPLE, UNKEPT, Operation
 
-GAVE_UP = f"the generator stopped {LIVES} times while it ran this operation; it was given up and is not billed"
+GAVE_UP = (
+    f"the generator stopped {LIVES} times while it ran this operation, or had no memory for it; it was given up and is "
+    "not billed"
+)
 
 CUT_OFF = "the server was restarted while the connection for this sample was open; nothing is billed: send it again"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from workers.generator.attention import decode_attend
+from workers.generator.cache.kv_cache import KVCache
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.decoder import Decoder
@@ -48,6 +51,32 @@ def test_preemption_changes_no_bit(
         assert same(finished, together[id]), id
         assert finished.facts == together[id].facts
     assert tight.stats().kv_tokens_used == roomy.stats().kv_tokens_used == 0
+
+
+@pytest.mark.parametrize("way", ["take_out", "bring_in"])
+def test_pages_that_cannot_be_copied_cost_their_own_request_alone(
+    decoder: Decoder, adapters: dict[str, Path], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, to make room for a higher priority or to grow: it is given out again, and others go on."""
+    move, moves = getattr(KVCache, way), 0
+
+    def short(*arguments: Any) -> Any:
+        nonlocal moves
+        moves += 1
+        if moves % 3 == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return move(*arguments)
+
+    apart = run(make(decoder, slots=32), *crowd(adapters, 6))
+    monkeypatch.setattr(KVCache, way, short)
+    engine = make(decoder, kv_tokens=8 * 32, prefill_tokens=32)
+    together = run(engine, *crowd(adapters, 6))
+    lost = {id: finished.error.elsewhere for id, finished in together.items() if finished.error is not None}
+    assert moves > 0
+    assert 0 < len(lost) <= 1 + moves // 3
+    assert set(lost.values()) == {"again"}
+    assert all(same(finished, apart[id]) for id, finished in together.items() if id not in lost)
+    assert (engine.stats().kv_tokens_used, engine.stats().running, engine.free_slots) == (0, 0, 4)
 
 
 def test_alone_and_in_a_tight_crowd_that_swaps_and_prefills_in_pieces(

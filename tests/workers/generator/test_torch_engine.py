@@ -165,6 +165,49 @@ def test_a_step_that_raises_costs_only_the_culprit(
     assert engine.free_slots == 6
 
 
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_request_alone_that_finds_no_memory_is_given_out_again(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(forward, stage, short)
+    engine = make(decoder)
+    error = run(engine, ask("r", 9, SamplingParams(max_tokens=9)))["r"].error
+    assert error is not None
+    assert (error.category, error.elsewhere) == ("server", "again")
+    assert engine.free_slots == 6
+
+
+def test_memory_that_runs_out_at_any_copy_of_a_step_fails_nobody(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is done again for each of its requests, from where it was."""
+    requests = [
+        ask("a", 5, SamplingParams(max_tokens=3, seed=1), num_samples=2),
+        ask("b", 40, SamplingParams(max_tokens=3, seed=1)),
+    ]
+    expected = run(make(decoder), *requests)
+    clone, copies = torch.Tensor.clone, 0
+
+    def cloned(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal copies
+        copies += 1
+        if copies == broken:
+            raise MemoryError
+        return clone(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    for broken in range(1, 100):
+        copies = 0
+        got = run(make(decoder), *requests)
+        assert all(same(got[id], expected[id]) for id in expected), f"copy {broken}"
+        if copies < broken:
+            break
+    assert 1 < broken < 99
+
+
 def test_a_sequence_that_has_ended_goes_no_further_though_its_routes_are_lost(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

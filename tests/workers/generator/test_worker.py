@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from weft.wire import ModelInput, SampleRequest, decode_sample_response
@@ -177,6 +178,25 @@ def test_logprobs_that_are_long_in_being_stored_hold_up_no_other_sample(decoder:
     serving.serve()
     assert [(done.op_id, done.failure) for done in link.of(Done)] == [("b", None), ("a", None)]
     assert (store.asked, len(store.listed("stability/*/*"))) == (1, 1)
+
+
+def test_a_generator_that_was_given_up_records_what_the_other_has_answered(
+    decoder: Decoder, blobs: FolderBlobs
+) -> None:
+    """It ends last, and its answer counts no more; that of the other is trained on with the logprobs recorded then."""
+    op = msgspec.structs.replace(put_op(blobs, "a", seed=3), session_id="s")  # every recorded sample has a seed
+    body = msgspec.json.decode(blobs.get("ops/a")) | {"record_stability_info": True}
+    blobs.put("ops/a", msgspec.json.encode(body))
+    answers = [ScriptedLink([[op]]), ScriptedLink([[op]])]
+    given_up, other = (generator(decoder, blobs, link) for link in answers)
+    given_up._pull()
+    given_up._receive()
+    given_up._step()
+    other.serve()
+    given_up.serve()
+    sequence = decode_sample_response(answers[1].of(Done)[0].payload).sequences[0]
+    recorded = np.frombuffer(blobs.get("stability/s/a:0"), "<f4")
+    np.testing.assert_array_equal(recorded, np.asarray(sequence.logprobs, np.float32))
 
 
 def test_what_waits_for_its_body_has_its_slots_follows_its_policy_and_can_be_cancelled(

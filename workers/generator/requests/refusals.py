@@ -12,6 +12,7 @@ from store.blobs.contract import is_lasting
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import Facts, Finished, GenerateRequest, RequestError
 from workers.generator.tokens.stop import NoTokenizer
+from workers.model.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ def failed(request_id: str, error: BaseException, computed: Facts = NOTHING) -> 
     if isinstance(error, NotFinite):
         return Finished(request_id, error=RequestError(str(error), "server"))
     message = f"generation failed ({type(error).__name__}); the generator's log has the details"
+    if is_out_of_memory(error):  # there may be more when it is given out again, but not for ever
+        return Finished(request_id, error=RequestError(message, "server", "again"))
     return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "later"))
 
 

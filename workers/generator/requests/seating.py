@@ -23,6 +23,14 @@ from workers.generator.cache.states import moved
 from workers.generator.requests.progress import SequenceProgress
 
 
+class Unmoved(RuntimeError):
+    """The pages of a sequence could not be copied out or in; they are where they were."""
+
+    def __init__(self, sequence: SequenceProgress, why: Exception) -> None:
+        super().__init__(f"pages could not be copied ({type(why).__name__})")
+        self.sequence, self.why = sequence, why
+
+
 class Seating:
     def __init__(self, cache: KVCache, rows: int, groups: Sequence[PageGroup], ahead: int) -> None:
         """At most `rows` sequences are seated at a time. Prompts are computed by at most `ahead` positions at a
@@ -141,11 +149,17 @@ class Seating:
             whole = pages_of(sequence.position + 1)
             if not self._fits(sum(whole - gone for gone, _ in self._aside[sequence])):
                 return
-            brought = []
-            for gone, saved in self._aside.pop(sequence):
-                brought.append(Held(gone, self.pool.take(whole - gone)))
-                self._cache.bring_in(brought[-1].pages, saved)
-            sequence.states = moved(sequence.states, self._cache.device)
+            brought = [Held(gone, self.pool.take(whole - gone)) for gone, _ in self._aside[sequence]]
+            try:
+                for held, (_, saved) in zip(brought, self._aside[sequence], strict=True):
+                    self._cache.bring_in(held.pages, saved)
+                states = moved(sequence.states, self._cache.device)
+            except Exception as error:
+                for held in brought:
+                    self.pool.release(held.pages)
+                raise Unmoved(sequence, error) from error
+            del self._aside[sequence]
+            sequence.states = states
             self._sit(sequence, brought)
 
     def clear_after(self, sequence: SequenceProgress) -> None:
@@ -196,8 +210,11 @@ class Seating:
             needed = pages_of(sequence.position + 1) - held.gone
             self.pool.release(held.pages[needed:])
             del held.pages[needed:]
-        saved = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
-        sequence.states = moved(sequence.states, "cpu")
+        try:
+            saved = [(held.gone, self._cache.take_out(held.pages)) for held in sequence.pages]
+            sequence.states = moved(sequence.states, "cpu")
+        except Exception as error:
+            raise Unmoved(sequence, error) from error
         self._aside[sequence] = saved
         self._rise(sequence)
         self.preempted += 1

@@ -81,13 +81,15 @@ def convert(name: str, source: Weights | None, target: Path, config: DecoderConf
     if reason is not None:
         raise NotServable(f"the sampler weights {name!r} cannot be served by vLLM: {reason}")
     fresh = target.with_name(f"{target.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
     # The scale goes into the weights: vLLM reads alpha as a whole number.
     tensors = {key: (view * adapter.scale if key.endswith("_B") else view) for key, view in adapter.views.items()}
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
     named = partial(_named, TABLE[config.architecture].layout)
-    write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank, named=named)
-    os.replace(fresh, target)
+    try:
+        write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank, named=named)
+        os.replace(fresh, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)  # on a full disk
     return version_of(loaded.details)
 
 

@@ -20,6 +20,7 @@ import shutil
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,15 +79,25 @@ class Policies:
 
     async def acquire(self, name: str, source: Weights | None) -> Pushed:
         """The adapter called `name`, pushed from `source` unless it is there. Raises AdapterUnusable. Pair each call
-        with a `release`."""
-        async with self._lock:
-            pushed = self._current.get(name)
-            if pushed is None:
-                pushed = self._current[name] = await self._push(name, source)
+        with a `release`; who is cancelled meanwhile holds none, but what has begun is brought to its end."""
+        await self._lock.acquire()
+        acquiring = asyncio.ensure_future(self._acquire(name, source))
+        try:
+            return await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            acquiring.add_done_callback(_unwanted)
+            raise
+
+    async def _acquire(self, name: str, source: Weights | None) -> Pushed:
+        """With the lock, which it lets go."""
+        try:
+            pushed = self._current.get(name) or await self._push(name, source)
             self._current.move_to_end(name)
             pushed.users += 1
             await self._evict()
             return pushed
+        finally:
+            self._lock.release()
 
     async def release(self, pushed: Pushed) -> None:
         pushed.users -= 1
@@ -97,16 +108,10 @@ class Policies:
         """From now on `name` means the weights in `source`; with `in_place`, for requests in flight too. Raises
         AdapterUnusable: then requests in flight keep the old weights, and the next one brings a folder."""
         async with self._lock:
-            before = self._current.pop(name, None)
-            try:
-                fresh = self._current[name] = await self._push(name, source)
-            except (AdapterUnusable, OSError):
-                self._retired += [before] if before is not None else []
-                await self._evict()
-                raise
-            moved = [old for old in [before, *self._retired] if old and old.users and _stem(old) == _stem(fresh)]
-            if before is not None:
-                self._retired.append(before)
+            if name in self._current:
+                self._retired.append(self._current.pop(name))
+            fresh = await self._push(name, source)
+            moved = [old for old in self._retired if old.users and _stem(old) == _stem(fresh)]
             if moved and in_place:
                 self.epoch += 1
                 for old in moved:
@@ -125,31 +130,46 @@ class Policies:
         self.epoch = 0
 
     async def _push(self, name: str, source: Weights | None) -> Pushed:
+        """Have vLLM load it, and make it the current one of its name."""
         key = f"{self._life}-{next(self._counter)}"
         weights = self.folder / f"{key}.weights"
-        version = await asyncio.to_thread(convert, name, source, weights, self.config, self.limits)
-        pushed = Pushed(f"{_key(name)}@{version}-{key}", self.folder / key, weights, [(self.epoch, version)])
-        _lead(pushed.folder, weights)
+        pushed: Pushed | None = None
         try:
+            version = await asyncio.to_thread(convert, name, source, weights, self.config, self.limits)
+            pushed = Pushed(f"{_key(name)}@{version}-{key}", self.folder / key, weights, [(self.epoch, version)])
+            _lead(pushed.folder, weights)
             pushed.number = await self.client.load_adapter(pushed.name, str(pushed.folder))
-        except VllmRefused as error:
+        except Exception as error:
+            self._retired += [pushed] if pushed is not None else []
+            await self._evict()
+            if not isinstance(error, VllmRefused):
+                raise
             log.warning("sampler weights %r: vLLM does not load them: %s", name, error)
             raise AdapterUnusable(f"the sampler weights {name!r} could not be loaded by vLLM") from error
+        self._current[name] = pushed
         return pushed
 
     async def _evict(self) -> None:
         """Keep as many idle adapters as vLLM does, and unload those used longest ago. Names that are no longer current
         are unloaded as soon as no request uses them."""
-        gone = [old for old in self._retired if not old.users]
-        self._retired = [old for old in self._retired if old.users]
         excess = len(self._current) - 2 * self.limits.max_adapters
         for name, pushed in list(self._current.items()):
             if excess > 0 and not pushed.users:
-                gone.append(self._current.pop(name))
+                self._retired.append(self._current.pop(name))
                 excess -= 1
-        for pushed in gone:
-            await self.client.unload_adapter(pushed.name)
-            _remove(pushed, [*self._current.values(), *self._retired])
+        for old in [old for old in self._retired if not old.users]:
+            try:
+                await self.client.unload_adapter(old.name)
+            except VllmRefused as error:
+                log.warning("an adapter that nobody uses could not be unloaded: %s", error)
+            self._retired.remove(old)
+            _remove(old, [*self._current.values(), *self._retired])
+
+
+def _unwanted(acquiring: asyncio.Task[Pushed]) -> None:
+    """Nobody waits for it any more."""
+    if not acquiring.cancelled() and acquiring.exception() is None:
+        acquiring.result().users -= 1
 
 
 def spans(pushed: Pushed | None, labels: list[dict[str, Any]] | None, length: int) -> tuple[PolicySpan, ...]:
@@ -185,6 +205,7 @@ def _lead(link: Path, weights: Path) -> None:
 def _remove(pushed: Pushed, others: Sequence[Pushed] = ()) -> None:
     """Delete its folder, and its old and new weights unless another folder links to them."""
     weights = {pushed.weights.resolve(), pushed.folder.resolve()} - {other.folder.resolve() for other in others}
-    pushed.folder.unlink(missing_ok=True)
+    with suppress(OSError):
+        pushed.folder.unlink(missing_ok=True)
     for folder in weights:
         shutil.rmtree(folder, ignore_errors=True)
