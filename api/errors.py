@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 from fastapi import Request
@@ -262,9 +263,9 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
 
 
 def field_of(error: ValidationError) -> str | None:
-    """The first field of a body that is wrong."""
+    """The first field of a body that is wrong, with the objects that it is in, and without a place in a list."""
     found = error.errors()[0]["loc"] if error.error_count() <= MAX_EXPLAINED else ()
-    return str(found[0]) if found else None
+    return ".".join(takewhile(lambda part: isinstance(part, str), found)) or None  # type: ignore[arg-type]
 
 
 def count(request: Request, error: ApiError) -> None:

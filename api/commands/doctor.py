@@ -22,6 +22,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
     machine.server,
     stores.database,
     stores.login,
+    stores.blobs,
     stores.redis,
     stores.workers,
     stores.clocks,
@@ -38,7 +39,8 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
 @where
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def doctor(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """Look at disk, permissions, database, Redis, clocks, jobs, sign-in, prices, models, GPU, kernels; change nothing.
+    """Look at disk, permissions, database, object store, Redis, clocks, jobs, sign-in, prices, models, GPU, kernels;
+    change nothing.
 
     One line for each, and below it what to do. Exit code 1 when something is wrong; warnings alone are 0."""
     settings = settings_of(config, data_dir)
@@ -60,4 +62,5 @@ def _of(check: Callable[[Settings], Iterator[Finding]], settings: Settings) -> I
     try:
         yield from check(settings)
     except Exception as error:
-        yield wrong(check.__name__, f"cannot be looked at: {type(error).__name__}: {error}", "mend what is above first")
+        says = str(getattr(error, "orig", error)).partition("\n")[0]  # without the statement that a database refused
+        yield wrong(check.__name__, f"cannot be looked at: {type(error).__name__}: {says}", "mend what is above first")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +77,10 @@ def worker(data_dir: Path | None, config: Path | None, concurrency: int) -> None
     from scheduler.jobs.production import worker_arguments
 
     settings = _migrated(config, data_dir)
-    _context(settings).database.close()  # each process opens its own
+    with ProcessPoolExecutor(1, get_context("spawn")) as aside:
+        problem = aside.submit(_problem, settings).result()
+    if problem is not None:
+        refuse(problem)
     _celery(settings).worker_main(worker_arguments(concurrency))
 
 
@@ -93,6 +98,18 @@ def _celery(settings: Settings) -> Any:
         return celery_app(settings)
     except SettingsError as error:
         refuse(str(error))
+
+
+def _problem(settings: Settings) -> str | None:
+    """Why jobs cannot run here. Asked in a process of its own: the store's client has threads, without which every fork
+    of a process that has used it waits for ever, and Celery's workers are forks."""
+    from scheduler.jobs.context import open_context
+
+    try:
+        open_context(settings).database.close()
+    except (SettingsError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _context(settings: Settings) -> JobContext:

@@ -23,7 +23,7 @@ from store.backup.files import BadBackup
 from store.database.commit_mark import CommitMark, LostCommits
 from store.database.leaps import HEARTBEAT, settles_by
 from store.database.row_security import SERVICE_ROLE, may_use
-from store.settings import Settings
+from store.settings import Settings, SettingsError
 from store.tables import JobRun
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
@@ -109,6 +109,8 @@ def jobs(settings: Settings) -> Iterator[Finding]:
     if not settings.redis_url and other_server(settings.data_dir) is None:
         return
     with _connected(settings) as connection:
+        if revision_of(connection.engine) is None:
+            return
         row = Session(connection).get(JobRun, HEARTBEAT)
     beat, now = row.succeeded_at if row else None, datetime.now(UTC)
     until = settles_by(row, now)
@@ -120,6 +122,20 @@ def jobs(settings: Settings) -> Iterator[Finding]:
         yield warning("jobs", says, "see that the time is right, or put it right until then (docs/jobs.md)")
     else:
         yield ok("jobs", "they run")
+
+
+def blobs(settings: Settings) -> Iterator[Finding]:
+    """The object store: whether it answers, and lets this key read."""
+    if not settings.blob_url:
+        return
+    from store.blobs.bucket import Bucket
+
+    try:
+        is_used = Bucket(settings.blob_url).is_used()
+    except SettingsError as error:
+        yield wrong("blobs", str(error), 'set what it names; docs/production.md, "An object store"')
+        return
+    yield ok("blobs", settings.blob_url + (" answers" if is_used else " is empty: the first start begins it"))
 
 
 def redis(settings: Settings) -> Iterator[Finding]:

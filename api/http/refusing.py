@@ -34,10 +34,14 @@ def anywhere(error: ApiError) -> Response:
 def not_here(request: Request) -> NotHere:
     """No such path: what may have been meant."""
     path = request.scope["path"]
-    short = len(path) <= LONGEST_PATH
     paths = [route.path for route in request.app.routes if request.method in (getattr(route, "methods", None) or ())]
-    near = get_close_matches(path, paths, 1, cutoff=0.7) if short else []
-    advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
+    meant = max((known for known in paths if known != "/" and path.endswith(known)), key=len, default=path)
+    near = get_close_matches(path, paths, 1, cutoff=0.7) if len(path) <= LONGEST_PATH else []
+    if meant != path and len(path) <= LONGEST_PATH:
+        more = path.removesuffix(meant)
+        advice = f"leave {more} out at the end of the server's address (base_url, WEFT_BASE_URL, TINKER_BASE_URL)"
+    else:
+        advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
     return NotHere(f"this server has no {request.method} {path}; {advice}")
 
 

@@ -182,6 +182,8 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
 
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
     reason = str(getattr(error, "orig", error)).splitlines()[0]
+    if settings.database_url:
+        return CannotServe(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
     with suppress(OSError):
         if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # of which SQLite may say "disk I/O error"
             reason += "; the disk of this folder is full: make room"
@@ -223,7 +225,8 @@ def open_database(settings: Settings) -> Database:
 @contextmanager
 def only_one(data_dir: Path) -> Iterator[None]:
     """Only one server may use a data folder: the journal and the blobs have one owner. The kernel frees the lock with
-    the process, however it ends."""
+    the process, however it ends. A folder that was made here, and in which nothing else was, goes again."""
+    made = not data_dir.exists()
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -241,6 +244,9 @@ def only_one(data_dir: Path) -> Iterator[None]:
             raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
         yield
     finally:
+        with suppress(OSError):
+            if made and os.listdir(data_dir) == ["server.lock"]:
+                shutil.rmtree(data_dir)
         os.close(descriptor)
 
 

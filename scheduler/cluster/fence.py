@@ -16,7 +16,7 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from store import tables
-from store.database.bulk import Question, make_sure, require
+from store.database.bulk import Question, insert_into, make_sure, require
 from store.database.db import Database
 from store.database.works import Batch
 
@@ -33,11 +33,10 @@ class Superseded(BaseException):
 def take(session: Session, token: str, now: datetime) -> bool:
     """In a write: become the leader, or stay it. False while somebody else is."""
     lease, until = tables.JobLease, now + timedelta(seconds=tables.LEADS_S)
-    row = session.get(lease, tables.LEADS)
-    if row is None:
-        session.add(lease(name=tables.LEADS, holder=token, until=until))
-        session.flush()
-        return True
+    if session.get(lease, tables.LEADS) is None:
+        stand = insert_into(session, lease).values(name=tables.LEADS, holder=token, until=until)
+        stand = stand.on_conflict_do_nothing(index_elements=["name"])  # several may stand at the first start of all
+        return session.scalar(stand.returning(lease.holder)) == token
     free = or_(lease.holder == token, lease.over(now, tables.LEADS_S))
     change = update(lease).where(lease.name == tables.LEADS, free).values(holder=token, until=until)
     return session.scalar(change.returning(lease.holder)) == token

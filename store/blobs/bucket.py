@@ -127,12 +127,27 @@ class Bucket:
 
     def check(self) -> None:
         """Raise SettingsError, with what to set, unless blobs can be kept here."""
+        if not self.is_used():
+            with self._naming():
+                obstore.put(self._store, self._at(MARK), b"blobs of Weft\n")
+
+    def is_used(self) -> bool:
+        """Whether a server has been here. Raises SettingsError, with what to set, where nothing can be read."""
+        with self._naming():
+            try:
+                obstore.get(self._store, self._at(MARK))  # unlike HEAD, the answer says what is wrong
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return False
+            return True
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Within it an error is a SettingsError that names what to set."""
         try:
             with _without_panic():
-                try:
-                    obstore.get(self._store, self._at(MARK))  # unlike HEAD, the answer says what is wrong
-                except FileNotFoundError:
-                    obstore.put(self._store, self._at(MARK), b"blobs of Weft\n")
+                yield
         except (BaseError, OSError, Panicked) as error:
             code, _ = _reason(error)
             raise SettingsError(

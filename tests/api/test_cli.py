@@ -259,6 +259,7 @@ def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
         message = refused("serve", "--config", str(file))
     says = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
     assert message == f"weftd: {says}; end what listens there, or take another port\n"
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 import types
+import uuid
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -21,11 +22,12 @@ from api.doctor.models import prices
 from migrations.upgrade import head
 from scheduler.links.loading import announced
 from scheduler.links.redis_queue import RedisQueue
+from store.blobs.bucket import Bucket
 from store.database import leaps
 from store.database.db import Database
 from store.settings import Settings
 from store.tables import JobRun
-from tests.servers import free_port, redis_server
+from tests.servers import OwnStore, free_port, redis_server
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
 Patch = pytest.MonkeyPatch
@@ -83,6 +85,23 @@ def test_a_healthy_folder_and_one_that_is_not_there_yet(folder: Path, tmp_path: 
     assert found["database"]["says"] == f"weft.db is whole, at revision {head()}"
     assert examined(tmp_path / "later")[0] == 0
     assert not (tmp_path / "later").exists()
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_the_object_store_is_looked_at_and_nothing_is_written(
+    folder: Path, object_store: OwnStore, monkeypatch: Patch
+) -> None:
+    url = f"{object_store.url}/{uuid.uuid4().hex}"
+    for name, value in (object_store.environment | {"WEFT_BLOB_URL": url}).items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert examined(folder)[1]["blobs"]["says"] == f"{url} is empty: the first start begins it"
+    Bucket(url).check()
+    assert examined(folder)[1]["blobs"]["says"] == f"{url} answers"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    code, found = examined(folder)
+    assert (code, found["blobs"]["state"]) == (1, "wrong")
+    assert "AWS_SECRET_ACCESS_KEY: it does not belong" in found["blobs"]["says"]
 
 
 def _newer(folder: Path, _patch: Patch) -> None:

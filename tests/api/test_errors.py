@@ -55,7 +55,7 @@ def test_what_is_not_here_says_so(world: World, method: str, path: str) -> None:
     [
         ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
         ("POST", "/v1/chat/completions/", "did you mean /v1/chat/completions?"),
-        ("GET", "/v1/api/v1/get_server_capabilities", "did you mean /api/v1/get_server_capabilities?"),
+        ("GET", "/api/v1/get_server_capability", "did you mean /api/v1/get_server_capabilities?"),
         ("GET", "/v1/fine_tuning/jobs", "/docs lists what there is"),
         ("GET", "/" + "x" * 1000, "/docs lists what there is"),
     ],
@@ -66,6 +66,22 @@ def test_a_path_that_is_not_here_tells_which_may_be_meant(world: World, method: 
     assert reply.status_code == 404
     assert reply.json()["detail"].endswith(meant)
     assert reply.json()["error"]["message"] == reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "too_much"),
+    [
+        ("/v1/api/v1/create_session", "/v1"),
+        ("/api/v1/api/v1/client/config", "/api/v1"),
+        ("/v1/v1/chat/completions", "/v1"),
+        ("/weft/v1/responses", "/weft"),
+    ],
+)
+def test_an_address_with_too_much_at_its_end_is_what_is_told(world: World, path: str, too_much: str) -> None:
+    reply = world.http.post(path)
+    assert reply.status_code == 404
+    says = f"leave {too_much} out at the end of the server's address (base_url, WEFT_BASE_URL, TINKER_BASE_URL)"
+    assert reply.json()["detail"] == f"this server has no POST {path}; {says}"
 
 
 def test_a_wrong_method_has_a_body(world: World) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import subprocess
+import sys
+import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +23,7 @@ from store.settings import PaymentsSettings, Settings
 from tests.fakestripe import FakeStripe, fake_stripe
 from tests.fakestripe.app import Front
 from tests.fakestripe.server import WEBHOOK_SECRET
+from tests.servers import OwnStore
 
 
 @pytest.fixture
@@ -46,6 +51,37 @@ def test_without_a_redis_there_is_no_carrier(tmp_path: Path, monkeypatch: pytest
     result = _weftd(tmp_path, "jobs", command)
     says = "weftd: there is no Redis to carry jobs: set redis_url, or jobs.redis_url (docs/jobs.md)\n"
     assert (result.exit_code, result.stderr) == (2, says)
+
+
+#: What Celery does with the process that it is started in: it forks, and tasks run there.
+FORKS = """
+import os, signal, sys
+from celery import Celery
+from api.cli import main
+
+def worker_main(app, arguments):
+    app.conf.task_always_eager = True
+    if os.fork() == 0:
+        signal.alarm(20)
+        app.tasks["weft.look"]()
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+
+Celery.worker_main = worker_main
+sys.argv[1:] = ["jobs", "worker", "--config", sys.argv[1]]
+main()
+"""
+
+
+def test_jobs_that_celery_carries_reach_the_object_store(object_store: OwnStore, tmp_path: Path) -> None:
+    """They waited for ever where the store's client had been used before the fork."""
+    url = f"{object_store.url}/{uuid.uuid4().hex}"
+    config = f'blob_url = "{url}"\nredis_url = "redis://127.0.0.1:1/0"\n'
+    assert _weftd(tmp_path, "migrate", config=config).exit_code == 0
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "weft.toml")]
+    worker = subprocess.run(command, env=os.environ | object_store.environment, capture_output=True, text=True)
+    assert worker.returncode == 0, worker.stderr
+    assert _listed(_weftd(tmp_path, "jobs", "list", config=config))["heartbeat"][1] != "never"
 
 
 def test_a_job_is_run_and_listed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from api.errors import explain, field_of
-from api.routes.openai.bodies import CompletionBody, ResponsesBody
+from api.routes.openai.bodies import CompletionBody, GenerateBody, ResponsesBody
 
 PROMPT = "must be a text, a list of tokens (whole numbers from 0), or a list of one of these"
 STOP = "must be a text, or a list of texts with at most 4096 items"
@@ -33,6 +33,20 @@ def test_of_a_value_that_may_have_several_forms_one_line_says_which(
     with pytest.raises(ValidationError) as caught:
         body.model_validate({"model": "m"} | given)
     assert (explain(caught.value), field_of(caught.value)) == (says, says.partition(":")[0])
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"temperature": -1}, "sampling_params.temperature"),
+        ({"stop_token_ids": ["a"]}, "sampling_params.stop_token_ids"),
+        (5, "sampling_params"),
+    ],
+)
+def test_a_field_of_an_object_is_named_with_the_object(params: Any, field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        GenerateBody.model_validate({"model": "m", "token_ids": [1], "sampling_params": params})
+    assert field_of(caught.value) == field
 
 
 @pytest.mark.parametrize("prompt", ["a", [1, 2], ["a"], [[1, 2]], [], [""]])

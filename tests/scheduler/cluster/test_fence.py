@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from threading import Barrier
 
 import pytest
 from sqlalchemy import select
@@ -28,6 +30,20 @@ def test_one_leads_until_its_lease_is_over(any_database: Database) -> None:
     assert not lead(any_database, "b", 8)
     assert lead(any_database, "b", 9.1)
     assert not lead(any_database, "a", 9.2)
+
+
+def test_of_all_that_start_at_once_one_leads(postgres_database: Database) -> None:
+    """On a new database all found no lease, and all but one failed of theirs."""
+    together = Barrier(4)
+
+    def stand(token: str) -> bool:
+        with Session(postgres_database._read_engine) as session, session.begin():
+            session.execute(select(1))
+            together.wait(10)
+            return take(session, token, NOW)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(stand, "abcd")) == [False, False, False, True]
 
 
 def test_a_lease_from_a_clock_that_was_ahead_holds_up_nobody(any_database: Database) -> None:
