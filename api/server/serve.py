@@ -242,11 +242,13 @@ def only_one(data_dir: Path) -> Iterator[None]:
             raise CannotServe(f"another weftd (process {owner}) serves the data folder {data_dir}") from None
         except OSError as error:
             raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if made and os.listdir(data_dir) == ["server.lock"]:
+                    shutil.rmtree(data_dir)
     finally:
-        with suppress(OSError):
-            if made and os.listdir(data_dir) == ["server.lock"]:
-                shutil.rmtree(data_dir)
         os.close(descriptor)
 
 

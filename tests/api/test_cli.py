@@ -226,6 +226,18 @@ def test_a_data_folder_has_one_server(tmp_path: Path) -> None:
         pass  # a killed server leaves no lock behind
 
 
+def test_of_two_that_make_a_folder_at_the_same_moment_who_is_refused_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with only_one(tmp_path / "data"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "exists", lambda self: False)  # both have looked
+            with pytest.raises(CannotServe, match="another weftd"), only_one(tmp_path / "data"):
+                pass
+        assert (tmp_path / "data" / "server.lock").exists()
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_disk_that_is_full_while_a_server_starts_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
