@@ -3,8 +3,8 @@
 Each of its threads accepts TIMES operations of project "p" and key 1 that cost AMOUNT, and ends those that were
 accepted: most with their whole cost, some with less, some failed. Prints what it has spent.
 
-With QUOTA as a fifth argument they cost nothing, store AMOUNT bytes each within that quota, and stay queued. Prints
-what is to be stored."""
+With QUOTA as a fifth argument they cost nothing, store AMOUNT bytes of RUN each within that quota, and stay queued.
+Prints what is to be stored."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from store.database.db import Database
 from tests.billing.conftest import Till
 
 PAYER = Payer("a", "p", 1)
+RUN = "s:train:0"
 
 
 def main(url: str, threads: int, times: int, amount: int, quota: int = 0) -> None:
@@ -30,7 +31,8 @@ def main(url: str, threads: int, times: int, amount: int, quota: int = 0) -> Non
     def spend() -> None:
         for turn in range(times):
             try:
-                op = till.accept(0 if stores else amount, PAYER, None, uuid.uuid4().hex, uuid.uuid4().hex, stores)
+                run_id = RUN if stores else uuid.uuid4().hex
+                op = till.accept(0 if stores else amount, PAYER, None, uuid.uuid4().hex, run_id, stores)
             except (OutOfMoney, QuotaReached):
                 continue
             if stores:

@@ -13,7 +13,9 @@ from billing.money.accounts import Payer
 from billing.money.budgets import Scope, set_budget
 from store import tables
 from tests.billing.conftest import Till
+from tests.billing.money.spender import RUN
 from tests.forked import Forked
+from tests.rows import run_row, session_row
 from tests.search import chance
 
 PAYER = Payer("a", "p", 1)
@@ -66,6 +68,9 @@ def test_200_threads_in_4_processes_do_not_overspend(till: Till, by: str) -> Non
 
 def test_40_threads_in_2_processes_do_not_pass_a_quota(till: Till) -> None:
     """Two replicas of the API, each with its own connections."""
+    now = datetime.now(UTC)
+    for row in (session_row("a", now), run_row("a", now, RUN)):
+        till.database.write_now(lambda session, row=row: session.add(row))  # type: ignore[misc]
     stored = sum(int(process.communicate(timeout=120)[0]) for process in spenders(till, 2, 20, 20, 17, 1000))
     assert stored == sum(row.stores_bytes for row in till.rows(tables.Operation))
     assert 1000 - 17 < stored <= 1000  # all that could be stored is to be
