@@ -31,7 +31,7 @@ from workers.generator.gpu.ahead import Ahead, Flight
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps
 from workers.generator.requests.progress import RequestProgress, SequenceProgress
-from workers.generator.requests.seating import Seating
+from workers.generator.requests.seating import Seating, Unmoved
 from workers.generator.tokens.prompt_scores import land
 from workers.generator.tokens.sampling import Draw, chosen, sample
 from workers.generator.torch_engine import TorchEngine
@@ -175,14 +175,14 @@ def assert_pages(engine: TorchEngine) -> None:
 
 
 def _failing(
-    faults: Faults, point: str, function: Callable[..., Any], *, after: bool = False, times: int = 1
+    faults: Faults, point: str, function: Callable[..., Any], *, after: bool = False, times: int = 1, of: str = ""
 ) -> Callable[..., Any]:
     def guarded(*args: Any, **options: Any) -> Any:
         if not after:
-            faults.at(point, times)
+            faults.at(point, times, of)
         found = function(*args, **options)
         if after:
-            faults.at(point, times)
+            faults.at(point, times, of)
         return found
 
     return guarded
@@ -215,10 +215,9 @@ def failing(faults: Faults) -> Iterator[None]:
         faults.at("receiving routes", 10, of=sequence.owner.request.id)
         return received(self, sequence)
 
-    def take_out(self: KVCache, pages: Any) -> Any:
-        if faults.batch:  # else an engine ends of it, and all that it has is done again by another
-            faults.at("taking pages out", 10)
-        return taken(self, pages)
+    def unmoved(self: Unmoved, sequence: SequenceProgress, why: Exception) -> None:
+        faults.blamed.add(sequence.owner.request.id)
+        said(self, sequence, why)
 
     def save(self: PrefixCache, *args: Any) -> None:
         def copy(*pages: Any) -> None:
@@ -229,7 +228,7 @@ def failing(faults: Faults) -> Iterator[None]:
             patch.setattr(prefix_cache, "copy_pages", copy)
             saved(self, *args)
 
-    saved, copied, taken = PrefixCache.save, copy_pages, KVCache.take_out
+    saved, copied, said = PrefixCache.save, copy_pages, Unmoved.__init__
     accepted, received, _put = SequenceProgress.accept, Seating.routes, step_module._put
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "READ_WAIT_S", 0)
@@ -245,7 +244,13 @@ def failing(faults: Faults) -> Iterator[None]:
         patch.setattr(decoding, "sample", _failing(faults, "drawing", sample))
         patch.setattr(torch_engine, "land", _failing(faults, "receiving scores", land))
         patch.setattr(KVCache, "copy", _failing(faults, "copying a page", KVCache.copy, times=10))
-        patch.setattr(KVCache, "take_out", take_out)
+        patch.setattr(
+            KVCache, "take_out", _failing(faults, "taking pages out", KVCache.take_out, times=10, of="their owner")
+        )
+        patch.setattr(
+            KVCache, "bring_in", _failing(faults, "bringing pages in", KVCache.bring_in, times=10, of="their owner")
+        )
+        patch.setattr(Unmoved, "__init__", unmoved)
         patch.setattr(PrefixCache, "save", save)
         patch.setattr(SequenceProgress, "accept", accept)
         patch.setattr(Seating, "routes", routes)
