@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from fastapi import FastAPI, Request
@@ -35,14 +35,17 @@ def not_here(request: Request) -> NotHere:
     """No such path: what may have been meant."""
     path = request.scope["path"]
     paths = [route.path for route in request.app.routes if request.method in (getattr(route, "methods", None) or ())]
-    meant = max((known for known in paths if known != "/" and path.endswith(known)), key=len, default=path)
-    near = get_close_matches(path, paths, 1, cutoff=0.7) if len(path) <= LONGEST_PATH else []
-    if meant != path and len(path) <= LONGEST_PATH:
-        more = path.removesuffix(meant)
-        advice = f"leave {more} out at the end of the server's address (base_url, WEFT_BASE_URL, TINKER_BASE_URL)"
-    else:
-        advice = f"did you mean {near[0]}?" if near else "/docs lists what there is"
-    return NotHere(f"this server has no {request.method} {path}; {advice}")
+    advice = _meant(path, paths) if len(path) <= LONGEST_PATH else None
+    return NotHere(f"this server has no {request.method} {path}; {advice or '/docs lists what there is'}")
+
+
+def _meant(path: str, paths: Sequence[str]) -> str | None:
+    behind = max((known for known in paths if known != "/" and path.endswith(known)), key=len, default=path)
+    if behind != path:
+        more = path.removesuffix(behind)
+        return f"leave {more} out at the end of the server's address (base_url, WEFT_BASE_URL, TINKER_BASE_URL)"
+    near = get_close_matches(path, paths, 1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else None
 
 
 def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> None:

@@ -26,6 +26,7 @@ from scheduler.links.contract import (
     QueueUnreachable,
     weights_of,
 )
+from scheduler.links.leading import LEADER
 from scheduler.links.messages import FORM
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, blocking, entries_of, pooled
 from scheduler.links.redis_library import Library
@@ -202,6 +203,11 @@ class RedisQueue:
             workers: Any = self._redis.zrange(f"{self._prefix}w", 0, -1)
             found: Any = self._redis.sunion([f"{self._prefix}m:{name.decode()}" for name in workers]) if workers else ()
         return {model.decode() for model in found}
+
+    def is_led(self) -> bool:
+        """Whether a server of this version leads."""
+        with reaching():
+            return bool(self._redis.exists(LEADER))
 
     def strangers(self) -> list[str]:
         """Workers that are there and take from queues of other versions, into which this one puts nothing."""

@@ -26,7 +26,7 @@ import msgspec
 from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.contract import Lease, QueueUnreachable
 from scheduler.links.large_results import is_large, pack
-from scheduler.links.leading import LEADER, Looked
+from scheduler.links.leading import Looked
 from scheduler.links.messages import (
     Cancel,
     Declined,
@@ -40,8 +40,7 @@ from scheduler.links.messages import (
     SampleWork,
 )
 from scheduler.links.policies import Followed, PolicyBoard
-from scheduler.links.redis_clients import pooled
-from scheduler.links.redis_queue import RedisQueue, reaching
+from scheduler.links.redis_queue import RedisQueue
 from store.blobs.contract import Blobs
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class SampleLink:
         self._closed = threading.Event()
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
         self._board, self._followed = PolicyBoard(url), Followed()
-        self._redis, self._leader = pooled(url), Looked()
+        self._leader = Looked()
         self._missed = threading.Event()  # something may have been told while nobody listened
         self._models: list[str] = []
         self._free = 0
@@ -106,7 +105,6 @@ class SampleLink:
         self._queue.close()
         self._broadcasts.close()
         self._board.close()
-        self._redis.close()
 
     def send(self, message: Any) -> None:
         match message:
@@ -255,8 +253,7 @@ class SampleLink:
             return
         self._beaten = time.monotonic()
         with suppress(QueueUnreachable):
-            with reaching():
-                self._leader.found(bool(self._redis.get(LEADER)))
+            self._leader.found(self._queue.is_led())
             if self._epochs:
                 self._renew()
                 return

@@ -21,7 +21,7 @@ from api.state.rates import Charge
 from api.state.shared_rates import SharedRates
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.links import broadcasts as broadcast_module
-from scheduler.links import leading, train_link
+from scheduler.links import leading, redis_queue, train_link
 from scheduler.links import sample_link as sample_links
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Listener, ToWorker
 from scheduler.links.contract import LEFT_S, LIVES, Item, QueueUnreachable
@@ -408,7 +408,7 @@ def test_workers_of_another_version_get_nothing_and_say_so(
     assert other not in (FORM, form_of([TrainOp], []), form_of([older], ["create"]))
     theirs = SAMPLES.replace(FORM, other)
     with monkeypatch.context() as patch:
-        for link in (train_link, sample_links):
+        for link in (train_link, redis_queue):
             patch.setattr(link, "LEADER", leading.LEADER.replace(FORM, other))
         patch.setattr(train_link, "TRAINERS", leading.TRAINERS.replace(FORM, other))
         patch.setattr(sample_links, "RedisQueue", partial(RedisQueue, name=theirs))

@@ -23,7 +23,6 @@ from workers.model.routing import Routing
 #: block's work for each few rows.
 MAX_SPLIT = 4096
 
-
 #: Sums of a block, ranks by columns, that four warps keep in registers (tests/workers/model/test_gpu_compile.py).
 SUMS = 4096
 
