@@ -1,7 +1,6 @@
 """What decoding with many adapters costs: ratios on a small mixture of experts with random weights, on the CPU.
 
     python bench/generator.py [--json] [--out FILE] [--rounds 20] [--only decode wide peft swap] [--vllm .vllm/bin/vllm]
-    python bench/generator.py --curves [--json] [--out FILE]
 
 One interleaved run: every variant in turn, round after round, CPU time of the process, 1 thread, the minimum of the
 rounds, as in bench/trainer.py, whose model this is. No service and no network: TorchEngine alone.
@@ -302,28 +301,6 @@ def against_vllm(decoder: Decoder, folder: Path, program: Path, rounds: int) -> 
     return {"tokens_per_s": rates, "adapter_parameters": adapter_parameters(CONFIG, RANK), "claims": claims}
 
 
-def curves(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
-    """CPU milliseconds of a step by sequences (an adapter each), by adapters among 64 sequences, and by rank."""
-    found: dict[str, Any] = {}
-    for title, points in {
-        "sequences, an adapter each, rank 8": [(n, n, RANK) for n in (1, 16, 64, 256)],
-        "adapters among 64 sequences, rank 8": [(BATCH, n, RANK) for n in (1, 8, 64)],
-        "rank, 64 sequences, an adapter each": [(BATCH, BATCH, rank) for rank in (4, 16, 64)],
-    }.items():
-        found[title] = []
-        for batch, adapters, rank in points:
-            folders = write_adapters(folder, adapters, rank)
-            of: dict[str, list[Path | None]] = {
-                "adapters": [folders[i % adapters] for i in range(batch)],
-                "base": [None] * batch,
-            }
-            took = step_times({name: running(decoder, each) for name, each in of.items()}, rounds)
-            at = {"sequences": batch, "adapters": adapters, "rank": rank}
-            found[title].append(at | {f"{name}_ms": ms for name, ms in took.items()})
-            print(title, found[title][-1], file=sys.stderr, flush=True)
-    return found
-
-
 def _claim(name: str, value: float, target: float) -> dict[str, Any]:
     return claim(name, value, target, value >= target)
 
@@ -334,7 +311,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=MEASURED, default=MEASURED)
     parser.add_argument("--vllm", type=Path, help="the vllm program to compare with")
-    parser.add_argument("--curves", action="store_true", help="growth with sequences, adapters and ranks instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
     decoder = random_decoder()
@@ -356,8 +332,6 @@ def main() -> None:
 
 def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """What is asked for, by name."""
-    if args.curves:
-        return {"curves": partial(curves, decoder, folder, args.rounds)}
     every = {
         "decode": partial(decode, decoder, folder, args.rounds),
         "wide": partial(wide, folder, args.rounds),

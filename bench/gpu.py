@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from bench.parts.gpu_measure import distinct_adapters, seconds_of, top_kernels
+from bench.parts.passes import cut
 from bench.parts.results import machine
-from bench.parts.toy import random_decoder
+from bench.parts.toy import CONFIG, random_decoder
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.attend import PackedAttend
@@ -57,8 +58,8 @@ SHAPES = {
         moe_intermediate_size=768,
         norm_topk=True,
     ),
-    "tiny": DecoderConfig(
-        architecture="Qwen3MoeForCausalLM",
+    "tiny": replace(
+        CONFIG,
         vocab_size=64,
         hidden_size=32,
         num_layers=2,
@@ -70,7 +71,6 @@ SHAPES = {
         num_experts=4,
         experts_per_token=2,
         moe_intermediate_size=16,
-        norm_topk=True,
     ),
 }
 #: bfloat16 without sparsity: H100 SXM and H200.
@@ -106,7 +106,7 @@ class Flops:
 def lengths_of(tokens: int, tenants: int, sequence: int) -> list[list[int]]:
     """The sequences of each tenant: an even share of the tokens, in sequences of at most `sequence`."""
     shares = [tokens * (i + 1) // tenants - tokens * i // tenants for i in range(tenants)]
-    return [[sequence] * (share // sequence) + [share % sequence] * (share % sequence > 0) for share in shares]
+    return [cut(share, sequence) for share in shares]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How many operations a second one leader can lead: its trainers and generators do no work at all.
 
-    python bench/leader.py [--json] [--quick] [--profile FILE]
+    python bench/leader.py [--json] [--quick]
 
 Real Redis and PostgreSQL (as the tests start them, with fsync off: what is measured is our work, not the disk's), a
 leader, REPLICAS more that accept what RUNS runs and SAMPLING clients ask for, and 8 trainers and 32 generators that
@@ -119,7 +119,7 @@ def allowed_per_s(cpu_ms: dict[str, float]) -> float:
     return 1e3 / max(sum(ms) / CORES, *ms[:2])
 
 
-def measure(seconds: float, led: set[int], load: set[int], profile: str) -> dict[str, Any]:
+def measure(seconds: float, led: set[int], load: set[int]) -> dict[str, Any]:
     """With leader, Redis and PostgreSQL on the cores `led`, and all else on `load`."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-"))
@@ -141,8 +141,6 @@ def measure(seconds: float, led: set[int], load: set[int], profile: str) -> dict
         began, busy = time.monotonic(), busy_s(led)
         for one in started["clients"]:
             _tell(one, "go")
-        if profile:
-            _profile(pids["leader"][0], seconds, profile)
         counts = Counter[str]()
         for one in started["clients"]:
             counts.update(json.loads(_line(one)))
@@ -180,17 +178,12 @@ def _servers(redis: str, postgres_port: int) -> dict[str, list[int]]:
     return {ports[c.laddr.port]: [c.pid] for c in found if c.pid is not None}
 
 
-def _profile(pid: int, seconds: float, file: str) -> None:
-    command = ["py-spy", "record", "--gil", "--nonblocking", "-p", str(pid), "-d", str(int(seconds)), "-f", "raw"]
-    subprocess.run([*command, "-o", file], check=True, stdout=subprocess.DEVNULL)
-
-
-def compare(seconds: float, profile: str) -> dict[str, Any]:
+def compare(seconds: float) -> dict[str, Any]:
     """Both measures. `apart` is None where there are too few cores."""
     cores = sorted(os.sched_getaffinity(0))
     led, load = set(cores[:CORES]), set(cores[CORES:])
-    apart = measure(seconds, led, load, profile) if len(cores) >= ENOUGH_CORES else None
-    together = measure(seconds, led, led, "" if apart else profile)
+    apart = measure(seconds, led, load) if len(cores) >= ENOUGH_CORES else None
+    together = measure(seconds, led, led)
     allowed = (apart or together)["cpu_allows_per_s"]
     name = "operations per second that two cores have processor time for: leader, Redis and PostgreSQL"
     claims = [claim(name, allowed, GOAL_PER_S, allowed >= GOAL_PER_S)]
@@ -205,7 +198,6 @@ def compare(seconds: float, profile: str) -> dict[str, Any]:
 def main() -> None:
     parser = asked(__doc__)
     parser.add_argument("--quick", action="store_true", help="a shorter time")
-    parser.add_argument("--profile", default="", help="have py-spy, if it is installed, write the leader's stacks here")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--places", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -221,7 +213,7 @@ def main() -> None:
         "bench": "leader",
         "compares": "one leader with 8 trainers and 32 generators that do no work, the load on other cores and not",
         "machine": machine(),
-        **compare(5.0 if args.quick else 20.0, args.profile),
+        **compare(5.0 if args.quick else 20.0),
     }
     tell(result, args)
 

@@ -47,6 +47,7 @@ from api.server.workers.worker_process import WorkerProgram
 from bench.parts.results import asked, claim, machine, tell
 from bench.parts.router_noise import mismatch_kl, routing
 from bench.parts.serving import BASE_MODEL, make_key, serve
+from bench.tables.losses import quarters
 from scheduler.links.configs import WorkerConfig
 from workers import __main__ as workers
 from workers.generator.torch_engine import TorchEngine
@@ -231,15 +232,14 @@ def drift(setting: Setting, batches: int) -> dict[str, dict[str, list[list[float
     }
 
 
-def quarter(drifted: dict[str, Any], loss: str, what: str, *, first: bool = False) -> float:
-    """Mean over all seeds and the last, or first, quarter of the batches."""
-    runs = drifted[loss][what]
-    count = max(1, len(runs[0]) // 4)
-    return fmean(value for run in runs for value in (run[:count] if first else run[-count:]))
-
-
 def growth(drifted: dict[str, Any], loss: str) -> float:
-    return quarter(drifted, loss, "mismatch_kl") / quarter(drifted, loss, "mismatch_kl", first=True)
+    first, last = quarters(drifted[loss]["mismatch_kl"])
+    return last / first
+
+
+def final(drifted: dict[str, Any], loss: str, what: str) -> float:
+    """Mean over all seeds and the last quarter of the batches."""
+    return quarters(drifted[loss][what])[1]
 
 
 def drifts(drifted: dict[str, Any], loss: str, past: bool) -> dict[str, Any]:
@@ -249,12 +249,12 @@ def drifts(drifted: dict[str, Any], loss: str, past: bool) -> dict[str, Any]:
 
 
 def ends_higher(drifted: dict[str, Any], loss: str) -> dict[str, Any]:
-    ahead = quarter(drifted, loss, "reward") - quarter(drifted, "importance_sampling", "reward")
+    ahead = final(drifted, loss, "reward") - final(drifted, "importance_sampling", "reward")
     return claim(f"final reward of {loss} less that of importance_sampling", ahead, 0.0, ahead >= 0)
 
 
 def claims_of_drift(drifted: dict[str, Any]) -> list[dict[str, Any]]:
-    apart = quarter(drifted, "importance_sampling", "mismatch_kl") / quarter(drifted, "icepop", "mismatch_kl")
+    apart = final(drifted, "importance_sampling", "mismatch_kl") / final(drifted, "icepop", "mismatch_kl")
     return [
         drifts(drifted, "importance_sampling", True),
         drifts(drifted, "icepop", False),

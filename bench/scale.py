@@ -40,7 +40,7 @@ import tinker
 
 from bench.parts.data import batch
 from bench.parts.results import asked, claim, machine, percentile, tell
-from bench.parts.serving import make_key, serve, trainers_of
+from bench.parts.serving import cpu_s, make_key, serve, trainers_of
 from bench.parts.toy import save_toy
 from bench.path import ADAM
 
@@ -113,12 +113,8 @@ class Service:
 
     def cpu_s(self) -> Counter[str]:
         """Processor time so far, of the trainers, of the server with all else that it has started, and of clients."""
-        server, spent = psutil.Process(self.pid), Counter[str]()
-        for process in (server, *server.children(recursive=True)):
-            times = process.cpu_times()
-            spent["trainers" if process.name() == "weft-trainer" else "server"] += times.user + times.system
         own = psutil.Process().cpu_times()
-        return spent + Counter({"clients": own.user + own.system})
+        return Counter({"clients": own.user + own.system}) + cpu_s(self.pid)
 
     def give(self, cores: Sequence[int]) -> None:
         """Each trainer one core, for itself."""

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -311,13 +311,9 @@ def all_of(tree: Path, folder: Path, only: str) -> list[Finding]:
 
 
 def one(tree: Path, folder: Path, name: str, harm: Callable[[Case], None], calm: list[str]) -> Finding:
-    if harm not in (disk_full, disk_full_of_results):
-        with embedded(tree, folder) as service:
-            case = Case(name, service, calm)
-            harm(case)
-            return case.close()
-    with small_disk(folder / "data") as reason:
-        if reason:
+    with ExitStack() as stack:
+        fills = harm in (disk_full, disk_full_of_results)
+        if fills and (reason := stack.enter_context(small_disk(folder / "data"))):
             return Finding(name, skipped=reason)
         with embedded(tree, folder) as service:
             case = Case(name, service, calm)

@@ -34,11 +34,11 @@ def shape_of(config: DecoderConfig, rank: int, parts: Parts) -> AdapterShape:
     return AdapterShape(config, rank, train_mlp=parts == "experts", train_unembed=False)
 
 
-def transformers_model(config: DecoderConfig) -> Any:
-    """A model of this shape in transformers, with its fastest expert path on a CPU."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def transformers_config(config: DecoderConfig, **more: Any) -> Any:
+    """This shape as transformers says it."""
+    from transformers import Qwen3MoeConfig
 
-    theirs = Qwen3MoeConfig(
+    return Qwen3MoeConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
@@ -49,9 +49,19 @@ def transformers_model(config: DecoderConfig) -> Any:
         num_experts=config.num_experts,
         num_experts_per_tok=config.experts_per_token,
         moe_intermediate_size=config.moe_intermediate_size,
+        max_position_embeddings=config.context_length,
+        rope_theta=config.rope.theta,
         norm_topk_prob=True,
         tie_word_embeddings=False,
+        **more,
     )
+
+
+def transformers_model(config: DecoderConfig) -> Any:
+    """A model of this shape in transformers, with its fastest expert path on a CPU."""
+    from transformers import Qwen3MoeForCausalLM
+
+    theirs = transformers_config(config)
     model = Qwen3MoeForCausalLM._from_config(theirs, experts_implementation="grouped_mm", attn_implementation="sdpa")
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
     return model

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.parts.peers import transformers_config
 from workers.model.base.weights import places
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
@@ -119,7 +120,8 @@ def write_folder(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_PATH / name, folder)
-    (folder / "config.json").write_text(json.dumps(_as_published(config), indent=2))
+    published = transformers_config(config, dtype="bfloat16", architectures=[config.architecture])
+    (folder / "config.json").write_text(published.to_json_string())
     return written
 
 
@@ -153,31 +155,3 @@ def _drawn(shapes: Mapping[str, tuple[int, ...]], device: str, seed: int) -> Ten
     if device == "cpu":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
-
-
-def _as_published(config: DecoderConfig) -> dict[str, Any]:
-    c = config
-    return {
-        "architectures": [c.architecture],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "dtype": "bfloat16",
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "max_position_embeddings": c.context_length,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": c.moe_intermediate_size,
-        "norm_topk_prob": c.norm_topk,
-        "num_attention_heads": c.num_heads,
-        "num_experts": c.num_experts,
-        "num_experts_per_tok": c.experts_per_token,
-        "num_hidden_layers": c.num_layers,
-        "num_key_value_heads": c.num_kv_heads,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope.theta,
-        "tie_word_embeddings": c.tie_embeddings,
-        "vocab_size": c.vocab_size,
-    }

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,3 +85,12 @@ def as_workers_run() -> None:
 def trainers_of(server: int) -> list[psutil.Process]:
     """Of one `weftd`, by its process."""
     return [each for each in psutil.Process(server).children(recursive=True) if each.name() == "weft-trainer"]
+
+
+def cpu_s(server: int) -> Counter[str]:
+    """Processor time so far, of the trainers of a `weftd`, and of the `server` with all else that it has started."""
+    spent = Counter[str]()
+    for process in (psutil.Process(server), *psutil.Process(server).children(recursive=True)):
+        times = process.cpu_times()
+        spent["trainers" if process.name() == "weft-trainer" else "server"] += times.user + times.system
+    return spent

@@ -21,7 +21,7 @@ import psutil
 import weft
 from weft.types import AdamParams, Datum, ModelInput
 
-from bench.parts.serving import make_keys
+from bench.parts.serving import cpu_s, make_keys
 from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
@@ -133,7 +133,7 @@ class Service:
     def __init__(self, url: str, data_dir: Path, base_model: str) -> None:
         self._url, self._base_model = url, base_model
         self._database = data_dir / "weft.db"
-        self._server = psutil.Process(int((data_dir / "server.lock").read_text()))
+        self._server = int((data_dir / "server.lock").read_text())
         self._keys = make_keys(data_dir, [f"tenant-{i}" for i in range(TENANTS)])
 
     def settled(self) -> None:
@@ -169,11 +169,9 @@ class Service:
         return Counted.of(load, began, ended, passes, request_s)
 
     def _mark(self) -> Mark:
-        spent = Counter[str]()
-        for process in (self._server, *self._server.children(recursive=True), psutil.Process()):
-            times = process.cpu_times()
-            spent["trainers" if process.name() == "weft-trainer" else "others"] += times.user + times.system
-        return Mark(time.time(), spent)
+        own, spent = psutil.Process().cpu_times(), cpu_s(self._server)
+        others = spent["server"] + own.user + own.system
+        return Mark(time.time(), Counter({"trainers": spent["trainers"], "others": others}))
 
     def _passes(self, since_s: float) -> tuple[list[Pass], float]:
         """Those with operations that were accepted since; and how long before each step of theirs what is before it was
