@@ -29,7 +29,7 @@ COMMANDS = {
     "jobs": ("jobs", "What the server does on its own: billing, webhooks, reaping."),
     "key": ("people.key", "API keys of organisations."),
     "migrate": ("worker", "Bring the database up to date, before a new version starts."),
-    "model": ("planning.model", "Model folders."),
+    "model": ("planning.plan", "Model folders."),
     "org": ("people.org", "Organisations."),
     "payments": ("money.payments", "Stripe: what must be there before money can move."),
     "plan": ("planning.plan", "What of a model fits into memory, and with which settings."),

@@ -1,7 +1,8 @@
-"""What a worker was told about its log, its traces and where blobs lie, as it uses it."""
+"""What a worker was told about its log, its traces and where blobs lie, as it uses it; how it says that it loads."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from scheduler.links.configs import Basics
@@ -21,3 +22,12 @@ def blobs_of(basics: Basics) -> Blobs:
     return open_blobs(
         Path(basics.data_dir), durable=basics.durable, url=basics.blob_url, cache_bytes=basics.blob_cache_bytes
     )
+
+
+def announced(basics: Basics, role: str) -> AbstractContextManager[None]:
+    """Within it the worker loads its models, and says so over Redis. Whoever has started it over a link knows."""
+    if not basics.redis_url:
+        return nullcontext()
+    from scheduler.links import loading  # with the client of Redis
+
+    return loading.announced(basics.redis_url, role, basics.models)

@@ -9,9 +9,11 @@ import os
 from typing import Any
 
 from celery import Celery
+from celery.app.task import Task
 from celery.signals import setup_logging
+from celery.worker.request import Request
+from kombu.transport import virtual
 
-from scheduler.jobs.acknowledging import JobTask
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.context import open_context
 from scheduler.jobs.registry import JobContext
@@ -48,6 +50,28 @@ class ProcessContext:
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = (os.getpid(), open_context(self._settings))
         return self._opened[1]
+
+
+class ForgettingRequest(Request):  # type: ignore[misc]
+    """Of a worker that stays able to hear when an acknowledgement is lost.
+
+    Celery's worker counts messages that it has not acknowledged, and takes no more than its prefetch limit. When the
+    link dies while a task runs, the acknowledgement fails, is logged, and the message is counted for ever: with a limit
+    of 1, the worker never asks Redis for anything again, and so never notices that the link is dead (measured with
+    Celery 5.7 and kombu 5.7: `tests/scheduler/jobs/test_celery.py`). Here the message stops being counted. Redis still
+    has it and hands it out again after the visibility timeout, which jobs are made for."""
+
+    def acknowledge(self) -> None:
+        super().acknowledge()
+        channel = getattr(self.message, "channel", None)
+        qos = getattr(channel, "qos", None)
+        if isinstance(qos, virtual.QoS):
+            # What is counted here, not what Redis has.
+            virtual.QoS.ack(qos, self.message.delivery_tag)  # type: ignore[no-untyped-call]
+
+
+class JobTask(Task):  # type: ignore[misc]
+    Request = ForgettingRequest
 
 
 def worker_arguments(concurrency: int) -> list[str]:

@@ -41,14 +41,8 @@ class Work:
         return cls(0, int(runs > 0), len(units) - light, light, tokens, sum(map(pairs_of, units)), runs=runs)
 
     def add(self, more: Work) -> None:
-        self.passes += more.passes
-        self.stages += more.stages
-        self.slices += more.slices
-        self.light += more.light
-        self.tokens += more.tokens
-        self.pairs += more.pairs
-        self.seconds += more.seconds
-        self.runs += more.runs
+        for name, count in vars(more).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 def stages_of(units: Iterable[Unit]) -> list[list[Unit]]:

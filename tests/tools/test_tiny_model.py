@@ -11,10 +11,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-from tools.tiny_model.accuracy import sum_accuracy, sum_prompt
 from tools.tiny_model.corpus import careless_answer, chat, documents
 from tools.tiny_model.make_tokenizer import VOCAB_SIZE, train_tokenizer
-from tools.tiny_model.pretrain import IGNORED, Recipe, batches, train
+from tools.tiny_model.pretrain import IGNORED, Recipe, batches, sum_accuracy, sum_prompt, train
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
 MEGABYTE = 1_000_000

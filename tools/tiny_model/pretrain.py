@@ -30,11 +30,11 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tools.tiny_model.accuracy import sum_accuracy
-from tools.tiny_model.corpus import END_OF_TEXT, documents
+from tools.tiny_model.corpus import END_OF_TEXT, chat, documents
 from tools.tiny_model.make_tokenizer import CONTEXT_LENGTH, train_tokenizer, write_tokenizer
 
 IGNORED = -100
+DIGIT_PAIRS = [(a, b) for a in range(10) for b in range(10)]
 SAMPLE_PROMPTS = (
     "<|im_start|>user\nWhat is 3 + 5?<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nWhat day comes after Monday?<|im_end|>\n<|im_start|>assistant\n",
@@ -206,6 +206,41 @@ def write_model(model: Any, folder: Path) -> None:
         "pad_token_id": config.pad_token_id,
     }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class SumAccuracy:
+    """How well a model does small sums, worked out exactly instead of sampled: its chance at temperature 1 of saying
+    exactly the right number and stopping is the product of the probabilities of the answer's tokens and `<|im_end|>`.
+    Shares of right answers: `sampled` at temperature 1, `greedy` at temperature 0."""
+
+    sampled: float
+    greedy: float
+
+
+def sum_prompt(a: int, b: int) -> str:
+    """The question for a sum, up to where the answer starts."""
+    return chat([("user", f"What is {a} + {b}?")]) + "<|im_start|>assistant\n"
+
+
+@torch.no_grad()
+def sum_accuracy(model: Any, tokenizer: Tokenizer, pairs: list[tuple[int, int]] = DIGIT_PAIRS) -> SumAccuracy:
+    """Accuracy of `model` (a transformers causal LM) over the sums `pairs`, no randomness involved."""
+    was_training = model.training
+    model.eval()
+    rows = [_score(model, tokenizer, a, b) for a, b in pairs]
+    model.train(was_training)
+    return SumAccuracy(sum(p for p, _ in rows) / len(rows), sum(hit for _, hit in rows) / len(rows))
+
+
+def _score(model: Any, tokenizer: Tokenizer, a: int, b: int) -> tuple[float, bool]:
+    """The probability of the right answer, and whether greedy decoding gives it."""
+    prompt = tokenizer.encode(sum_prompt(a, b)).ids
+    answer = tokenizer.encode(f"{a + b}<|im_end|>").ids
+    logits_TV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    target_T = torch.tensor(answer)
+    logprob_T = logits_TV.log_softmax(-1).gather(1, target_T[:, None])
+    return float(logprob_T.sum().exp()), bool((logits_TV.argmax(-1) == target_T).all())
 
 
 def main() -> None:

@@ -22,13 +22,12 @@ import torch
 from scheduler.links.configs import GeneratorConfig, TorchConfig
 from scheduler.links.sockets import WorkerLink
 from store.blobs.contract import Blobs
-from workers.basics import blobs_of
+from workers.basics import announced, blobs_of
 from workers.generator.tokens.stop import text_decoder
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.vllm.process import vllm_engine
 from workers.generator.worker import Generator
 from workers.leave import leave
-from workers.loading import announced
 from workers.model.base.shared import base_decoder
 from workers.model.card import read_card
 from workers.model.device import ModelDevice, device_of

@@ -28,9 +28,8 @@ from scheduler.links.configs import TrainerConfig
 from scheduler.links.messages import Drain, Leaving, Pass, PullPass
 from scheduler.links.sockets import WorkerLink
 from store.blobs.contract import Blobs
-from workers.basics import blobs_of
+from workers.basics import announced, blobs_of
 from workers.leave import leave
-from workers.loading import announced
 from workers.model.base.shared import base_decoder
 from workers.model.decoder import Decoder
 from workers.model.device import ModelDevice, device_of

@@ -8,8 +8,7 @@ import click
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, member_id, organisation
-from api.commands.people.login_link import login_link
-from api.commands.places import database_of, where
+from api.commands.places import database_of, settings_of, where
 from store.people import identities, organisations
 from store.people.roles import ROLES
 
@@ -17,9 +16,6 @@ from store.people.roles import ROLES
 @click.group()
 def user() -> None:
     """Members of organisations."""
-
-
-user.add_command(login_link)
 
 
 @user.command()
@@ -75,3 +71,27 @@ def unlink(data_dir: Path | None, config: Path | None, email: str) -> None:
     Ends their sessions of the console. Memberships and keys stay: where the address is somebody else's now, end those
     first (weftd user remove)."""
     click.echo(change(data_dir, config, lambda session: identities.unlink(session, email)))
+
+
+@user.command("login-link")
+@where
+@click.option("--org", required=True, help="Name of the organisation.")
+@click.option("--email", required=True, help="Which of its members.")
+@click.option("--operator", is_flag=True, help="Show the operator's pages too: all organisations, cost of ownership.")
+@click.option("--url", help="Where browsers find the server (default: host and port of the settings).")
+def login_link(
+    data_dir: Path | None, config: Path | None, org: str, email: str, operator: bool, url: str | None
+) -> None:
+    """Print a link that signs a member in to the console, once, within a quarter of an hour."""
+    from api.console.security import PREFIX
+    from api.console.sessions import new_link
+
+    settings = settings_of(config, data_dir)
+    base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
+
+    def write(session: Session) -> str:
+        row = organisation(session, org)
+        user_id = member_id(session, row.id, email, "make one with weftd user create")
+        return new_link(session, row.id, user_id, operator=operator)
+
+    click.echo(f"{base}{PREFIX}/login/{change(data_dir, config, write)}")

@@ -7,22 +7,29 @@ the browser that began it, which has its cookie.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Form, Request, Response
 from fastapi.responses import RedirectResponse
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from api.console.entering import Entered, enter
+from api.console import sessions
 from api.console.render import console_router, page
 from api.console.security import check_same_site, cookie_name, give_cookie, local_path, set_cookie, take_cookie
 from api.errors import Forbidden, NotFound, Unavailable
 from api.http.access import declare
 from api.oidc.refusals import NotProved, ProviderError, Unwelcome
 from api.state.service import Service, ServiceDep
+from api.who.inviting import join
 from store.database.caller import SERVER, Caller, acting_as
+from store.people import identities
 from store.people.identities import Account
+from store.people.oidc_settings import OidcSettings
 from store.people.organisations import PeopleError
+from store.tables import Membership, Organisation, User
 
 if TYPE_CHECKING:
     from api.oidc.flow import Flow, SigningIn
@@ -129,3 +136,48 @@ def _refused(request: Request, service: Service, status: int, says: str) -> Resp
 
 def flow_cookie(request: Request) -> str:
     return cookie_name(request) + "_sso"
+
+
+@dataclass(frozen=True)
+class Entered:
+    """`sid` is the new session; None with `choices`, (id, name) of each organisation, where there are several, or with
+    none where there is nothing for them here. `says` is why organisations that they are members of do not let them
+    in."""
+
+    sid: str | None = None
+    choices: tuple[tuple[str, str], ...] = ()
+    says: str = ""
+
+
+def enter(
+    session: Session,
+    account: Account,
+    before: str,
+    settings: OidcSettings,
+    now: datetime,
+    *,
+    org_id: str,
+    invitation: str,
+) -> Entered:
+    """Raises PeopleError or Forbidden when the account, or the invitation, cannot be used; then nothing is changed."""
+    wanted = identities.roles_by_groups(session, account.groups, settings.groups)
+    user = identities.user_of(session, account)
+    if user is None and not (wanted or invitation):
+        return Entered()
+    user = identities.link(session, account)
+    refused = identities.follow_groups(session, user, account.issuer, wanted)
+    if invitation:
+        org_id = join(session, invitation, user, now, account.email).org_id
+    asked = [choice for choice in _organisations(session, user) if not org_id or choice[0] == org_id]
+    chosen = [choice for choice in asked if choice[0] not in refused]
+    if len(chosen) != 1:
+        says = " ".join(f"{name} does not let you in: {refused[id]}." for id, name in asked if id in refused)
+        return Entered(choices=tuple(chosen), says=says)
+    life_s = settings.session_life_s
+    return Entered(sessions.sign_in_with_account(session, chosen[0][0], user.id, before, account, now, life_s))
+
+
+def _organisations(session: Session, user: User) -> list[tuple[str, str]]:
+    query = select(Organisation.id, Organisation.name).join(Membership, Membership.org_id == Organisation.id)
+    mine = query.where(Membership.user_id == user.id, Organisation.status != "closed")
+    return [(org_id, name) for org_id, name in session.execute(mine.order_by(Organisation.name))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -31,7 +32,6 @@ from api.http.access import LOOKING, declare
 from api.http.archives import LINKS_LAST, archive_ref, archived, make_archive
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
-from api.http.client_versions import readable_kinds
 from api.operations.paying import need_money, need_room
 from api.paths import CheckpointPath, parse_path
 from api.routes.stored.downloads import archive_path, file_path
@@ -254,3 +254,16 @@ def describe(row: tables.Checkpoint) -> Checkpoint:
         user_metadata=text_values(row.user_metadata),
         expires_at=row.expires_at,
     )
+
+
+#: Clients before this version fail on a listing that has external weights in it.
+EXTERNAL_SINCE = (0, 28)
+
+_TINKER = re.compile(r"AsyncTinker/Python (\d{1,4})\.(\d{1,4})")
+
+
+def readable_kinds(request: Request) -> list[str]:
+    """The kinds of checkpoints that a listing may show to this client."""
+    tinker = _TINKER.match(request.headers.get("user-agent", ""))
+    old = tinker is not None and (int(tinker[1]), int(tinker[2])) < EXTERNAL_SINCE
+    return [kind for kind in CHECKPOINT_TYPES if not (old and kind == "external_weights")]

@@ -4,10 +4,10 @@ service. No workers are children of this process: they come to Redis (`weftd wor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, ParamSpec
 
 from api.checks.adapter_sizes import sizes_of
 from billing.prices import PriceList
@@ -16,10 +16,9 @@ from scheduler.cluster.election import Leadership
 from scheduler.cluster.shared_journal import SharedJournal
 from scheduler.cluster.shared_limits import BacklogBoard
 from scheduler.cluster.term import STORE_WITHIN_S, Shared
-from scheduler.links.broadcasts import Broadcasts, Ended, Listener
+from scheduler.links.broadcasts import Broadcasts, Listener
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.loading import LoadingBoard
-from scheduler.links.messages import Drawn
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import worker_name
 from scheduler.order.operations import Waiting
@@ -27,6 +26,8 @@ from store.blobs.contract import Blobs
 from store.database.db import Database
 from store.settings import Settings
 from workers.model.card import ModelCard
+
+P = ParamSpec("P")
 
 #: Threads for calls to Redis and the database; a few of them always wait inside of Redis.
 THREADS = 24
@@ -74,8 +75,9 @@ class SharedMachines:
         )
         self._leadership = Leadership(shared)
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener.of_ends(settings.redis_url, self._on_ends, self._on_gap)
-        self._streams = Listener.of_streams(settings.redis_url, self._on_drawn, self._on_stream_gap)
+        told, streams = self._in_loop, self.journal.streams
+        self._listener = Listener.of_ends(settings.redis_url, told(self.journal.heard), told(self.journal.missed))
+        self._streams = Listener.of_streams(settings.redis_url, told(streams.heard), told(streams.missed))
         self.journal.reachable = self._listener.connected.is_set
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -134,18 +136,11 @@ class SharedMachines:
         term = self._leadership.term
         return term.journal.waiting(op_id) if term is not None else None
 
-    def _on_ends(self, ends: Sequence[Ended], first_stamp: int) -> None:
-        with suppress(RuntimeError):  # the loop has closed meanwhile
-            self._loop.call_soon_threadsafe(self.journal.heard, ends, first_stamp)
+    def _in_loop(self, hear: Callable[P, None]) -> Callable[P, None]:
+        """`hear` for a listener's thread."""
 
-    def _on_drawn(self, drawn: Drawn) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.journal.streams.heard, drawn)
+        def told(*arguments: P.args, **_: P.kwargs) -> None:
+            with suppress(RuntimeError):  # the loop has closed meanwhile
+                self._loop.call_soon_threadsafe(hear, *arguments)
 
-    def _on_stream_gap(self) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.journal.streams.missed)
-
-    def _on_gap(self) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.journal.missed)
+        return told

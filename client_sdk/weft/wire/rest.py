@@ -22,6 +22,8 @@ __all__ = [
     "GetSessionResponse",
     "ListSessionsResponse",
     "ParsedCheckpointTinkerPath",
+    "RunNotes",
+    "SetNotesRequest",
     "SetTtlRequest",
     "TrainingRun",
     "TrainingRunsResponse",
@@ -170,3 +172,13 @@ class SetTtlResponse(Response):
     """When the checkpoint expires; null: never."""
 
     expires_at: datetime | None
+
+
+class SetNotesRequest(Request):
+    """What people write about a run. At most 4,096 characters; empty takes the notes away."""
+
+    notes: str
+
+
+class RunNotes(Response):
+    notes: str

@@ -12,7 +12,6 @@ from weft.wire.error import *
 from weft.wire.inputs import *
 from weft.wire.losses import *
 from weft.wire.metrics import *
-from weft.wire.notes import *
 from weft.wire.rest import *
 from weft.wire.sampling import *
 from weft.wire.service import *

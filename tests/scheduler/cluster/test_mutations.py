@@ -12,8 +12,7 @@ from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from scheduler.links import redis_queue
-from scheduler.links.redis_library import Library
-from scheduler.links.redis_queue import RedisQueue
+from scheduler.links.redis_queue import Library, RedisQueue
 from scheduler.order.local_queue import LocalQueue
 from tests.scheduler.cluster.conftest import Clock
 from tests.scheduler.cluster.test_properties import calls, calls_with_room, played

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scheduler.links.configs import TrainerConfig
 from scheduler.links.sockets import WorkerLink
-from workers.basics import blobs_of, say_as
+from workers.basics import announced, blobs_of, say_as
 from workers.leave import leave
-from workers.loading import announced
 from workers.model.base.files import CannotShare
 from workers.model.base.sharded import held_bytes, load_sharded
 from workers.model.base.shared import Mapped, mapped
