@@ -19,12 +19,10 @@ BLOCK = 10_000
 
 class SharedFeeds:
     def __init__(self, reserve: Callable[[int], int]) -> None:
-        self._feeds = Feeds()
+        self._feeds = feeds = Feeds()
+        self.follows, self.after = feeds.follows, feeds.after
         self._reserve = reserve
         self._blocks: dict[FeedKey, int] = {}
-
-    def follows(self, key: FeedKey) -> bool:
-        return self._feeds.follows(key)
 
     def follow(self, key: FeedKey, cursor: int = 0) -> None:
         try:
@@ -48,9 +46,6 @@ class SharedFeeds:
     def heard(self, key: FeedKey, completion: Completion, stamp: int) -> None:
         """A broadcast says that a request has ended, on whichever replica."""
         self._feeds.append(key, stamp, completion)
-
-    async def after(self, key: FeedKey, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        return await self._feeds.after(key, cursor, timeout_s)
 
     def clear(self) -> None:
         """Something may have been missed: clients ask again, and are then told what the database says."""

@@ -28,6 +28,12 @@ num_samples = _plan["num_samples"].as_integer()
 priority = _plan["priority"].as_string()
 sequences = _plan["sequences"]
 
+#: Columns that are fields of an operation, as they are.
+_SAME = (
+    *("id", "org_id", "session_id", "key_id", "user_id", "project_id", "lane", "seq", "base_model", "tokens"),
+    *("stores_bytes", "body_ref", "body_bytes", "body_sha256", "origin", "accepted_at"),
+)
+
 
 def small_text(data: bytes) -> str | None:
     """`data` as any database's text takes it; None for what is too large for a row, not ASCII, or has a NUL (which
@@ -37,31 +43,15 @@ def small_text(data: bytes) -> str | None:
 
 def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
     """The columns of an operation that has just been accepted; `sent_sha256` is of what its client sent, as hex."""
-    return {
-        "id": op.id,
-        "org_id": op.org_id,
-        "session_id": op.session_id,
-        "key_id": op.key_id,
-        "user_id": op.user_id,
-        "project_id": op.project_id,
-        "lane": op.lane,
-        "seq": op.seq,
+    return {name: getattr(op, name) for name in _SAME} | {
         "kind": str(op.kind),
-        "base_model": op.base_model,
         "state": "queued",
-        "tokens": op.tokens,
         "hold_nusd": 0,
-        "stores_bytes": op.stores_bytes,
         "body": body_of(op),
-        "body_ref": op.body_ref,
-        "body_bytes": op.body_bytes,
-        "body_sha256": op.body_sha256,
         "sent_sha256": sent_sha256 if sent_sha256 != op.body_sha256 else None,
         "plan": msgspec.to_builtins(op.plan),
-        "origin": op.origin,
         "error": None,
         "error_category": None,
-        "accepted_at": op.accepted_at,
         "finished_at": None,
     }
 

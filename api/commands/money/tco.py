@@ -53,28 +53,18 @@ def tco(
     click.echo(json.dumps(_facts(found)) if as_json else _table(found, names))
 
 
+_PER_MTOK = ("price_usd_per_mtok", "cost_usd_per_mtok")
+
+
 def _facts(found: Ownership) -> dict[str, Any]:
-    rows = [
-        asdict(row)
-        | {
-            "margin_usd": row.margin_usd,
-            "price_usd_per_mtok": row.price_usd_per_mtok,
-            "cost_usd_per_mtok": row.cost_usd_per_mtok,
-        }
-        for row in found.margins
-    ]
+    rows = [asdict(row) | {name: getattr(row, name) for name in ("margin_usd", *_PER_MTOK)} for row in found.margins]
     return {
         "since": found.since.isoformat(),
         "until": found.until.isoformat(),
         "gpus": found.gpus,
         "gpu_hour_usd": found.gpu_hour.usd,
-        "cost_usd": found.cost_usd,
-        "paid_usd": found.paid_usd,
-        "tokens": found.tokens,
-        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-        "utilisation": found.utilisation,
-        "price_usd_per_mtok": found.price_usd_per_mtok,
-        "cost_usd_per_mtok": found.cost_usd_per_mtok,
+        **{name: getattr(found, name) for name in ("cost_usd", "paid_usd", "tokens", "tokens_per_s_per_gpu")},
+        **{name: getattr(found, name) for name in ("utilisation", *_PER_MTOK)},
         "margins": rows,
     }
 

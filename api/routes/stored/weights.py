@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -209,17 +210,7 @@ async def _create_from(
         if body.base_model is not None and body.base_model != source.base_model:
             raise Invalid(f"base_model: that checkpoint is of {source.base_model}, not of {quote(body.base_model)}")
         served_model(service.cards, source.base_model, "path")
-        spec = RunSpec(
-            run_id=run_id,
-            base_model=source.base_model,
-            rank=source.rank,
-            alpha=source.alpha,
-            seed=source.seed,
-            train_attn=source.train_attn,
-            train_mlp=source.train_mlp,
-            train_unembed=source.train_unembed,
-            optimizer=optimizer or source.optimizer,
-        )
+        spec = replace(spec_of(source), run_id=run_id, optimizer=optimizer or source.optimizer)
         if body.optimizer:
             check_same_optimizer(source.optimizer, spec.optimizer)
         return spec, checkpoint.ref

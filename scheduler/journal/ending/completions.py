@@ -151,16 +151,8 @@ class LocalFeeds:
     def __init__(self, now_us: Callable[[], int] = _now_us) -> None:
         self._now_us = now_us
         self._last = 0
-        self._feeds = Feeds()
-
-    def follows(self, key: FeedKey) -> bool:
-        return self._feeds.follows(key)
-
-    def follow(self, key: FeedKey, cursor: int = 0) -> None:
-        self._feeds.follow(key, cursor)
-
-    def forget(self, key: FeedKey) -> None:
-        self._feeds.forget(key)
+        self._feeds = feeds = Feeds()
+        self.follows, self.follow, self.forget, self.after = feeds.follows, feeds.follow, feeds.forget, feeds.after
 
     def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
         if self._feeds.follows(key):
@@ -172,6 +164,3 @@ class LocalFeeds:
         if self._feeds.follows(key):
             self._last = max(self._last + 1, self._now_us())
             self._feeds.append(key, self._last, completion)
-
-    async def after(self, key: FeedKey, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        return await self._feeds.after(key, cursor, timeout_s)

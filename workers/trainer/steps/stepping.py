@@ -94,14 +94,7 @@ def _params(op: TrainOp, run: RunState, body: bytes) -> Adam | Dimuon:
         raise OptimizerError(f"this run's optimizer is {run.spec.optimizer}, the step is one of {given}")
     if params.eps < LEAST_EPS and not op.replay:
         raise OptimizerError(f"adam_params.eps must be at least {LEAST_EPS:.3g}, got {params.eps}")
-    return Adam(
-        learning_rate=params.learning_rate,
-        beta1=params.beta1,
-        beta2=params.beta2,
-        eps=params.eps,
-        weight_decay=params.weight_decay,
-        grad_clip_norm=params.grad_clip_norm,
-    )
+    return Adam(**dict(params))
 
 
 def _zeros(runs: Sequence[RunState]) -> Tensor:
