@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -67,3 +68,11 @@ def check_sequence(value: int | None, field: str, least: int = 0, most: int = MA
     if not least <= value <= most:
         raise Invalid(f"{field}: must be {least} to {most}, got {value}")
     return value
+
+
+def check_utc(at: datetime, field: str) -> datetime:
+    """`at` in UTC. Refuses what is outside of the calendar there: 0001-01-01T00:00+01:00 is in no year."""
+    try:
+        return at.astimezone(UTC)
+    except OverflowError:
+        raise Invalid(f"{field}: is outside of the years 1 to 9999 in UTC, got {at.isoformat()}") from None

@@ -32,9 +32,8 @@ from api.server import reference
 from api.server.housekeeping import keep_house
 from api.server.workers.machines import EmbeddedMachines, Machines
 from api.server.workers.nursery import Nursery
-from api.state.one_at_a_time import OneAtATime
 from api.state.rates import LocalRates, Rates
-from api.state.service import Service
+from api.state.service import OneAtATime, Service
 from api.state.traffic import Traffic
 from api.who.principal import Principal
 from billing.money.alerts import read_gauges

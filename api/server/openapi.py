@@ -15,7 +15,6 @@ from weft.version import __version__
 from weft.wire import types
 from weft.wire.account.money import SetBudgetRequest
 
-from api.errors import ApiError
 from api.http.access import Access, declared
 from api.routes.openai.bodies import (
     ChatBody,
@@ -224,13 +223,3 @@ def _error_schema() -> dict[str, Any]:
             },
         },
     }
-
-
-def error_codes() -> list[tuple[str, int]]:
-    """(code, status) of every error that the API has a class for."""
-    classes, found = [ApiError], set()
-    while classes:
-        one = classes.pop()
-        found.add((one.code, one.status))
-        classes += one.__subclasses__()
-    return sorted(found)

@@ -48,6 +48,7 @@ def render(meters: Meters, stats: Mapping[str, Any], stored: Stored | None, othe
     return generate_latest(_Families(families)).decode()
 
 
+_gauge, _counter = GaugeMetricFamily, CounterMetricFamily
 #: Workers that take operations, by what they are called in the statistics.
 WORKERS = ("trainer", "generator")
 #: What is shown of each trainer and of each generator: its name there, as Prometheus names it, and what it is.
@@ -162,14 +163,6 @@ def _money(money: MoneyGauges) -> list[Metric]:
         gauge("weft_job_every_seconds", "How often a job is to run, unless it waits.", ["name"], due),
         gauge("weft_alert_raised_timestamp_seconds", raised, ["kind"], alerts),
     ]
-
-
-def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, about, value)
-
-
-def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(name, about, value)
 
 
 def _by_kind(name: str, about: str, found: Mapping[str, Histogram]) -> Metric:

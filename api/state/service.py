@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
@@ -16,13 +16,11 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
-from api.state.coming_turns import ComingTurn
 from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
 from api.state.large_bodies import FOR_LONG_S, RESULTS_IN_HAND, SMALL_BYTES, LargeBodies, Pool
 from api.state.last_used import LastUsed
 from api.state.liveness import Liveness
-from api.state.one_at_a_time import OneAtATime
 from api.state.polls import LongPolls, most_connections
 from api.state.rates import LocalRates, Rates
 from api.state.remembered import Remembered
@@ -54,6 +52,32 @@ T = TypeVar("T")
 WORKS_AT_ONCE = 4
 #: Large bodies and answers of all organisations that are read or written at a time.
 LARGE_AT_ONCE = 2
+#: Longer than a database that is well takes, and shorter than probes wait.
+WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class ComingTurn:
+    """A turn of a client's own session that is being sampled: at most so many bytes, which count against a quota before
+    they are stored."""
+
+    org_id: str
+    size_bytes: int
+
+
+class OneAtATime(Generic[T]):
+    """One question to what may not answer (a database that is frozen keeps whoever asks it), asked once at a time
+    however many want to know, so that probes do not take all threads. Lives in the event loop."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Future[T] | None = None
+
+    async def __call__(self) -> T:
+        """Raises TimeoutError when there is no answer within WITHIN_S, and what asking raises."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        return await asyncio.wait_for(asyncio.shield(self._asking), WITHIN_S)
 
 
 @dataclass(frozen=True)

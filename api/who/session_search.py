@@ -22,8 +22,7 @@ from weft.wire.sessions import (
     UserSearchOwner,
 )
 
-from api.checks.runs import check_text
-from api.checks.times import check_utc
+from api.checks.runs import check_text, check_utc
 from api.errors import Invalid, quote
 from api.who.lookup import live_checkpoints, plain_id, visible
 from api.who.principal import Principal

@@ -39,6 +39,10 @@ def recover(journal: Journal, database: Database) -> None:
                 journal.enqueue(from_row(row))
 
 
+#: What a run's row says of its spec.
+OF_SPEC = ("base_model", "rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed", "optimizer")
+
+
 @dataclass(frozen=True)
 class RunLog:
     """A run as the database has it: its operations in order, whether its session is over, and its policy."""
@@ -112,14 +116,4 @@ def snapshot_of(run: tables.Run) -> Snapshot | None:
 
 
 def spec_of(run: tables.Run) -> RunSpec:
-    return RunSpec(
-        run_id=run.id,
-        base_model=run.base_model,
-        rank=run.rank,
-        alpha=run.alpha,
-        seed=run.seed,
-        train_attn=run.train_attn,
-        train_mlp=run.train_mlp,
-        train_unembed=run.train_unembed,
-        optimizer=run.optimizer,
-    )
+    return RunSpec(run.id, **{name: getattr(run, name) for name in OF_SPEC})

@@ -110,10 +110,6 @@ class ServerLink:
         self._deaf = False  # the worker reads no more
         self._closed = False
 
-    @classmethod
-    async def over(cls, sock: socket.socket) -> ServerLink:
-        return cls(sock)
-
     def send(self, message: msgspec.Struct) -> None:
         if self._deaf:
             return

@@ -4,6 +4,9 @@ Every row that belongs to a tenant carries `org_id`, and every lookup is scoped 
 Timestamps are UTC and come back timezone-aware.
 """
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
 from store.tables.base import Base, BigInt, Utc
 from store.tables.console import BrowserSession, LoginLink, RunCurve, RunMetric
 from store.tables.money import (
@@ -31,47 +34,3 @@ from store.tables.payments import (
 )
 from store.tables.people import ApiKey, AuditEntry, Identity, Invitation, Membership, Organisation, Project, User
 from store.tables.work import LOADS, Checkpoint, Operation, Run, Sampler, Session, SessionTurn
-
-__all__ = [
-    "LEADS",
-    "LEADS_S",
-    "LOADS",
-    "Alert",
-    "ApiKey",
-    "AuditEntry",
-    "Base",
-    "BigInt",
-    "BrowserSession",
-    "Budget",
-    "BudgetAlert",
-    "BudgetPeriod",
-    "Checkpoint",
-    "CreditGrant",
-    "Identity",
-    "Invitation",
-    "Invoice",
-    "JobLease",
-    "JobRun",
-    "LedgerEntry",
-    "LoginLink",
-    "Membership",
-    "Operation",
-    "Organisation",
-    "Project",
-    "Run",
-    "RunCurve",
-    "RunMetric",
-    "Sampler",
-    "Session",
-    "SessionTurn",
-    "StorageSpan",
-    "StripeMeterCursor",
-    "StripeOutbox",
-    "StripeWebhookEvent",
-    "UsageEvent",
-    "UsageHour",
-    "User",
-    "Utc",
-    "Wallet",
-    "WalletDefault",
-]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from api.errors import ApiError
 from api.routes.server import probes
 from api.server import reference
 from api.server.app import front
 from api.server.connections import CODES
-from api.server.openapi import error_codes
 from tests.api.conftest import World
 from tests.tenancy.conftest import member, routes_of
 
@@ -91,6 +91,16 @@ def test_people_find_the_console_and_every_route(world: World, described: dict[s
     assert not re.search(r"<script(?![^>]*src=\"/console/static/)|<style| style=| on\w+=|https?://(?!127)", page.text)
     for method, path, _ in operations(described):
         assert f"<code>{method} {path}</code>" in page.text
+
+
+def error_codes() -> list[tuple[str, int]]:
+    """(code, status) of every error that the API has a class for."""
+    classes, found = [ApiError], set()
+    while classes:
+        one = classes.pop()
+        found.add((one.code, one.status))
+        classes += one.__subclasses__()
+    return sorted(found)
 
 
 def test_the_page_of_errors_has_every_code_with_its_status() -> None:

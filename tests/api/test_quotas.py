@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from api.routes.openai import turns
 from api.routes.openai.turns import PAGE_BYTES
-from api.state.coming_turns import ComingTurn
+from api.state.service import ComingTurn
 from billing.metering.quotas import QUOTAS
 from billing.metering.storage import meter
 from store import tables

@@ -31,8 +31,7 @@ from api.routes.computing.sampling import checked_sample
 from api.routes.openai.errors import Refused
 from api.routes.openai.models import Target
 from api.routes.openai.turns import make_room, record
-from api.state.coming_turns import ComingTurn
-from api.state.service import Service
+from api.state.service import ComingTurn, Service
 from api.who.principal import Principal
 from scheduler.links.messages import sequence_id
 from scheduler.order.operations import UNKEPT, NewOperation, Waiting

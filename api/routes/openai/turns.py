@@ -21,8 +21,7 @@ from weft.wire.turns import Turn
 
 from api.errors import Invalid, OverQuota
 from api.routes.openai.models import Target
-from api.state.coming_turns import ComingTurn
-from api.state.service import Service
+from api.state.service import ComingTurn, Service
 from api.state.threads import Threads
 from api.who.principal import Principal
 from billing.metering.quotas import QuotaReached, check, claim

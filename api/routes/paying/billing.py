@@ -31,8 +31,7 @@ from weft.wire.account.billing import (
     TrainingBillingEvent,
 )
 
-from api.checks.runs import check_text
-from api.checks.times import check_utc
+from api.checks.runs import check_text, check_utc
 from api.errors import Invalid
 from api.http.access import declare
 from api.http.auth import PrincipalDep

@@ -25,6 +25,7 @@ from api.who.may_change import active_session
 from api.who.principal import Principal
 from api.who.projects import check_project, project_for
 from billing.metering import storage
+from scheduler.journal.recovery import OF_SPEC
 from store import tables
 from store.database import audit
 
@@ -128,7 +129,6 @@ def _copy(
     """A closed run like the source's, and in it a checkpoint on the same folder."""
     now = datetime.now(UTC)
     source = run_of(session, original)
-    same = ("base_model", "rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed", "optimizer")
     run = tables.Run(
         id=run_id_of(owner.id, number),
         org_id=who.org_id,
@@ -138,7 +138,7 @@ def _copy(
         user_metadata={"copied_from": str(CheckpointPath(original.run_id, original.kind, original.name))},
         created_at=now,
         last_request_at=now,
-        **{name: getattr(source, name) for name in same},
+        **{name: getattr(source, name) for name in OF_SPEC},
     )
     session.add(run)
     session.flush()

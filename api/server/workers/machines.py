@@ -138,7 +138,7 @@ class EmbeddedMachines:
         return max(self._loading(role).values(), default=None)
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
-        link = await ServerLink.over(sock)
+        link = ServerLink(sock)
         if self.journal.draining:  # it came after the others were told
             link.send(Drain())
         try:

@@ -75,7 +75,7 @@ class Service:
         """Attach a worker; leaving the context is its death."""
         ours, theirs = socket.socketpair()
         link = WorkerLink(theirs.detach())
-        serving = asyncio.create_task(desk.serve(await ServerLink.over(ours)))
+        serving = asyncio.create_task(desk.serve(ServerLink(ours)))
         try:
             yield link
         finally:

@@ -174,7 +174,7 @@ def test_what_is_settled_out_of_order_is_replayed_in_order(
         service = Service(folder)
         ours, theirs = socket.socketpair()
         link = WorkerLink(theirs.detach())
-        serving = asyncio.create_task(service.trainer.serve(await ServerLink.over(ours)))
+        serving = asyncio.create_task(service.trainer.serve(ServerLink(ours)))
         await first_pass(service, link)
         one, two = [await service.journal.accept(train(seq)) for seq in (1, 2)]
         disk = Disk(monkeypatch, f"results/{one[:2]}/{one}")

@@ -35,7 +35,7 @@ def started(script: str, link: socket.socket) -> subprocess.Popen[bytes]:
 def test_everything_a_worker_has_sent_is_read_though_writing_to_it_fails(unread: int) -> None:
     async def run() -> list[int]:
         ours, theirs = socket.socketpair()
-        link, found = await ServerLink.over(ours), []
+        link, found = ServerLink(ours), []
         for _ in range(unread):
             link.send(Pass(1, "y" * 10_000, []))
         worker = started(LEAVES, theirs)
@@ -59,7 +59,7 @@ def test_messages_longer_than_the_link_takes_arrive_whole() -> None:
 
     async def run() -> list[list[str]]:
         ours, theirs = socket.socketpair()
-        link = await ServerLink.over(ours)
+        link = ServerLink(ours)
         worker = started(echo, theirs)
         for word in "abc":
             link.send(Pass(1, word * 3_000_000, []))

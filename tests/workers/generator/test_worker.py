@@ -323,7 +323,7 @@ def test_the_process(blobs: FolderBlobs, adapter_ref: str, goodbye: str) -> None
             command = [sys.executable, "-m", "workers", "generator", "--link-fd", str(theirs.fileno())]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()], env=environment)
-        link = await ServerLink.over(ours)
+        link = ServerLink(ours)
         link.send(GeneratorConfig(Basics(str(blobs.root.parent), {"base": str(TINY)}), slots=4))
         done: dict[str, Done] = {}
         async for message in link.messages():
