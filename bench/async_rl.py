@@ -29,7 +29,7 @@ from weft import rl
 from weft.rl.envs.environment import Prompts
 from weft.rl.loops.train import Recipe
 
-from bench.parts.results import asked, claim, machine, tell
+from bench.parts.results import asked, at_most, claim, machine, tell
 from bench.parts.serving import BASE_MODEL, make_key, serve
 
 TARGET = 0.84
@@ -111,13 +111,13 @@ def claims(cells: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     found = [claim(name, len(reached), len(pairs), len(reached) == len(pairs))]
     if reached:
         share = fmean(reached)
-        found.append(claim(f"time to {TARGET} at lag 1 / sync", share, 0.6, share <= 0.6))
+        found.append(at_most(f"time to {TARGET} at lag 1 / sync", share, 0.6))
     for name, bound in (("lag_1", 0.03), ("ppo_lag_3", 0.05)):
         behind = final("sync") - final(name)
-        found.append(claim(f"final reward of sync less that of {name}", behind, bound, behind <= bound))
+        found.append(at_most(f"final reward of sync less that of {name}", behind, bound))
     for name, schedule in SCHEDULES.items():
         oldest = max(cell["max_lag"] for cell in cells[name])
-        found.append(claim(f"oldest group of {name}, steps", oldest, schedule.max_lag, oldest <= schedule.max_lag))
+        found.append(at_most(f"oldest group of {name}, steps", oldest, schedule.max_lag))
     warned = warns()
     return [*found, claim("an unclipped loss at lag 3 is warned of", float(warned), 1, warned)]
 

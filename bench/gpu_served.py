@@ -44,7 +44,7 @@ from api.server.workers.memory_plan import devices_here, plan_on
 from bench.gpu import SHAPES
 from bench.parts.gpu_measure import Device
 from bench.parts.published import GIB, model_folder, say, size_of
-from bench.parts.results import claim, machine
+from bench.parts.results import at_most, claim, machine
 from bench.parts.serving import BIN, make_keys, serve, trainers_of
 from store.load_settings import load_settings
 from workers.leave import leave
@@ -230,8 +230,8 @@ class Bench:
         self.known(
             "agreement",
             {"saved_s": round(saved, 2), "first_samples_s": round(first, 2), "differences": spread(found)},
-            claim("log-probabilities of sampler and trainer: median difference", median, bound, median <= bound),
-            claim("the largest", most, worst, most <= worst),
+            at_most("log-probabilities of sampler and trainer: median difference", median, bound),
+            at_most("the largest", most, worst),
         )
 
     def rates(self, tenants: Sequence[Tenant]) -> None:
@@ -263,7 +263,7 @@ class Bench:
             "killed",
             found | {"log": came, "differences": spread(off)},
             claim("the base was loaded again, times", loaded, 0, loaded == 0 and bool(came)),
-            claim("a tenant's loss after the kill differs by the share", loss, bound, loss <= bound),
+            at_most("a tenant's loss after the kill differs by the share", loss, bound),
         )
 
 

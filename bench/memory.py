@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
-from bench.parts.results import asked, claim, machine, tell
+from bench.parts.results import asked, at_most, machine, tell
 from bench.parts.worker import Worker
 from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig, TrainerBounds, TrainerConfig
 from scheduler.links.messages import Done, OpKind, Pass, RunSpec, SampleOp, SampleWork, TrainOp
@@ -210,9 +210,9 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
         "copies": copies,
         "restart": restart,
         "claims": [
-            claim("trainer and generator together, in copies of the weights", together, 1.15, together <= 1.15),
-            claim("share of the weights that a trainer reads when it starts again", read, 0.05, read <= 0.05),
-            claim("taken by weights and processes / planned", of_plan, 1, of_plan <= 1),
+            at_most("trainer and generator together, in copies of the weights", together, 1.15),
+            at_most("share of the weights that a trainer reads when it starts again", read, 0.05),
+            at_most("taken by weights and processes / planned", of_plan, 1),
         ],
     }
 

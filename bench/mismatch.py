@@ -44,7 +44,7 @@ from weft.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from api import cli
 from api.server.workers import worker_programs
 from api.server.workers.worker_process import WorkerProgram
-from bench.parts.results import asked, claim, machine, tell
+from bench.parts.results import asked, at_least, at_most, claim, machine, tell
 from bench.parts.router_noise import mismatch_kl, routing
 from bench.parts.serving import BASE_MODEL, make_key, serve
 from bench.tables.losses import quarters
@@ -258,7 +258,7 @@ def claims_of_drift(drifted: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         drifts(drifted, "importance_sampling", True),
         drifts(drifted, "icepop", False),
-        claim("mismatch KL of importance_sampling / icepop, last quarter", apart, 2.0, apart >= 2.0),
+        at_least("mismatch KL of importance_sampling / icepop, last quarter", apart, 2.0),
         ends_higher(drifted, "icepop"),
     ]
 
@@ -267,7 +267,7 @@ def claims_of_following(drifted: dict[str, Any]) -> list[dict[str, Any]]:
     apart = growth(drifted, "importance_sampling") / growth(drifted, "icepop")
     return [
         drifts(drifted, "importance_sampling", True),
-        claim("the same, / that of icepop", apart, 2.0, apart >= 2.0),
+        at_least("the same, / that of icepop", apart, 2.0),
         drifts(drifted, "icepop", False),
         drifts(drifted, "ppo", False),
         ends_higher(drifted, "icepop"),
@@ -279,7 +279,7 @@ def claims_of_routing(routed: dict[str, Any]) -> list[dict[str, Any]]:
     worst = routed["rounding"][-1]
     found = [claim("mismatch KL of the largest rounding", worst["free"], 1e-4, worst["free"] > 1e-4)]
     highest = max(point["replayed"] for point in routed["rounding"])
-    return [*found, claim("the same with routing replay, at most", highest, 1e-10, highest <= 1e-10)]
+    return [*found, at_most("the same with routing replay, at most", highest, 1e-10)]
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.parts.passes import cut, random_batch
-from bench.parts.results import asked, claim, machine, tell
+from bench.parts.results import asked, at_least, machine, tell
 from bench.parts.serving import as_workers_run
 from bench.parts.toy import CONFIG, save_toy
 from bench.parts.worker import Worker
@@ -82,7 +82,7 @@ def compare(ranks: int, tokens: int, rounds: int) -> dict[str, Any]:
         "pass_tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": {name: round(tokens / found) for name, found in best.items()},
-        "claims": [claim(f"{what}, {name}", value, TARGET, value >= TARGET) for name, value in speedups.items()],
+        "claims": [at_least(f"{what}, {name}", value, TARGET) for name, value in speedups.items()],
     }
 
 
@@ -100,7 +100,7 @@ def layouts(ranks: int, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
         per_s = {name: round(tokens / min(each)) for name, each in seconds.items()}
         found["passes"].append({"pass_tokens": tokens, "seconds": seconds, "tokens_per_s": per_s})
         ratio, name = per_s["experts"] / per_s["all"], f'shard = "experts" / "all", tokens/s at {tokens}-token passes'
-        found["claims"].append(claim(name, ratio, 1.0, ratio >= 1.0))
+        found["claims"].append(at_least(name, ratio, 1.0))
     return found
 
 

@@ -39,7 +39,7 @@ import psutil
 import tinker
 
 from bench.parts.data import batch
-from bench.parts.results import asked, claim, machine, percentile, tell
+from bench.parts.results import asked, at_least, at_most, machine, percentile, tell
 from bench.parts.serving import cpu_s, make_key, serve, trainers_of
 from bench.parts.toy import save_toy
 from bench.path import ADAM
@@ -260,11 +260,11 @@ def main() -> None:
         "waits_on_one": on_one,
         "disturbed": disturbed,
         "claims": [
-            claim("two trainers / one, tokens/s through the API", ratio, 1.8, ratio >= 1.8),
-            claim("two trainers / one, tokens/s in their passes", inside, 1.8, inside >= 1.8),
-            claim("two trainers / one, twice the tokens per processor time", own_cores, 1.8, own_cores >= 1.8),
-            claim("from a trainer's death to its runs' next result, s", death_s, 10.0, death_s <= 10.0),
-            claim("the pause of a run that moves, beyond waits on one trainer, passes", passes, 2.0, passes <= 2.0),
+            at_least("two trainers / one, tokens/s through the API", ratio, 1.8),
+            at_least("two trainers / one, tokens/s in their passes", inside, 1.8),
+            at_least("two trainers / one, twice the tokens per processor time", own_cores, 1.8),
+            at_most("from a trainer's death to its runs' next result, s", death_s, 10.0),
+            at_most("the pause of a run that moves, beyond waits on one trainer, passes", passes, 2.0),
         ],
     }
     tell(result, args)

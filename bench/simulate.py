@@ -45,7 +45,7 @@ from statistics import median
 from typing import Any
 
 from bench.parts.pass_costs import costs
-from bench.parts.results import asked, claim, machine, tell
+from bench.parts.results import asked, at_most, machine, tell
 from bench.parts.serving import BASE_MODEL, as_workers_run, serve
 from bench.parts.toy import random_decoder, save_toy
 from bench.parts.trained_loads import RANK, Counted, Load, Service
@@ -292,7 +292,7 @@ def middle(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def claims(part: str, loads: Mapping[str, Any], names: Iterable[str]) -> list[dict[str, Any]]:
     return [
-        claim(f"{part}, {name}: {what}", abs(off), TOLERANCE, abs(off) <= TOLERANCE)
+        at_most(f"{part}, {name}: {what}", abs(off), TOLERANCE)
         for name in names
         for what, off in loads[name]["off"].items()
     ]

@@ -56,6 +56,14 @@ def claim(name: str, value: float, target: float, holds: bool) -> dict[str, Any]
     return {"name": name, "value": round(value, 4), "target": target, "holds": holds}
 
 
+def at_least(name: str, value: float, target: float) -> dict[str, Any]:
+    return claim(name, value, target, value >= target)
+
+
+def at_most(name: str, value: float, target: float) -> dict[str, Any]:
+    return claim(name, value, target, value <= target)
+
+
 def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
