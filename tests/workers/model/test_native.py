@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 def batch(groups: range = range(len(RANKS))) -> LoraRows:
     adapters = [adapter(CONFIG, RANKS[g], g) for g in groups]
-    grads = [Adapter.zeros(a.shape, a.scale) for a in adapters]
+    grads = [Adapter.zeros(a.shape) for a in adapters]  # the scale is the adapters'
     offsets = torch.tensor([0, *(SIZES[g] for g in groups)]).cumsum(0).tolist()
     return LoraRows(offsets, adapters, grads)
 
