@@ -7,6 +7,7 @@ tokenizer is a different folder. transformers is imported only here, and only wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -48,7 +49,10 @@ async def fetch_tokenizer(transport: Transport, model: str) -> Path:
 
 def cache_dir() -> Path:
     """Where files from servers are kept."""
-    return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
+    try:
+        return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
+    except RuntimeError:
+        raise OSError(errno.ENOENT, "this user has no home: name a folder for tokenizers in WEFT_CACHE_DIR") from None
 
 
 def _digest(content: bytes) -> str:

@@ -9,6 +9,7 @@ import json
 import resource
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import weft
@@ -204,6 +205,16 @@ def test_a_tokenizer_that_the_disk_cannot_keep_is_told_and_leaves_nothing(
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
     assert told.value.errno == errno.EFBIG
     assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+def test_a_user_without_a_home_is_told_what_names_a_folder(
+    service: ServiceClient, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    stub.replies["GET /weft/models/m/tokenizer"] = {"files": {"tokenizer.json": "0" * 64}}
+    with pytest.raises(OSError, match="no home: name a folder for tokenizers in WEFT_CACHE_DIR"):
+        service.create_sampling_client(base_model="m").get_tokenizer()
 
 
 def cli(stub: Stub, *arguments: str) -> tuple[int, str]:

@@ -20,15 +20,15 @@ from api.commands.places import Finite, refuse
 @click.option("--slots", type=click.IntRange(1, 4096), default=64, show_default=True, help="Sequences of a replica.")
 @click.option("--hours", type=Finite(0.01, 1000), default=8.0, show_default=True, help="Of virtual time.")
 @click.option("--after", type=Finite(0, 1000), default=0.0, show_default=True, help="Hours not counted.")
-@click.option("--gpu-hour", type=Finite(0), default=1.59, show_default=True, help="Dollars.")
+@click.option("--gpu-hour", type=Finite(0, 1e6), default=1.59, show_default=True, help="Dollars.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the rows into a .png or .svg (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
 @click.option("--model", type=click.Path(path_type=Path), help="Divide the GPUs for this model (its config.json).")
-@click.option("--gpu-gib", type=Finite(min=1), default=141.0, show_default=True, help="With --model.")
+@click.option("--gpu-gib", type=Finite(1, 1 << 20), default=141.0, show_default=True, help="With --model.")
 @click.option(
     "--busiest",
-    type=Finite(min=1),
+    type=Finite(1, 100_000),
     default=1.0,
     show_default=True,
     help="With --model: work of the busiest owner of experts, of the average.",

@@ -21,6 +21,14 @@ PLAIN = Cluster(
 LOOP = Workload("loop", groups=1, group_size=4, prompt=0, lengths=(10, 10, 10, 40), trains=False, steps=3)
 
 
+@pytest.mark.parametrize("gpus", [2, 3, 31, 32, 33, 256, 100_000])
+def test_a_cluster_has_no_more_gpus_than_are_given(gpus: int) -> None:
+    """It had a trainer beside generators that had taken all of them, and what it trained was of nobody's machine."""
+    for percent in range(1, 100):
+        cluster = Cluster.of(gpus, percent / 100)
+        assert (cluster.gpus, min(cluster.replicas, cluster.ranks) > 0) == (gpus, True), percent
+
+
 def test_one_tenant_alone_waits_for_its_stragglers() -> None:
     result = Simulation(PLAIN, [LOOP]).run(1e6)
     assert result.seconds == pytest.approx(3 * 40)

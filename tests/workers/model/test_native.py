@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 def batch(groups: range = range(len(RANKS))) -> LoraRows:
     adapters = [adapter(CONFIG, RANKS[g], g) for g in groups]
-    grads = [Adapter.zeros(a.shape, a.scale) for a in adapters]
+    grads = [Adapter.zeros(a.shape) for a in adapters]  # the scale is the adapters'
     offsets = torch.tensor([0, *(SIZES[g] for g in groups)]).cumsum(0).tolist()
     return LoraRows(offsets, adapters, grads)
 
@@ -154,6 +156,37 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build.library.cache_clear()
         build.library()
         assert [(each, each.stat().st_mtime_ns) for each in (tmp_path / "weft").iterdir()] == [(first, made)]
+    finally:
+        build.library.cache_clear()
+
+
+@pytest.mark.parametrize("homeless", ["read-only", "unknown", "others may write"])
+def test_who_has_no_folder_compiles_once_all_the_same(
+    homeless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process left a folder of its own behind, and ended where nobody knows its user's home."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(build, "_TOGETHER", LEAST)
+    home = Mock(return_value=Path("/proc"))
+    if homeless == "unknown":
+        home.side_effect = RuntimeError("Could not determine home directory.")
+    elif homeless == "others may write":
+        home.return_value = tmp_path / "home"
+        (tmp_path / "home/.cache/weft").mkdir(parents=True)
+        (tmp_path / "home/.cache/weft").chmod(0o777)
+    monkeypatch.setattr(Path, "home", home)
+    try:
+        for _ in range(2):
+            build.library.cache_clear()
+            assert isinstance(build.library(), ctypes.CDLL)
+        (folder,) = tmp_path.glob("weft-native-*")
+        (kept,) = folder.iterdir()
+        kept.unlink()
+        folder.chmod(0o777)  # anybody's: nothing is loaded from there
+        build.library.cache_clear()
+        assert isinstance(build.library(), ctypes.CDLL)
+        assert not list(folder.iterdir())
     finally:
         build.library.cache_clear()
 

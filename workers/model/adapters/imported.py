@@ -7,7 +7,6 @@ is refused by name: other modules, other variants of LoRA, another model's shape
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,7 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
         rank, alpha = fields["r"], float(fields["lora_alpha"])
         if type(rank) is not int:
             raise CannotImport(f"r is {rank!r}, which is no whole number")
-        if not math.isfinite(alpha):
+        if not abs(alpha) <= np.finfo(np.float32).max:
             raise CannotImport(f"lora_alpha is {alpha}, which is no scale: every output would be NaN")
         _check_patterns(fields, rank, alpha)
         tensors = read_layout(_arrays(folder / WEIGHTS_FILE))

@@ -41,8 +41,10 @@ def delta_and_gates(fields: Fields, *, grouped: bool) -> dict[str, Any]:
             f"{problem}, linear_conv_kernel_dim={delta.taps}",
             "a whole number of value heads for each key head, and a convolution of two positions or more",
         )
-    if not delta.layers:
-        fields.refuse("layer_types without 'linear_attention'", "linear_attention in some layers of this family")
+    for kind in ("linear_attention", "full_attention"):
+        if kind not in kinds:
+            problem = f"num_hidden_layers={layers}, full_attention_interval={every}, layer_types without {kind!r}"
+            fields.refuse(problem, "linear_attention and full_attention in some layers each")
     return {"head_dim": 256, "rope": read_rope(fields, partial=0.25), "output_gate": True, "delta": delta}
 
 

@@ -1,9 +1,10 @@
 """Compiles the kernels for this machine, once, and loads them.
 
-The result is kept in the user's cache folder under the hash of source, flags, compiler and processor, with a checksum
-at its end: what a crash or a full disk left is compiled anew. Compiling takes a few seconds;
-`python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's attend.c. Without a C
-compiler torch computes the same sums, several times slower where groups are small or layers are recurrent.
+The result is kept in the user's cache folder, or among temporary files where they have none, under the hash of source,
+flags, compiler and processor, with a checksum at its end: what a crash or a full disk left is compiled anew. Compiling
+takes a few seconds; `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's
+attend.c. Without a C compiler torch computes the same sums, several times slower where groups are small or layers are
+recurrent.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -102,15 +105,25 @@ def processor() -> str:
 
 
 def _cache_folder() -> Path:
-    """A folder that only this user can write: the files in it are loaded and run."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(home, os.W_OK) and home.stat().st_uid == os.geteuid():
-            return home
-    except OSError:
-        pass
+    """A folder that only this user can write: the files in it are loaded and run. Where the user has none, one that
+    all their processes find in the temporary folder."""
+    for choose in (_of_the_user, _of_temporary_files):
+        with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where this user is at home
+            folder = choose()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+            if ours and os.access(folder, os.W_OK):
+                return folder
     return Path(tempfile.mkdtemp(prefix="weft-native-"))
+
+
+def _of_the_user() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+
+
+def _of_temporary_files() -> Path:
+    return Path(tempfile.gettempdir()) / f"weft-native-{os.geteuid()}"
 
 
 if __name__ == "__main__":

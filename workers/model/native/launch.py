@@ -222,12 +222,12 @@ class NativeProducts:
         segments, counts = torch.unique_consecutive(self.segment, return_counts=True)
         for j, last, count in zip(segments.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True):
             expert, group = divmod(j, len(table.adapters))
-            arena = (table.grads if grads else table.adapters)[group]
-            if arena is None or name not in arena.stored:
+            adapter, arena = table.adapters[group], (table.grads if grads else table.adapters)[group]
+            if adapter is None or arena is None or name not in arena.stored:
                 continue
             w = arena.stored[name]
             columns = slice(part * arena.rank, part * arena.rank + stack * arena.rank)
-            scale = arena.scale if scaled else 1.0
+            scale = adapter.scale if scaled else 1.0
             yield _Segment(slice(last - count, last), columns, w[expert] if w.dim() == 3 else w, scale)
 
 

@@ -70,6 +70,7 @@ def test_a_field_of_its_configuration_that_cannot_be_is_named(tmp_path: Path) ->
     for wrong, says in (
         ({"lora_alpha": math.nan}, "lora_alpha is nan"),
         ({"lora_alpha": math.inf}, "lora_alpha is inf"),
+        ({"lora_alpha": -1e39}, "lora_alpha is -1e+39"),
         ({"lora_alpha": 10**400}, "bad or missing field"),
         ({"r": None}, "r is None"),
         ({"r": 4.9}, "r is 4.9"),

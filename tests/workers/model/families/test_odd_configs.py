@@ -21,6 +21,7 @@ from workers.model.planning.check import check_model
 
 ODD: list[Any] = [0, -1, 1.5, 3, True, "x", None, 10**9, 10**400, [], [[1]], {}, {"a": {}}, math.nan, math.inf]
 REMOVED = object()
+KINDS = ("linear_attention", "full_attention")
 DENSE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 128,
@@ -131,6 +132,18 @@ def test_what_ends_a_text_is_a_token_or_several(file: str, value: Any, tmp_path:
     (tmp_path / file).write_text(json.dumps(before | {"eos_token_id": value}))
     with pytest.raises(UnsupportedModel, match=f"{file} has eos_token_id="):
         read_card("m", tmp_path)
+
+
+@pytest.mark.parametrize("model", [name for name in CONFIGS if name.startswith(("Qwen3Next", "Qwen3_5"))])
+@pytest.mark.parametrize(("kind", "other"), [KINDS, KINDS[::-1]])
+def test_a_hybrid_has_layers_of_both_kinds(model: str, kind: str, other: str, tmp_path: Path) -> None:
+    """Without attention libraries compute nothing; here nothing was kept of a token: plan and cache divided by 0."""
+    config = copy.deepcopy(CONFIGS[model])
+    text = config.get("text_config", config)
+    text["layer_types"] = [kind] * text["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=f"layer_types without '{other}'"):
+        read_config("m", tmp_path)
 
 
 def test_json_that_is_nested_without_end_is_no_json(tmp_path: Path) -> None:
