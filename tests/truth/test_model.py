@@ -20,7 +20,7 @@ from tests.truth.search import Bench, search
 from workers.trainer.progress import Progress
 
 #: Played by the quick run, which is to take a minute or two.
-PROGRAMS = 24
+PROGRAMS = 8
 
 #: However busy the machine is.
 pytestmark = pytest.mark.timeout(1200)
