@@ -115,7 +115,7 @@ and the base has 16 bits, else torch's own operations; steps are not captured.
 
 `tests/workers/test_families.py` runs every family against transformers' own code (Ling 2 against plain torch after the
 code that its checkpoints carry, `tests/workers/model/bailing.py`) and peft, on a tiny random model
-that is saved as the family's checkpoints are: 200 greedy tokens with and without the prefix cache, log-probabilities
+that is saved as the family's checkpoints are: 100 greedy tokens with and without the prefix cache, log-probabilities
 of prompts and samples, five training steps on everything, an adapter from peft and one to it, and that a run's
 numbers are the same bits in any company. `tests/workers/model/test_decoder.py` holds logits to 2e-5,
 `tests/workers/model/base/test_stored.py` quantised checkpoints to what transformers makes of them.
