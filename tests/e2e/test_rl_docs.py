@@ -60,7 +60,7 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_the_example_runs_and_draws(weftd: Weftd, tmp_path: Path) -> None:
     picture = tmp_path / "agent.png"
-    assert len(rewards_of_guesses(weftd, 2, "--plot", str(picture))) == 2
+    assert len(rewards_of_guesses(weftd, 1, "--plot", str(picture))) == 1
     assert size_of(picture) == (880, 352)
 
 
