@@ -8,12 +8,14 @@ import os
 import sys
 import uuid
 from collections.abc import Generator, Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from httpx._transports import default as transports
 
 from migrations.upgrade import migrate
 from store.blobs.folder import FolderBlobs
@@ -56,6 +58,9 @@ def import_references() -> None:
 
 
 import_references()
+
+# A client of httpx loads all certificates, 40 ms of processor time, and here hardly one needs any.
+transports.create_ssl_context = cache(transports.create_ssl_context)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,16 +38,23 @@ class Around(NamedTuple):
     environment: dict[str, str]
     umask: int
     log: Path | None
+    link: socket.socket | None
 
 
 class Forked:
     """As `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text. With a
-    `log` its stderr goes to the end of that file."""
+    `log` its stderr goes to the end of that file; of a `link` it has a copy, whose number is its last argument."""
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        link: socket.socket | None = None,
+    ) -> None:
         ours, theirs = zip(*(_pipe(number) for number in range(3)), strict=True)
         os.umask(umask := os.umask(0))
-        around = Around(os.getcwd(), dict(os.environ if env is None else env), umask, log)
+        around = Around(os.getcwd(), dict(os.environ if env is None else env), umask, log, link)
         self._process = CONTEXT.Process(target=_run, args=(arguments, around, *theirs), daemon=True)
         self._process.start()
         for end in theirs:
@@ -122,6 +130,8 @@ def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
     os.environ.update(around.environment)
     os.chdir(around.folder)
     kind, program, *rest = arguments
+    if around.link is not None:
+        rest.append(str(around.link.detach()))
     sys.argv = [program if kind == "-m" else kind, *rest]
     if kind == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)

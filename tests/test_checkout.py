@@ -47,7 +47,7 @@ def test_no_folder_of_tests_is_a_package_of_the_house() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("folder", [".", "tests", "/"])
+@pytest.mark.parametrize("folder", ["tests", "/"])
 def test_a_file_alone_from_any_folder(folder: str) -> None:
     """Without what this process has in its environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and "PYTEST" not in name}

@@ -40,8 +40,9 @@ CUT = """() => {
   }
   return found.slice(0, 5);
 }"""
-AXE = """async () => {
-  const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+#: By all rules, or by those that are named.
+AXE = """async (rules) => {
+  const { violations } = await axe.run(document, { resultTypes: ["violations"], ...rules });
   const bad = violations.filter((each) => ["serious", "critical"].includes(each.impact));
   const said = (node) => node.html.slice(0, 160) + " " + (node.any[0] ? node.any[0].message.slice(0, 160) : "");
   return bad.flatMap((each) => each.nodes.map((node) => each.id + ": " + said(node)));
@@ -62,7 +63,7 @@ def of_the_site(site: Console) -> Console:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is wrong with a page: cut off at some width; what axe says of it in light and in dark."""
+    """What is wrong with a page: cut off at some width; what axe says of it in light, and of its contrasts in dark."""
 
     cut: list[str]
     light: list[str]
@@ -73,9 +74,9 @@ def look(page: Page) -> Seen:
     expect(page.locator(UNDRAWN)).to_have_count(0)
     page.evaluate(AXE_SCRIPT)
     found = {}
-    for scheme in ("light", "dark"):
+    for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-        found[scheme] = page.evaluate(AXE)
+        found[scheme] = page.evaluate(AXE, rules)
     page.evaluate("document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
     cut = []
     for width in WIDTHS:
@@ -149,9 +150,11 @@ def test_the_looks_find_what_is_wrong(open_page: Open) -> None:
     page = open_page("/keys", viewport=WIDE)
     page.evaluate("document.querySelector('main h1').textContent = 'x'.repeat(200)")
     page.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<input>')")
+    page.evaluate("Object.assign(document.querySelector('main h1').style, { color: '#777', background: '#888' })")
     found = look(page)
     assert any("H1" in one for one in found.cut)
     assert any(one.startswith("label") for one in found.light)
+    assert any(one.startswith("color-contrast") for one in found.dark)
 
 
 def test_search_by_keyboard(console: Console, open_page: Open) -> None:

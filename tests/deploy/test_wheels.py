@@ -162,16 +162,22 @@ def test_a_loop_with_the_client_that_the_server_gives(server: dict[str, str], tm
     assert listed.run("python", "-c", "import weft; print(weft.__version__)").stdout.strip() == weft_server.__version__
 
 
-@pytest.mark.parametrize("example", ["rl_arithmetic.py", "sft_docs.py"])
-def test_examples_need_the_client_alone(
-    example: str, server: dict[str, str], wheels: dict[str, Path], tmp_path: Path
-) -> None:
-    environment = Environment.bare(tmp_path / "venv", str(wheels["weft_tuning"]))
+@pytest.fixture(scope="module")
+def bare(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The client, and what it requires."""
+    environment = Environment.bare(tmp_path_factory.mktemp("bare") / "venv", str(wheels["weft_tuning"]))
     environment.install(str(wheels["weft_tuning"]))
     assert "No module named 'torch'" in environment.run("python", "-c", "import torch").stderr
+    return environment
+
+
+@pytest.mark.parametrize("example", ["rl_arithmetic.py", "sft_docs.py"])
+def test_examples_need_the_client_alone(
+    example: str, server: dict[str, str], bare: Environment, tmp_path: Path
+) -> None:
     script = tmp_path / example
     script.write_text((ROOT / "examples" / example).read_text())
-    done = environment.run("python", str(script), "--steps", "1", **server, WEFT_CACHE_DIR=str(tmp_path / "cache"))
+    done = bare.run("python", str(script), "--steps", "1", **server, WEFT_CACHE_DIR=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "PyTorch" not in done.stderr
 

@@ -7,15 +7,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis.pytest.lazy import get_all_tests
 from weft.wire.binary.codec import ArrayDatum
 
 from api.server.app import front
@@ -24,10 +22,13 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.raw import Post, RawClient, train_post
 from tests.search import examples
 
+if TYPE_CHECKING:  # each process that collects tests would take two seconds to import it
+    import schemathesis
+
 pytestmark = pytest.mark.server
 
 #: Examples of each operation. All of them together take well below a minute.
-EXAMPLES = 8
+EXAMPLES = 4
 #: The operations are tried in so many tests. What is sent to them is thought of in the test: not in each process that
 #: collects it.
 PARTS = 8
@@ -92,6 +93,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 @cache
 def api() -> schemathesis.BaseSchema:
     """As the document says."""
+    import schemathesis
+
     whole = document(front())
     paths = {path: found for path, found in whole["paths"].items() if path.startswith((PREFIX, *DOORS))}
     return schemathesis.openapi.from_dict(whole | {"paths": paths})
@@ -100,6 +103,8 @@ def api() -> schemathesis.BaseSchema:
 @pytest.mark.search
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_request_is_a_fault_of_the_server(part: int, target: Target, subtests: pytest.Subtests) -> None:
+    from schemathesis.pytest.lazy import get_all_tests
+
     some = api().include(path=list(api())[part::PARTS])
     for found in get_all_tests(schema=some, test_func=is_no_fault, settings=None, given_kwargs={}):
         operation, attempt = found.ok()
@@ -127,7 +132,7 @@ def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
         assert reply.content, "the SDK takes a 400 without a body for a proxy's, and retries"
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_broken_protobuf_is_refused(target: Target, seed: int, changes: int) -> None:
     """A valid forward_backward with bytes changed, taken out and put in."""

@@ -60,7 +60,7 @@ def in_order(client: RawClient) -> Callable[[tuple[Step, ...]], list[Any]]:
     return results
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deliveries())
 def test_a_run_ends_as_if_each_operation_came_once_in_order(
     client: RawClient,

@@ -60,16 +60,16 @@ for folder in folders:
 """
 
 
-def verified(*folders: Path) -> list[tuple[int, str]]:
-    """What each folder's own script says, by this environment's peft and transformers; nothing of Weft is there."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", ONE_BY_ONE, str(TINY_PATH), *map(str, folders)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+def verified(*folders: Path, alone: bool = False) -> list[tuple[int, str]]:
+    """What each folder's own script says, by this environment's peft and transformers; `alone`: where nothing of Weft
+    is, by a process that imports them anew."""
+    program = ("-c", ONE_BY_ONE, str(TINY_PATH), *map(str, folders))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if alone:
+        command = [sys.executable, "-I", *program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    else:
+        done = run_forked(*program, env=environment)
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -86,7 +86,7 @@ def test_a_download_loads_in_stock_peft(checkpoints: dict[str, str], command: We
             "reference.json",
             "verify.py",
         ]
-    found = verified(*folders)
+    found = verified(*folders, alone=True)
     assert [(code, "OK" in said) for code, said in found] == [(0, True)] * 3, found
 
 

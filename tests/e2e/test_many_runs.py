@@ -1,4 +1,4 @@
-"""A hundred runs on a trainer with memory for eight, which is killed on the way: each ends as if alone."""
+"""Fifty runs on a trainer with memory for eight, which is killed on the way: each ends as if alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.e2e.raw import Post, RawClient, optim_post, train_post
 
 pytestmark = pytest.mark.server
 
-RUNS = 100
+RUNS = 50
 #: A run of rank 2 of the built-in model takes some 800 kB.
 RESIDENT_BYTES = 8 << 20
-SAMPLED = (0, 17, 42, 63, 99)
+SAMPLED = (0, 17, 42, 49)
 
 
 def datum(seed: int) -> ArrayDatum:
@@ -50,7 +50,7 @@ def send(client: RawClient, posts: list[Post]) -> str:
     return str(replies[-1].json()["request_id"])
 
 
-def test_a_hundred_runs_with_memory_for_a_few(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
+def test_fifty_runs_with_memory_for_a_few(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
     config = tmp_path / "weft.toml"
     config.write_text(f"[trainer]\nresident_bytes = {RESIDENT_BYTES}\n")
     server = own_weftd("--config", str(config))

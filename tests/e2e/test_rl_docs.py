@@ -39,8 +39,8 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     def short(kind: type[Any], given: Mapping[str, Any]) -> Any:
         groups = given.get("groups", rl.Groups())
-        groups = replace(groups, batch=min(groups.batch, 4))
-        return whole(kind, {**given, "groups": groups, "steps": min(given.get("steps", 100), 3)})
+        groups = replace(groups, batch=min(groups.batch, 2))
+        return whole(kind, {**given, "groups": groups, "steps": min(given.get("steps", 100), 2)})
 
     def kept(*args: Any, **options: Any) -> rl.Report:
         reports.append(loop.train(*args, **options))
@@ -55,12 +55,12 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len(reports) == 6 + possible()
     assert all(report.steps for report in reports)
     assert max(reports[-2].curve("lag/max")) <= 1
-    assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 3
+    assert len((tmp_path / "sums-1.jsonl").read_text().splitlines()) >= 2
 
 
 def test_the_example_runs_and_draws(weftd: Weftd, tmp_path: Path) -> None:
     picture = tmp_path / "agent.png"
-    assert len(rewards_of_guesses(weftd, 2, "--plot", str(picture))) == 2
+    assert len(rewards_of_guesses(weftd, 1, "--plot", str(picture))) == 1
     assert size_of(picture) == (880, 352)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +17,7 @@ from store.database.db import Database
 from store.people import organisations
 from store.tables import AuditEntry, Organisation
 from tests.api.conftest import World
+from tests.forked import Forked
 from tests.keys import create_key
 from tests.tenancy.conftest import org_id_of
 
@@ -119,17 +118,13 @@ database.close()
 def test_writers_in_several_processes_never_fork_the_chain(any_database: Database) -> None:
     """Each goes through the organisations in another order: none may wait for another in a ring."""
     make_org(any_database, "a", "b")
-    command_line = [sys.executable, "-c", WRITER, any_database.url]
-    writers = [
-        subprocess.Popen([*command_line, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for order in ("ab", "ba", "ab")
-    ]
+    writers = [Forked("-c", WRITER, any_database.url, order) for order in ("ab", "ba", "ab")]
     for writer in writers:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     for writer in writers:
-        writer.communicate("go\n", timeout=120)
-        assert writer.returncode == 0
+        writer.stdin.write("go\n")
+        writer.stdin.close()
+    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
     for org in "ab":
         found = verdict(any_database, org)
         assert (found.entries, found.problems) == (180, ())

@@ -3,7 +3,7 @@ ordinary slip would bring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from inspect import iscoroutinefunction
@@ -136,10 +136,10 @@ def half_a_page() -> AbstractContextManager[Any]:
     """A run that was paged out comes back without its second moments."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
-        def need(self: Residency, run: RunState) -> None:
-            away = run.arena is None
-            real(self, run)
-            if away and run.arena is not None:
+        def need(self: Residency, runs: Sequence[RunState]) -> None:
+            away = [run for run in runs if run.arena is None]
+            real(self, runs)
+            for run in away:
                 run.v.zero_()
 
         return need

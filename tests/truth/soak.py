@@ -76,7 +76,7 @@ def planted(bench: Bench, names: Sequence[str]) -> int:
         began = time.monotonic()
         failure = search(own, range(100), faults=False, tries=0, plant=plant)
         missed += failure is None
-        verdict = "found" if failure is not None else "NOT FOUND"
+        verdict = f"found by program {failure.number}" if failure is not None else "NOT FOUND"
         line = f"{name}: {verdict} after {own.statistics['programs']} programs, {time.monotonic() - began:.0f} s"
         print(f"{line}: {failure.what.splitlines()[0][:160]}" if failure is not None else line, flush=True)
     return 1 if missed else 0

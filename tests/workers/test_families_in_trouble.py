@@ -59,11 +59,19 @@ def test_what_is_not_finite_stays_with_its_run(decoder: Decoder, isolation: str)
         assert torch.equal(grads[1], alone[1][0])
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_nor_does_it_reach_another_request(decoder: Decoder, packs: bool, tmp_path: Path) -> None:
-    """Beside it, and where its pages and states are used again; with the kernels of packed weights, too."""
-    if packs:
-        decoder.pack()
+def test_nor_does_it_reach_another_request(decoder: Decoder, tmp_path: Path) -> None:
+    """With the kernels of packed weights."""
+    decoder.pack()
+    assert_requests_are_apart(decoder, tmp_path)
+
+
+@pytest.mark.parametrize("decoder", KINDS, indirect=True)
+def test_nor_where_weights_are_not_packed(decoder: Decoder, tmp_path: Path) -> None:
+    assert_requests_are_apart(decoder, tmp_path)
+
+
+def assert_requests_are_apart(decoder: Decoder, tmp_path: Path) -> None:
+    """Beside it, and where its pages and states are used again."""
     save_adapter(random_adapter(decoder, 3, 2), tmp_path / "good", base_model="tiny")
 
     def request(name: str, adapter: str, length: int, **params: Any) -> GenerateRequest:

@@ -177,16 +177,16 @@ def test_cancelling_what_is_set_aside_frees_it(decoder: Decoder) -> None:
     assert same(run(engine)["old"], run(make(decoder), ask("old", 30, long))["old"])
 
 
-def test_two_thousand_in_flight(decoder: Decoder, adapters: dict[str, Path]) -> None:
+def test_five_hundred_in_flight(decoder: Decoder, adapters: dict[str, Path]) -> None:
     """All of them wait at once for 32 slots in little space; each gets what it gets alone."""
     requests = [
         ask(f"r{i}", 3 + i % 40, SamplingParams(max_tokens=2 + i % 3, seed=i, stop_at_eos=False),
             adapter=f"a{i % 4}", adapter_folder=adapters[f"a{i % 4}"], priority=i % 2)
-        for i in range(2000)
+        for i in range(500)
     ]  # fmt: skip
     engine = make(decoder, slots=32, kv_tokens=100 * 32)
     finished = run(engine, *requests, max_steps=20_000)
-    assert len(finished) == 2000
+    assert len(finished) == 500
     assert all(result.error is None for result in finished.values())
-    for request in requests[::250]:
+    for request in requests[::60]:
         assert same(finished[request.id], run(make(decoder), request)[request.id])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import signal
 import socket
-import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +36,7 @@ from scheduler.links.messages import (
 from scheduler.links.sockets import ServerLink
 from store.blobs.contract import StoreAway, Weights, reading
 from store.blobs.folder import FolderBlobs
+from tests.forked import Forked
 from workers.generator import adapters
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
@@ -320,9 +319,7 @@ def test_the_process(blobs: FolderBlobs, adapter_ref: str, goodbye: str) -> None
     async def talk() -> tuple[int, dict[str, Done]]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "workers", "generator", "--link-fd", str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()], env=environment)
+            process = Forked("-m", "workers", "generator", "--link-fd", link=theirs)
         link = ServerLink(ours)
         link.send(GeneratorConfig(Basics(str(blobs.root.parent), {"base": str(TINY)}), slots=4))
         done: dict[str, Done] = {}
@@ -339,7 +336,7 @@ def test_the_process(blobs: FolderBlobs, adapter_ref: str, goodbye: str) -> None
             process.send_signal(signal.SIGTERM)
         else:
             link.close()
-        return await asyncio.wait_for(process.wait(), 60), done
+        return await asyncio.to_thread(process.wait, 60), done
 
     code, done = asyncio.run(talk())
     assert code == (1 if goodbye == "server-gone" else 0)

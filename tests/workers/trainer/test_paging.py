@@ -303,7 +303,7 @@ def test_any_order_of_work(decoder: Decoder, tmp_path: Path) -> None:
     run_state_machine_as_test(
         World,
         settings=settings(
-            max_examples=examples(12), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(6), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,10 +27,10 @@ from scheduler.links.messages import (
     Snapshot,
     loss_ref,
 )
+from tests.forked import Forked
 from tests.workers.trainer.kit import MODEL, Bench, ce_data
 from workers.model.decoder import Decoder
 
-ROOT = Path(__file__).parents[3]
 MEMORY = 1 << 28
 PULL = PullPass([MODEL], MEMORY)
 
@@ -44,15 +41,8 @@ class Worker:
     def __init__(self, data_dir: Path, models: dict[str, Path], bounds: TrainerBounds) -> None:
         self.socket, child = socket.socketpair()
         self.socket.settimeout(60)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "workers", "trainer", "--link-fd", str(child.fileno())),
-            ],
-            pass_fds=[child.fileno()],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        child.close()
+        with child:
+            self.process = Forked("-m", "workers", "trainer", "--link-fd", link=child)
         self.send(TrainerConfig(Basics(str(data_dir), {name: str(model) for name, model in models.items()}), bounds))
 
     @contextmanager
@@ -124,7 +114,7 @@ def test_works_then_drains(bench: Bench, worker: Worker) -> None:
 
 def test_sigterm_drains(worker: Worker) -> None:
     assert worker.recv() == PULL
-    worker.process.terminate()
+    worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(timeout=30) == 0
 
 
@@ -187,5 +177,5 @@ def test_a_pass_within_its_time_leaves_no_timer_behind(bench: Bench, worker: Wor
     assert isinstance(worker.recv(), Done)
     assert isinstance(worker.recv(), PassOver)
     assert worker.recv() == PULL
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(TimeoutError):
         worker.process.wait(timeout=3.2)

@@ -73,7 +73,7 @@ def requests(folders: dict[str, Path]) -> list[GenerateRequest]:
     found = []
     for i, name in enumerate(["small", "", "large", "small", "", "attention", "experts", ""]):
         head = tuple(3 + (5 * j) % 60 for j in range(64 if i % 2 else 0))
-        prompt = head + tuple(3 + (7 * i + 11 * j) % 60 for j in range(3 + 17 * i))
+        prompt = head + tuple(3 + (7 * i + 11 * j) % 60 for j in range(3 + 11 * i))
         sampling = SamplingParams(max_tokens=3, temperature=0.7, seed=i, stop_at_eos=False)
         scored = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_logprobs_last_n": 20 if i % 2 else None}
         found.append(
@@ -106,7 +106,7 @@ def test_prompts_are_computed_as_block_by_block(config: DecoderConfig, tmp_path:
     """Whole, in pieces, and behind what the prefix cache has."""
     config = replace(config, context_length=CONTEXT)
     folders = saved(config, tmp_path)
-    options = {"slots": 8, "context": CONTEXT, "prefill_tokens": 160}
+    options = {"slots": 8, "context": CONTEXT, "prefill_tokens": 120}
     decoder = random_decoder(config)
     plain, paged = (TorchEngine(decoder, EOS, **options) for _ in range(2))  # type: ignore[arg-type]
     decoder.rotary(torch.arange(CONTEXT))

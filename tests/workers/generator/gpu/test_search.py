@@ -314,9 +314,9 @@ def search(world: World, seed: int, count: int) -> None:
 
 @pytest.mark.search
 def test_programs(mixture: World) -> None:
-    search(mixture, 1, 9)
+    search(mixture, 1, 5)
 
 
 @pytest.mark.search
 def test_programs_with_windows(windows: World) -> None:
-    search(windows, 2, 6)
+    search(windows, 2, 3)
