@@ -83,8 +83,9 @@ VERSIONS = (
         "3.11",
         "the oldest that the requirements admit together (`uv pip compile --resolution lowest-direct`): torch 2.11.0, "
         "transformers 5.17.0, pydantic 2.12.0, SQLAlchemy 2.0.36, Alembic 1.13.0, redis 6.4.0, Celery 5.6.0, "
-        "FastAPI 0.165.0, openai 3.0.0, click 8.2.0",
-        "isolation, replay, kernels, decoder, engines, store, queues, jobs, traces, HTTP API, OpenAI's door, `weftd`",
+        "stripe 16.0.0, FastAPI 0.165.0, openai 3.0.0, peft 0.21.0, click 8.2.0",
+        "isolation, replay, kernels, decoder, engines, adapters, store, queues, jobs, payments, traces, HTTP API, "
+        "OpenAI's door, `weftd`",
     ),
     (
         "3.13",
