@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, ColumnElement, DateTime, Integer, MetaData, TypeDecorator, func
+from sqlalchemy import JSON, BigInteger, ColumnElement, DateTime, Double, Integer, MetaData, TypeDecorator, func
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute
 
 #: SQLite only auto-increments an INTEGER primary key.
@@ -60,6 +60,7 @@ class Base(DeclarativeBase):
         }
     )
     type_annotation_map: ClassVar[dict[Any, Any]] = {
+        float: Double(),  # SQLAlchemy 2.0 would take Float
         datetime: Utc(),
         dict[str, Any]: JSON(),
         list[str]: JSON(),

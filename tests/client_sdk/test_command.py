@@ -87,6 +87,12 @@ def test_help_and_completion_load_no_client() -> None:
     assert subprocess.check_output([sys.executable, "-c", show], text=True) == "set()\n"
 
 
+def test_the_command_loads_where_click_has_no_generic_types() -> None:
+    """Those before 8.4, which pip leaves in place for what requires 8.1.2."""
+    older = "import click; click.ParamType = type('ParamType', (click.ParamType,), {'__class_getitem__': None})"
+    subprocess.run([sys.executable, "-c", f"{older}; import weft.cli"], check=True)
+
+
 @pytest.mark.parametrize("reference", ["{", '{"base_model": "b", "tokens": [1, 2]}'])
 def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str

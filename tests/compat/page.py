@@ -70,6 +70,37 @@ MoE, gpt-oss and Nemotron.
 """
 LOADER_SIGNS = {"right": "right", "wrong": "**wrong**", "refused": "–"}
 
+VERSIONS_TITLE = """\
+## What Weft stands on, oldest and newest
+
+Tried by hand on 2026-11-28, on a CPU: both wheels installed outside of the checkout, a server that trained, sampled,
+saved, answered a chat completion and passed `weftd doctor`; then tests. Python 3.14 was not to be had. On 3.12 the
+oldest client was installed and `weft --help` run. zstandard 0.22 has no wheel for 3.13: a newer one is taken there.
+"""
+#: Python, the versions, and the tests that ran with them.
+VERSIONS = (
+    (
+        "3.11",
+        "the oldest that the requirements admit together (`uv pip compile --resolution lowest-direct`): torch 2.11.0, "
+        "transformers 5.17.0, pydantic 2.12.0, SQLAlchemy 2.0.36, Alembic 1.13.0, redis 6.4.0, Celery 5.6.0, "
+        "stripe 16.0.0, FastAPI 0.165.0, openai 3.0.0, peft 0.21.0, click 8.2.0",
+        "isolation, replay, kernels, decoder, engines, adapters, store, queues, jobs, payments, traces, HTTP API, "
+        "OpenAI's door, `weftd`",
+    ),
+    (
+        "3.13",
+        "the newest of everything: torch 2.15.0 (CUDA's build), transformers 5.24.0, SQLAlchemy 2.1.9, pydantic 2.14.4",
+        "with `-W error::DeprecationWarning`: isolation, replay, kernels, decoder, engines, losses, adapters, OpenAI's "
+        "door, `weft.rl`, wire",
+    ),
+    (
+        "3.11",
+        "the client alone, without torch, its oldest: pydantic 2.9.0, httpx 0.27.0, numpy 1.26.0, protobuf 7.35.1, "
+        "click 8.1.2, rich 13.0.0",
+        "the client's own, those apart that need torch",
+    ),
+)
+
 
 def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
     """The whole page. `results`: by version and call, `ok`, `fail` or `absent`."""
@@ -84,6 +115,7 @@ def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
     parts.append(_recipes())
     parts.append(_packages())
     parts.append(_loaders())
+    parts.append(_versions())
     return "\n".join(parts)
 
 
@@ -109,6 +141,11 @@ def _loaders() -> str:
         ]
         lines.append(f"| {transformers} | {' | '.join(signs)} |")
     return "\n".join(lines) + "\n"
+
+
+def _versions() -> str:
+    rows = [f"| {' | '.join(row)} |" for row in VERSIONS]
+    return "\n".join([VERSIONS_TITLE, "| Python | versions | tests |", "|---|---|---|", *rows, ""])
 
 
 def _table(

@@ -98,7 +98,7 @@ class Failed(click.ClickException):
         self.exit_code = code  # type: ignore[misc]
 
 
-class RunParameter(click.ParamType[str]):
+class RunParameter(click.ParamType):  # type: ignore[type-arg]  # has no parameter before click 8.4
     """A run, by its id or by its name (`name=` where it was made); commands get the id."""
 
     name = "run"

@@ -7,11 +7,13 @@ from typing import Any
 
 class Swap:
     def weft_about(self) -> dict[str, Any]:
-        """What this vLLM can do for Weft. The model runner that the CPU uses is the one the plugin knows."""
+        """What this vLLM can do for Weft. The plugin knows the older model runner, on a CPU; the newer one, which vLLM
+        takes wherever Triton is installed, draws tokens by other code."""
         import vllm
         from vllm.platforms import current_platform
 
-        return {"vllm": vllm.__version__, "tempered_logprobs": bool(current_platform.is_cpu())}
+        tempered = current_platform.is_cpu() and not self.use_v2_model_runner
+        return {"vllm": vllm.__version__, "tempered_logprobs": bool(tempered)}
 
     def weft_adapters(self) -> list[int]:
         """The adapters in memory, by the numbers the front end gives them in ascending order."""

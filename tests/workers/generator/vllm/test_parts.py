@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import runpy
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -36,11 +38,25 @@ from workers.model.tiny import TINY_PATH
 
 CONFIG = read_config("tiny", TINY_PATH)
 LIMITS = LoraLimits(max_adapters=4, max_rank=8)
+PLUGIN = Path(__file__).parents[4] / "deploy" / "vllm" / "plugin" / "weft_vllm"
 
 
 def test_a_connection_is_let_go_before_vllm_closes_it() -> None:
     closes = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
     assert (client._LIMITS.keepalive_expiry or closes) < closes - 1
+
+
+@pytest.mark.parametrize(("cpu", "newer_runner"), [(True, False), (True, True), (False, True)])
+def test_the_plugin_vouches_for_the_model_runner_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool, newer_runner: bool
+) -> None:
+    """vLLM takes the newer one wherever Triton is installed, on a CPU too: logprobs would not be at the temperature."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    platform = SimpleNamespace(is_cpu=lambda: cpu)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    about = runpy.run_path(str(PLUGIN / "worker.py"))["Swap"].weft_about
+    said = about(SimpleNamespace(use_v2_model_runner=newer_runner))
+    assert said["tempered_logprobs"] is (cpu and not newer_runner)
 
 
 def saved(folder: Path, *, rank: int = 4, unembed: bool = False, fill: float | None = None) -> Path:
