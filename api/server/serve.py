@@ -27,7 +27,7 @@ from api.server.workers.nursery import Nursery
 from api.server.workers.worker_process import WorkerProgram
 from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
-from store import tracing
+from store import logs, tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import Settings, SettingsError
 from workers.model.card import ModelCard, read_card
@@ -181,7 +181,7 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
 
 
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
-    reason = str(getattr(error, "orig", error)).splitlines()[0]
+    reason = logs.in_a_line(error)
     if settings.database_url:
         return CannotServe(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
     with suppress(OSError):

@@ -24,6 +24,7 @@ from weft.version import __version__
 from api.commands.places import refuse, settings_of, where
 from store.backup.databases import file_name, is_empty, put_back, rows_of, saved
 from store.backup.files import RESTORING, BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
+from store.logs import in_a_line
 from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -240,4 +241,4 @@ def _told(work: Callable[[], T], place: Path) -> T:
     except OSError as error:
         refuse(f"{place}: {error}" if error.errno and not error.filename else str(error))
     except SQLAlchemyError as error:
-        refuse(str(getattr(error, "orig", error)).splitlines()[0])
+        refuse(in_a_line(error))
