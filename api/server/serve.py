@@ -180,7 +180,14 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
 
 
+def _unusable_folder(data_dir: Path, error: OSError) -> CannotServe:
+    remedy = "name a folder that weftd may make and write to, on a disk with room"
+    return CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}: {remedy}")
+
+
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
+    if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+        return _unusable_folder(settings.data_dir, error)
     reason = logs.in_a_line(error)
     if settings.database_url:
         return CannotServe(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
@@ -231,7 +238,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
         data_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
+        raise _unusable_folder(data_dir, error) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,7 +248,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
             owner = os.read(descriptor, 20).decode() or "unknown"
             raise CannotServe(f"another weftd (process {owner}) serves the data folder {data_dir}") from None
         except OSError as error:
-            raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
+            raise _unusable_folder(data_dir, error) from None
         try:
             yield
         finally:

@@ -199,7 +199,8 @@ def test_without_room_nothing_is_left_and_it_is_said_where(
             (run("restore", backup, "--data-dir", new), new),
         ):
             assert said.exit_code == 2
-            assert said.stderr == f"weftd: {place}: [Errno 28] No space left on device\n"
+            remedy = "name a folder that weftd may read and write, on a disk with room"
+            assert said.stderr == f"weftd: {place}: No space left on device: {remedy}\n"
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Full))
         said = run("backup", two, "--data-dir", tmp_path)

@@ -87,6 +87,12 @@ def test_help_and_completion_load_no_client() -> None:
     assert subprocess.check_output([sys.executable, "-c", show], text=True) == "set()\n"
 
 
+def test_a_place_that_cannot_be_written_is_named_with_what_to_do(stub: Stub) -> None:
+    """In /proc nobody makes a folder."""
+    found = weft(stub, "download", "tinker://s:train:0/weights/w", "--to", "/proc/x")
+    assert found == (1, "Error: /proc/x: No such file or directory: name a place that can be read and written\n")
+
+
 @pytest.mark.parametrize("reference", ["{", '{"base_model": "b", "tokens": [1, 2]}'])
 def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.command()
 @where
 @click.option("--days", type=click.IntRange(1), help="Whole days back from now (default 30, if they are kept).")
-@click.option("--gpus", type=click.IntRange(1), help="GPUs that are paid for ([ownership] in the settings).")
-@click.option("--gpu-hour", type=Finite(0, min_open=True), help="Dollars per GPU-hour, instead of computed.")
+@click.option("--gpus", type=click.IntRange(1, 100_000), help="GPUs that are paid for ([ownership] in the settings).")
+@click.option("--gpu-hour", type=Finite(0, 1e6, min_open=True), help="Dollars per GPU-hour, instead of computed.")
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 def tco(
     data_dir: Path | None,

@@ -239,6 +239,9 @@ def _told(work: Callable[[], T], place: Path) -> T:
     except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
         refuse(str(error))
     except OSError as error:
-        refuse(f"{place}: {error}" if error.errno and not error.filename else str(error))
+        if not error.errno:  # a store's, which says what to do
+            refuse(str(error))
+        what = f"{error.filename or place}: {error.strerror}"
+        refuse(f"{what}: name a folder that weftd may read and write, on a disk with room")
     except SQLAlchemyError as error:
         refuse(in_a_line(error))
