@@ -122,7 +122,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except click.ClickException as error:
-        refuse(error.format_message())
+        refuse(" ".join(error.format_message().split()))
     except click.Abort:
         sys.exit(1)
     except UnicodeEncodeError as error:

@@ -293,7 +293,7 @@ def form_of(error: ApiError) -> dict[str, Any]:
 def away(error: Exception) -> CannotStore:
     """What to say of one of `STORES`, which may pass. Raises it where that cannot be."""
     if not isinstance(error, OSError):
-        log.warning("the database does not answer: %s", error)
+        log.warning("the database does not answer: %s", logs.in_a_line(error))
     elif is_lasting(error):
         raise error
     else:

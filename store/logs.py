@@ -2,14 +2,17 @@
 
 A line is text for people, or one JSON object. What it is about (request, organisation, run, operation) travels in a
 context variable, like the caller (`store.database.caller`), and stands on every line that is logged meanwhile. Whoever
-logs it, keys, tokens and the passwords of URLs are taken out of a line here; requests' bodies are never logged.
+logs it, keys, tokens and the passwords of URLs are taken out of a line here; requests' bodies are never logged. That
+database, Redis or object store is away is one line without a traceback, and the same line once in SAY_AGAIN_S.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import sys
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -22,6 +25,16 @@ import orjson
 OURS = ("api", "billing", "generator", "migrations", "scheduler", "store", "trainer", "weft", "workers")
 #: These say at INFO what nobody needs.
 QUIET = ("alembic", "httpx", "uvicorn")
+#: Seconds between two of the same line about what is away: it is asked for several times a second.
+SAY_AGAIN_S = 5.0
+#: Errors that say so, by package and name: none of these packages is below this module.
+_AWAY = {
+    ("redis", "ConnectionError"),
+    ("redis", "TimeoutError"),
+    ("scheduler", "QueueUnreachable"),
+    ("sqlalchemy", "TimeoutError"),
+    ("store", "StoreAway"),
+}
 #: A JSON line begins so, also after it has passed through the server.
 _BEGINS = b'{"time":'
 
@@ -73,6 +86,7 @@ def configure(form: str = "text", level: str = "info", program: str = "weftd") -
     _Shape.json = form == "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(program) if _Shape.json else _Text())
+    handler.addFilter(_Seldom())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in OURS:
@@ -97,6 +111,52 @@ def hide(text: str) -> str:
     return _SECRETS.sub(_HIDDEN, text)
 
 
+def in_a_line(error: BaseException) -> str:
+    """The first line of what an error says; of what a database refuses without the statement."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0] or type(error).__name__
+
+
+def _away(record: logging.LogRecord) -> BaseException | None:
+    """The error of a line, if it says that what the process needs is away."""
+    error = record.exc_info[1] if record.exc_info else None
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
+    if ("sqlalchemy", "OperationalError") in kinds:  # others of them are of what was asked
+        return error if getattr(error, "connection_invalidated", False) or not getattr(error, "statement", "") else None
+    return None if kinds.isdisjoint(_AWAY) else error
+
+
+def _brief(record: logging.LogRecord) -> logging.LogRecord:
+    """Words in place of the traceback of what is away, which says where it was asked and no more."""
+    error = _away(record)
+    if error is None:
+        return record
+    brief, message, why = copy.copy(record), record.getMessage(), in_a_line(error)
+    brief.msg, brief.args, brief.exc_info, brief.exc_text = message, (), None, None
+    if why not in message:
+        brief.msg = f"{message}: {why}"
+    return brief
+
+
+class _Seldom(logging.Filter):
+    """Lets no line about what is away pass twice within SAY_AGAIN_S."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        brief = _brief(record)
+        if brief is record:
+            return True
+        line, now = f"{record.name} {brief.msg} {_facts(record)}", time.monotonic()
+        if now - self._said.get(line, -SAY_AGAIN_S) < SAY_AGAIN_S:
+            return False
+        if len(self._said) >= 1000:
+            self._said.clear()
+        self._said[line] = now
+        return True
+
+
 class _Text(logging.Formatter):
     """TIME LEVEL logger: message [request=... org=...]"""
 
@@ -104,6 +164,7 @@ class _Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(facts)s")
 
     def format(self, record: logging.LogRecord) -> str:
+        record = _brief(record)
         facts = " ".join(f"{name}={fact}" for name, fact in _facts(record).items())
         record.facts = f" [{facts}]" if facts else ""
         return hide(super().format(record))
@@ -118,6 +179,7 @@ class _Json(logging.Formatter):
         self._program = program
 
     def format(self, record: logging.LogRecord) -> str:
+        record = _brief(record)
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

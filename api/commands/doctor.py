@@ -13,6 +13,7 @@ import click
 from api.commands.places import settings_of, where
 from api.doctor import machine, models, sign_in, stores
 from api.doctor.findings import Finding, wrong
+from store import logs
 from store.settings import Settings
 
 CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
@@ -62,5 +63,5 @@ def _of(check: Callable[[Settings], Iterator[Finding]], settings: Settings) -> I
     try:
         yield from check(settings)
     except Exception as error:
-        says = str(getattr(error, "orig", error)).partition("\n")[0]  # without the statement that a database refused
-        yield wrong(check.__name__, f"cannot be looked at: {type(error).__name__}: {says}", "mend what is above first")
+        says = f"cannot be looked at: {type(error).__name__}: {logs.in_a_line(error)}"
+        yield wrong(check.__name__, says, "mend what is above first")

@@ -82,7 +82,7 @@ def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = F
     except PeopleError as error:
         refuse(str(error))
     except OperationalError as error:  # a disk or a server that takes nothing, or nothing from this user
-        refuse(f"the database of {settings.data_dir} does not do it: {error.orig}")
+        refuse(f"the database of {settings.data_dir} does not do it: {logs.in_a_line(error)}")
     except Unsure as error:
         refuse(
             f"the database of {settings.data_dir} was lost while it did it, and may or may not have done it: look "

@@ -25,7 +25,7 @@ _ROOMS = Path(__file__).resolve().parents[2]
 
 def disk(settings: Settings) -> Iterator[Finding]:
     """Whether the data folder can do what is asked of it: a write, a flush, a rename, a lock."""
-    folder = nearest(settings.data_dir)
+    folder = settings.data_dir if settings.data_dir.exists() else nearest(settings.data_dir)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
             file = Path(place, "a")

@@ -23,6 +23,7 @@ from store.backup.files import BadBackup
 from store.database.commit_mark import CommitMark, LostCommits
 from store.database.leaps import HEARTBEAT, settles_by
 from store.database.row_security import SERVICE_ROLE, may_use
+from store.logs import in_a_line
 from store.settings import Settings, SettingsError
 from store.tables import JobRun
 from workers.model.tiny import TINY_NAME, TINY_PATH
@@ -42,9 +43,8 @@ def database(settings: Settings) -> Iterator[Finding]:
         with opened(url, connect_args={"connect_timeout": 5}) as engine:
             yield _revision(engine, _postgres(engine))
     except (SQLAlchemyError, ImportError) as error:
-        says = str(getattr(error, "orig", error)).splitlines()[0]
         remedy = "look at database_url (WEFT_DATABASE_URL) and the server that it names"
-        yield wrong("database", f"does not answer: {says}", remedy)
+        yield wrong("database", f"does not answer: {in_a_line(error)}", remedy)
 
 
 def _sqlite(settings: Settings) -> Iterator[Finding]:

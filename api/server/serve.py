@@ -27,7 +27,7 @@ from api.server.workers.nursery import Nursery
 from api.server.workers.worker_process import WorkerProgram
 from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
-from store import tracing
+from store import logs, tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import Settings, SettingsError
 from workers.model.card import ModelCard, read_card
@@ -180,8 +180,15 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
 
 
+def _unusable_folder(data_dir: Path, error: OSError) -> CannotServe:
+    remedy = "name a folder that weftd may make and write to, on a disk with room"
+    return CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}: {remedy}")
+
+
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
-    reason = str(getattr(error, "orig", error)).splitlines()[0]
+    if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+        return _unusable_folder(settings.data_dir, error)
+    reason = logs.in_a_line(error)
     if settings.database_url:
         return CannotServe(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
     with suppress(OSError):
@@ -231,7 +238,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
         data_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
+        raise _unusable_folder(data_dir, error) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,7 +248,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
             owner = os.read(descriptor, 20).decode() or "unknown"
             raise CannotServe(f"another weftd (process {owner}) serves the data folder {data_dir}") from None
         except OSError as error:
-            raise CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}") from None
+            raise _unusable_folder(data_dir, error) from None
         try:
             yield
         finally:

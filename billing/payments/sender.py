@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from billing.money.alerts import raise_alert, resolve_alert
@@ -62,6 +62,14 @@ def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
         found.attempts += 1
         claimed.append(found)
     return claimed
+
+
+def restored(session: Session, made_at: datetime, now: datetime) -> None:
+    """After a restore of the backup of `made_at`: what waited then for its first attempt may have had it since, and is
+    sent or looked up as what had it at that moment."""
+    row = StripeOutbox
+    waited = update(row).where(row.state == "pending", row.first_sent_at.is_(None))
+    session.execute(waited.values(first_sent_at=made_at, last_sent_at=now))
 
 
 def send(client: StripeClient, claimed: StripeOutbox, now: Callable[[], datetime]) -> Verdict:

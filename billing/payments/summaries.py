@@ -55,12 +55,13 @@ def unclear(session: Session, now: datetime) -> list[StripeOutbox]:
 
 def decide(session: Session, row_id: int, counted: int, now: datetime) -> str:
     """Decide a row by Stripe's count: it arrived (sent), it did not (pending again, with a new window), or the sum fits
-    neither, for which an alert is raised. Call it in a write. Returns the row's state."""
+    neither, for which an alert is raised. Of a row that was never sent from here, all that is counted beyond ours was
+    sent from elsewhere, in order, and so begins with it. Call it in a write. Returns the row's state."""
     row = session.get_one(StripeOutbox, row_id, with_for_update=True)
     if row.state != "reconcile":
         return row.state
     before = confirmed_uusd(session, row.org_id, row.meter, row.period_start)
-    if counted == before + row.value_uusd:
+    if counted == before + row.value_uusd or (counted != before and not row.attempts):
         mark_sent(session, row, now)
     elif counted == before:
         row.state, row.first_sent_at, row.next_attempt_at = "pending", None, now

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
-from sqlalchemy import Text, cast, select
+from sqlalchemy import Text, cast, func, select
 from sqlalchemy.orm import Session
 
 from billing.reports.spending import SUMS, both
@@ -119,8 +119,9 @@ def days_back(asked: int | None, known: int) -> int:
 def ownership(
     session: Session, since: datetime, until: datetime, *, gpu_hour: GpuHour, gpus: int, machines: int = 2
 ) -> Ownership:
-    """The service from `since` to `until`, whole hours. `gpus` are paid for; `machines` (trainers and generators) run
-    on them."""
+    """The service from `since`, or from its first hour, to `until`. `gpus` are paid for; `machines` (trainers and
+    generators) run on them."""
+    since = min(max(since, _first_hour(session) or since), until)
     paid, tokens = _usage(session, since, until)
     seconds = _machine_seconds(session, since, until)
     costs = divide(pool_usd(gpu_hour.usd, gpus, (until - since).total_seconds()), seconds)
@@ -129,6 +130,12 @@ def ownership(
         for pair in sorted({*paid, *seconds})
     ]
     return Ownership(since, until, gpus, machines, gpu_hour, margins)
+
+
+def _first_hour(session: Session) -> datetime | None:
+    """In which the oldest organisation was made. No machine is charged for a time before."""
+    began = session.scalar(select(func.min(Organisation.created_at)))
+    return began and began.replace(minute=0, second=0, microsecond=0)
 
 
 def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pair, int], dict[Pair, int]]:

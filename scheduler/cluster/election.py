@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from scheduler.cluster import fence
 from scheduler.cluster.term import BEAT_S, Shared, Term
+from store import logs
 from store.database.clock import clock
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Leadership:
         try:
             await self._shared.database.write(lambda session: fence.give_up(session, token, clock(session)))
         except SQLAlchemyError as error:
-            log.warning("the lease is left to its end: %s", error)
+            log.warning("the lease is left to its end: %s", logs.in_a_line(error))
 
     async def _stand(self) -> None:
         while True:

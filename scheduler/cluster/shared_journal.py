@@ -197,7 +197,7 @@ class SharedJournal:
         try:
             return await self.run(call, *arguments)
         except QueueUnreachable as error:
-            log.warning("%s", error)
+            log.warning("%s", error, exc_info=error)
             return None
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:

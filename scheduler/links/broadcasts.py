@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import redis
 
+from scheduler.links.contract import QueueUnreachable
 from scheduler.links.messages import Cancel, Drawn, FailureTold, PolicyMoved
 from scheduler.links.redis_clients import blocking, pooled, pop_all
 from scheduler.links.redis_queue import reaching
@@ -256,7 +257,8 @@ class Listener(threading.Thread):
                     channel.subscribe(*self._channels)
                     self._listen(channel)
             except (redis.RedisError, OSError) as error:
-                log.warning("Redis cannot be reached: %s", error)
+                away = QueueUnreachable(f"Redis cannot be reached: {error}")
+                log.warning("%s", away, exc_info=away)
             finally:
                 self.connected.clear()
                 client.close()

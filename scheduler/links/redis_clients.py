@@ -48,13 +48,14 @@ def blocking(url: str) -> Client:
 
 
 def held(url: str) -> Client:
-    """One connection that is kept open: while Redis has it, the process at its other end is there, however busy."""
+    """One connection that is kept open: while Redis has it, the process at its other end is there, however busy. It is
+    made by the first command: a client of redis-py's own kind with one connection needs a Redis to be made itself."""
     return redis.Redis.from_url(
         url,
         socket_timeout=COMMAND_S,
         socket_connect_timeout=COMMAND_S,
         socket_keepalive=True,
-        single_connection_client=True,
+        max_connections=1,
         retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 0),
     )
 

@@ -147,7 +147,7 @@ class SampleLink:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
-                log.warning("%s; trying again", error)
+                log.warning("%s; trying again", error, exc_info=error)
                 time.sleep(min(left, BEAT_S))
 
     def _take(self) -> SampleWork | None:
@@ -203,7 +203,7 @@ class SampleLink:
                 self._queue.answer(done.op_id, epoch, parcel)
                 return
             except QueueUnreachable as error:
-                log.warning("%s; trying again", error)
+                log.warning("%s; trying again", error, exc_info=error)
             if self._closed.wait(BEAT_S):
                 return
 

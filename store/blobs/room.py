@@ -36,15 +36,17 @@ class Room:
     ) -> None:
         self._folder, self._least, self._clock = folder, least_free_bytes, clock
         self._looked = -LOOK_EVERY_S
-        self._why = ""
+        self._why = ""  # nothing is accepted: a write failed, or
+        self._seen = ""  # the last look found no room
 
     def check(self) -> None:
         """Raise NoRoom if new work cannot be taken."""
         if self._clock() - self._looked >= LOOK_EVERY_S:
-            before, self._looked, self._why = self._why, self._clock(), self._look()
-            if self._why and not before:
-                log.warning("%s: nothing new is accepted until there is room", self._why)
-            elif before and not self._why:
+            before, self._seen = self._seen, self._look()
+            self._looked, self._why = self._clock(), self._seen
+            if self._seen and not before:
+                log.warning("%s: nothing new is accepted until there is room", self._seen)
+            elif before and not self._seen:
                 log.info("there is room again for new work")
         if self._why:
             raise NoRoom(f"{self._why}: nothing new is accepted until there is room; results can be had")

@@ -20,6 +20,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from store.database.db import Database
+from store.logs import in_a_line
 
 T = TypeVar("T")
 
@@ -78,5 +79,5 @@ def _was_committed(database: Database, number: int, lost: OperationalError) -> b
         if status in ("committed", "aborted"):
             return bool(status == "committed")
         if time.monotonic() > deadline:
-            raise Unsure(str(lost.orig)) from lost
+            raise Unsure(in_a_line(lost)) from lost
         time.sleep(ASK_AGAIN_S)  # "in progress": it has not noticed yet that nobody is there

@@ -234,7 +234,7 @@ def archive_project(session: Session, row: Project, archived: bool = True, key_i
 def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
     row = session.get(Project, (org_id, project_id)) if _is_id(project_id) else None
     if row is None:
-        raise NoSuch(f"no project {project_id[:80]!r}")
+        raise NoSuch(f"no project {project_id[:80]!r}: `weftd project list` and the console have the ids")
     return row
 
 

@@ -39,7 +39,7 @@ from store.blobs.owner import claim_prefix
 from store.database.db import Database
 from store.load_settings import load_settings
 from store.people import organisations
-from store.tables import AuditEntry, Checkpoint, Organisation, Run
+from store.tables import AuditEntry, Checkpoint, Organisation, Run, StripeOutbox
 from tests.rows import run_row, session_row
 from tests.servers import OwnStore, PostgresServer
 
@@ -66,6 +66,8 @@ def fill(database: Database, data_dir: Path) -> None:
         session.flush()
         kept = {"ref": "weights/one", "size_bytes": 7, "public": False, "user_metadata": {}, "created_at": NOW}
         session.add(Checkpoint(id="c", org_id=org.id, run_id="s:train:0", kind="weights", name="one", **kept))
+        event = {"meter": "train", "period_start": NOW, "identifier": "i", "customer_id": "c", "value_uusd": 5}
+        session.add(StripeOutbox(org_id=org.id, occurred_at=NOW, state="pending", next_attempt_at=NOW, **event))
 
     database.write_now(write)
 
@@ -85,6 +87,7 @@ def test_sqlite_is_put_back_with_its_files(backup: Path, tmp_path: Path) -> None
     database = Database(f"sqlite:///{tmp_path / 'new' / 'weft.db'}")
     with database.read() as session:
         assert session.scalars(select(Organisation.status)).all() == ["past_due"]
+        assert session.scalars(select(StripeOutbox.first_sent_at)).one() is not None  # by whom it was copied from
     database.close()
     assert not list((tmp_path / "new").glob(".restoring"))
 
@@ -128,6 +131,7 @@ def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Cal
     migrate(restored)
     with restored.read() as session:
         assert session.scalar(select(func.count()).select_from(AuditEntry)) == 1
+        assert session.scalars(select(StripeOutbox.first_sent_at)).one() is not None
         session.execute(text("SET LOCAL ROLE weft_app"))  # which sees nothing without its organisation
         assert session.scalar(select(func.count()).select_from(Organisation)) == 0
     with pytest.raises(DBAPIError, match="append-only"):
@@ -199,7 +203,8 @@ def test_without_room_nothing_is_left_and_it_is_said_where(
             (run("restore", backup, "--data-dir", new), new),
         ):
             assert said.exit_code == 2
-            assert said.stderr == f"weftd: {place}: [Errno 28] No space left on device\n"
+            remedy = "name a folder that weftd may read and write, on a disk with room"
+            assert said.stderr == f"weftd: {place}: No space left on device: {remedy}\n"
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Full))
         said = run("backup", two, "--data-dir", tmp_path)

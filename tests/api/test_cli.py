@@ -311,11 +311,16 @@ LONG, NOT_UTF8 = "n" * 300, os.fsdecode(b"\xff\xfe")
         (["simulate", "--hours", "nan"], "--hours.*nan"),
         (["simulate", "--plot", "waits.pdf"], r"--plot: name a file that ends in \.png or \.svg"),
         (["plan", "--model", "m", "--gpu-gib", "nan"], "--gpu-gib.*nan"),
-        (["tco", "--gpus", "9" * 400], "--gpus.*9 is not in the range"),
         (["tco", "--gpu-hour", "1e308"], r"--gpu-hour.*1e\+308 is not in the range"),
         (["simulate", "--gpu-hour", "1e308"], r"--gpu-hour.*1e\+308 is not in the range"),
         (["simulate", "--model", "m", "--gpu-gib", "1e308"], r"--gpu-gib.*1e\+308 is not in the range"),
         (["simulate", "--model", "m", "--busiest", "1e308"], r"--busiest.*1e\+308 is not in the range"),
+        (["backup", "/proc/x"], "/proc/x.partial: .*: name a folder"),
+        (["migrate", "--data-dir", "/proc/x"], "data folder /proc/x: .*: name a folder"),
+        (["serve", "--data-dir", "/dev/null"], "data folder /dev/null: .*: name a folder"),
+        (["org", "limits", "acme", "--max-in-flight", "9" * 30], "is not in the range 0<=x<=2147483647"),
+        (["tco", "--gpus", "9" * 400], "is not in the range 1<=x<=100000"),
+        (["billing", "mode", "--org", "acme"], "Choose from: prepaid, postpaid, unlimited"),
     ],
 )
 def test_what_no_file_number_or_text_can_be_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

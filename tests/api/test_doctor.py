@@ -135,6 +135,11 @@ def _no_room(_folder: Path, patch: Patch) -> None:
     patch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=100 << 20))
 
 
+def _no_folder(folder: Path, _patch: Patch) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
 def _wrong_time(_folder: Path, patch: Patch) -> None:
     patch.setattr(stores, "time", types.SimpleNamespace(time=lambda: __import__("time").time() - 30))
 
@@ -162,6 +167,7 @@ def _no_vllm(_folder: Path, patch: Patch) -> None:
         (_cut_model, "model", "model.safetensors", "download it again"),
         (_no_model, "model", "/nowhere", "weftd model check"),
         (_no_room, "disk", "100 MiB free", "free some room"),
+        (_no_folder, "disk", "Not a directory", "give the user that runs weftd a folder"),
         (_wrong_time, "clocks", "that of the file system is +", "chrony"),
         (_no_redis, "redis", "does not answer", "WEFT_REDIS_URL"),
         (_no_postgres, "database", "does not answer", "WEFT_DATABASE_URL"),

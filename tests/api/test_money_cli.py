@@ -38,7 +38,18 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
     assert run(tmp_path, "credit", "take", *acme, "--usd", "0", "--memo", "x").exit_code == 2
     for amount in ("ten", "-1", "0.0000000001", "nan", "1e30"):
         assert run(tmp_path, "credit", "grant", *acme, "--usd", amount).exit_code == 2
+    assert "0 to 4,000,000,000 dollars" in run(tmp_path, "credit", "grant", *acme, "--usd", "4000000000.1").output
     assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 2
+
+
+def test_who_may_spend_nothing_in_a_mode_is_named_when_it_is_set(tmp_path: Path) -> None:
+    database = database_in(tmp_path)
+    database.write_now(lambda session: create_key(session, "acme"))
+    database.close()
+    for options, warned in (([], True), (["--overdraft", "5"], False)):
+        done = run(tmp_path, "billing", "mode", "--org", "acme", "postpaid", *options)
+        assert (done.exit_code, "refused until it may spend" in done.stderr) == (0, warned)
+        assert done.stdout.startswith("acme\tpostpaid\t")
 
 
 def test_what_an_operator_does_with_money_is_the_operator_s_in_the_audit_log(tmp_path: Path) -> None:

@@ -93,6 +93,12 @@ def test_the_command_loads_where_click_has_no_generic_types() -> None:
     subprocess.run([sys.executable, "-c", f"{older}; import weft.cli"], check=True)
 
 
+def test_a_place_that_cannot_be_written_is_named_with_what_to_do(stub: Stub) -> None:
+    """In /proc nobody makes a folder."""
+    found = weft(stub, "download", "tinker://s:train:0/weights/w", "--to", "/proc/x")
+    assert found == (1, "Error: /proc/x: No such file or directory: name a place that can be read and written\n")
+
+
 @pytest.mark.parametrize("reference", ["{", '{"base_model": "b", "tokens": [1, 2]}'])
 def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str

@@ -269,6 +269,35 @@ def test_by_keyboard_alone(console: Console, open_page: Open) -> None:
     page.wait_for_url("**/console/billing")
 
 
+def test_who_deletes_by_keyboard_goes_on_from_their_place(open_page: Open) -> None:
+    """The page comes again, and would begin at its top."""
+    page = open_page("/checkpoints")
+    answer = {"status": 200, "headers": {"hx-refresh": "true"}, "body": "Checkpoint deleted"}
+    page.route("**/checkpoints/delete", lambda route: route.fulfill(**answer))  # others need it
+    page.on("dialog", lambda dialog: dialog.accept())
+    button = page.get_by_role("button", name="Delete step-200 of gsm8k-grpo")
+    button.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#toast")).to_have_text("Checkpoint deleted")
+    expect(button).to_be_focused()
+
+
+def test_escape_closes_what_is_open(open_page: Open) -> None:
+    page = open_page("/runs", viewport=NARROW)
+    menu = page.get_by_role("button", name="Menu")
+    menu.focus()
+    page.keyboard.press("Enter")
+    expect(menu).to_have_attribute("aria-expanded", "true")
+    page.keyboard.press("Escape")
+    expect(menu).to_have_attribute("aria-expanded", "false")
+    expect(menu).to_be_focused()
+    page.keyboard.press("Control+k")
+    page.keyboard.type("gsm")  # which a browser would clear first
+    page.keyboard.press("Escape")
+    expect(page.locator("#search-box")).to_be_hidden()
+    expect(menu).to_be_focused()
+
+
 def test_a_key_is_shown_once(console: Console, open_page: Open) -> None:
     page = open_page("/keys")
     page.get_by_label("Name").fill("from the browser")

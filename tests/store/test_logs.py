@@ -1,4 +1,4 @@
-"""What a process logs: for people or as JSON, with what it is about, and never a secret."""
+"""What a process logs: for people or as JSON, with what it is about, and never a secret; of what is away, one line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import redis
+from sqlalchemy.exc import OperationalError
 
+from scheduler.links.contract import QueueUnreachable
 from store import logs
+from store.blobs.contract import StoreAway
 
 KEY = "tml-" + "A" * 8 + "_" + "B" * 43
 SECRETS = [
@@ -114,3 +118,50 @@ def test_the_end_of_a_process_is_logged_too() -> None:
     assert ran.returncode == 1
     assert (line["level"], line["program"]) == ("critical", "trainer")
     assert "OSError: gone" in line["exception"]
+
+
+def away() -> list[Exception]:
+    """What says that something is away, as it comes."""
+    refused = OperationalError("", None, Exception("connection failed: refused\n\tIs the server running?"))
+    lost = OperationalError("SELECT 1", None, Exception("the connection is lost"), connection_invalidated=True)
+    return [
+        refused,
+        lost,
+        QueueUnreachable("Redis cannot be reached"),
+        redis.ConnectionError("Error 111"),
+        StoreAway("the object store does not answer (Unreachable)"),
+    ]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_is_away_is_one_line_without_a_traceback_and_said_seldom(
+    form: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs.configure(form)
+    log = logging.getLogger("scheduler.somewhere")
+    for error in away():
+        for _ in range(3):
+            log.warning("asking again", exc_info=error)
+        said = capfd.readouterr().err.splitlines()
+        why = str(getattr(error, "orig", error)).splitlines()[0]
+        assert [f"asking again: {why}" in line for line in said] == [True], said
+        log.warning("it failed: %s", error, exc_info=error)
+        assert capfd.readouterr().err.count(why) == 1
+    with logs.on(request="r-2"):
+        log.warning("asking again", exc_info=away()[0])  # another's request is found by its id
+    monkeypatch.setattr(logs, "SAY_AGAIN_S", 0.0)
+    log.warning("asking again", exc_info=away()[0])
+    assert capfd.readouterr().err.count("asking again") == 2
+
+
+@pytest.mark.parametrize(
+    "error", [OperationalError("SELECT x", None, Exception("no such column: x")), OSError(5, "EIO")]
+)
+def test_what_is_wrong_keeps_its_traceback(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("text")
+    for _ in range(2):
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("scheduler.somewhere").exception("it failed")
+    assert capfd.readouterr().err.count("Traceback") == 2

@@ -26,7 +26,7 @@ from store.people.organisations import NoSuch
 from store.settings import PaymentsSettings, SettingsError
 
 _NUSD = Decimal(10**9)
-_MOST_NUSD = 2**62
+_MOST_NUSD = 4 * 10**18
 
 
 def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
@@ -37,8 +37,9 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         amount = Decimal(value) * _NUSD
     except InvalidOperation:
         raise click.BadParameter(f"{value!r} is not an amount of dollars") from None
-    if not amount.is_finite() or amount != int(amount) or not 0 <= amount < _MOST_NUSD:
-        raise click.BadParameter(f"{value!r}: must be 0 or more, with nine decimals at most")
+    if not amount.is_finite() or not 0 <= amount <= _MOST_NUSD or amount != int(amount):
+        most = _MOST_NUSD // 10**9
+        raise click.BadParameter(f"{value[:80]!r}: must be 0 to {most:,} dollars, with nine decimals at most")
     return int(amount)
 
 
@@ -215,6 +216,9 @@ def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overd
         wallet = change_mode(session, org_id, mode, overdraft_nusd, datetime.now(UTC))
         _note(session, org_id, "wallet_mode_set", org_id, mode=mode, overdraft_nusd=overdraft_nusd)
         left = available_nusd(wallet)
+        if left is not None and left <= 0:
+            needed = "give it credit (weftd credit grant) or an --overdraft"
+            click.echo(f"weftd: all that {org} asks for is refused until it may spend something: {needed}", err=True)
         return f"{org}\t{mode}\tbalance {usd(wallet.balance_nusd)}\tavailable {'any' if left is None else usd(left)}"
 
     payments = settings_of(config, data_dir).payments

@@ -15,6 +15,9 @@ from billing.metering.quotas import QUOTAS, Standing, standings
 from store.people import organisations
 from store.tables import Organisation
 
+#: What a limit may be at most, as in the API.
+_MOST = 2**31 - 1
+
 
 @click.group()
 def org() -> None:
@@ -76,9 +79,9 @@ def sso(data_dir: Path | None, config: Path | None, name: str, how: str) -> None
 @org.command()
 @where
 @click.argument("name")
-@click.option("--requests-per-minute", type=click.IntRange(0), help="0: no limit; not given: as it is.")
-@click.option("--tokens-per-minute", type=click.IntRange(0), help="Likewise.")
-@click.option("--max-in-flight", type=click.IntRange(0), help="Samples and runs at a time. Likewise.")
+@click.option("--requests-per-minute", type=click.IntRange(0, _MOST), help="0: no limit; not given: as it is.")
+@click.option("--tokens-per-minute", type=click.IntRange(0, 2**53), help="Likewise.")
+@click.option("--max-in-flight", type=click.IntRange(0, _MOST), help="Samples and runs at a time. Likewise.")
 def limits(
     data_dir: Path | None,
     config: Path | None,

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 from weft.version import __version__
 
 from api.commands.places import refuse, settings_of, where
-from store.backup.databases import file_name, is_empty, put_back, rows_of, saved
+from store.backup.databases import file_name, is_empty, opened, put_back, rows_of, saved
 from store.backup.files import RESTORING, BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
+from store.logs import in_a_line
 from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -151,6 +153,7 @@ def _restore(settings: Settings, source: Path) -> About:
                     (coming / found).rename(data_dir / found)
             with _objects_put(bucket, coming, sums):
                 rows = put_back(url, coming / about.database)  # from here on it is restored, whatever becomes of this
+                _note_restored(url, about)
         shutil.rmtree(coming)
     wrong = [name for name in about.rows if rows.get(name) != about.rows[name]]
     if wrong:
@@ -158,6 +161,13 @@ def _restore(settings: Settings, source: Path) -> About:
             f"the restored database is not the one that was saved: {', '.join(wrong)} have other numbers of rows"
         )
     return about
+
+
+def _note_restored(url: str, about: About) -> None:
+    from billing.payments.sender import restored
+
+    with opened(url) as engine, Session(engine) as session, session.begin():
+        restored(session, datetime.fromisoformat(about.made_at), datetime.now(UTC))
 
 
 @contextmanager
@@ -238,6 +248,9 @@ def _told(work: Callable[[], T], place: Path) -> T:
     except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
         refuse(str(error))
     except OSError as error:
-        refuse(f"{place}: {error}" if error.errno and not error.filename else str(error))
+        if not error.errno:  # a store's, which says what to do
+            refuse(str(error))
+        what = f"{error.filename or place}: {error.strerror}"
+        refuse(f"{what}: name a folder that weftd may read and write, on a disk with room")
     except SQLAlchemyError as error:
-        refuse(str(getattr(error, "orig", error)).splitlines()[0])
+        refuse(in_a_line(error))

@@ -26,21 +26,28 @@
     tell(status < 500 && responseText.length < 600 ? responseText : "That did not work (" + status + "). Try again.", true);
   });
   document.body.addEventListener("htmx:sendError", () => tell("The server cannot be reached.", true));
+  const stops = () => $$("a[href], button, input, select, textarea", $("#main")).filter((one) => one.getClientRects().length);
   document.body.addEventListener("htmx:beforeOnLoad", (event) => { // said once the page is there again
     const { xhr } = event.detail;
-    if (xhr.status < 300 && xhr.getResponseHeader("hx-refresh") === "true") sessionStorage.setItem("weft-said", xhr.responseText);
+    if (xhr.status >= 300 || xhr.getResponseHeader("hx-refresh") !== "true") return;
+    sessionStorage.setItem("weft-said", xhr.responseText);
+    sessionStorage.setItem("weft-place", String(stops().findIndex((one) => one.matches(":focus-visible"))));
   });
   document.body.addEventListener("htmx:afterSwap", (event) => { const seen = $("[data-focus]", event.detail.target); if (seen) { seen.focus(); seen.scrollIntoView({ block: "nearest" }); } });
   document.body.addEventListener("htmx:afterRequest", (event) => { if (event.detail.successful && event.detail.elt.matches("[data-resets]")) event.detail.elt.reset(); });
   const said = sessionStorage.getItem("weft-said");
-  if (said) { sessionStorage.removeItem("weft-said"); tell(said); }
+  if (said) { sessionStorage.removeItem("weft-said"); tell(said); stops()[sessionStorage.getItem("weft-place")]?.focus(); } // who works by keyboard goes on from their place
 
   /* ---- menu on small screens */
   const menu = $("#menu");
-  if (menu) menu.addEventListener("click", () => {
-    const open = $("#side").classList.toggle("open");
+  function unfold(open) {
+    $("#side").classList.toggle("open", open);
     menu.setAttribute("aria-expanded", String(open));
     if (open) $("#side li a").focus();
+  }
+  if (menu) menu.addEventListener("click", () => unfold(!$("#side").classList.contains("open")));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && $("#side.open") && !$("dialog[open]")) { unfold(false); menu.focus(); }
   });
 
   /* ---- colours */

@@ -26,6 +26,7 @@
   });
   document.querySelectorAll("[data-search]").forEach((button) => button.addEventListener("click", open));
   text.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") { event.preventDefault(); box.close(); } // a browser would clear the field first
     if (event.key === "ArrowDown" || event.key === "ArrowUp") { event.preventDefault(); mark(at + (event.key === "ArrowDown" ? 1 : -1)); }
     if (event.key === "Enter") { event.preventDefault(); const hit = hits()[at]; if (hit) hit.click(); }
   });

@@ -135,7 +135,8 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         gone.cancel()
         working.cancel()
-        await asyncio.wait((working,))  # what has begun in a thread has the room that it was given
+        # What has begun in a thread has the room that it was given; and asyncio logs what nobody looks at.
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -124,7 +124,10 @@ def _as_exit() -> Iterator[None]:
     """Errors as one line on stderr and an exit code of their kind."""
     try:
         yield
-    except (WeftError, ValueError, OSError) as error:
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise Failed(f"{place}{error.strerror or error}: name a place that can be read and written", 1) from error
+    except (WeftError, ValueError) as error:
         code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
         raise Failed(" ".join(str(error).split()), code) from error
     except KeyboardInterrupt:

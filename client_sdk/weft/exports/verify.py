@@ -84,6 +84,8 @@ def verify(folder: Path, base: str | None = None) -> tuple[bool, str]:
     print(installed(), flush=True)
     try:
         reference = json.loads(file.read_text())
+        if base is None and not Path(reference["base_model"]).is_dir():
+            print(f"{reference['base_model']} is asked of the Hub; --base names a folder that has it", flush=True)
         return verdict(loaded_logprobs(folder, base or reference["base_model"], reference["tokens"]), reference)
     except CannotTry:
         raise

@@ -11,6 +11,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from scheduler.links.messages import STEPS_COUNT_ON, FailureTold
+from store import logs
 from store.database.db import Database
 from store.tables import Operation
 
@@ -27,7 +28,9 @@ def telling(database: Database, org_id: str, request_id: str) -> FailureTold | N
     try:
         database.write_now(lambda session: session.execute(_noted(request_id, told.at)))
     except (OperationalError, PoolTimeout) as error:  # a server that starts again will not know
-        log.warning("operation %s: cannot note that its client knows of its failure: %s", request_id, error)
+        log.warning(
+            "operation %s: cannot note that its client knows of its failure: %s", request_id, logs.in_a_line(error)
+        )
     return told
 
 

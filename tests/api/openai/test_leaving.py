@@ -4,10 +4,12 @@ that no generator has its model."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 from weft.wire import SamplingParams
 
@@ -127,3 +129,32 @@ def test_who_waits_for_a_model_that_no_generator_has_is_told_so(keep: bool, stre
             await asyncio.wait_for(journal.cancelled.wait(), 5)
 
     asyncio.run(go())
+
+
+def test_who_leaves_while_a_sample_is_drawn_is_no_error_in_the_log() -> None:
+    """asyncio logs what failed in a task, with a traceback, where nobody has looked at it."""
+    logged = list[Any]()
+
+    async def go() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: logged.append(context))
+        gone = asyncio.Event()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def drawn() -> None:
+            gone.set()
+            await asyncio.Event().wait()
+
+        waited, left = SimpleNamespace(ended=drawn), list[bool]()
+        asked: Any = SimpleNamespace(
+            request=Request({"type": "http"}, receive), waited=waited, leave=lambda: left.append(True)
+        )
+        with pytest.raises(ClientDisconnect):
+            await ended([asked, asked])
+        assert left == [True, True]
+        gc.collect()
+
+    asyncio.run(go())
+    assert logged == []

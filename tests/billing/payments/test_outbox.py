@@ -182,6 +182,33 @@ def test_a_restored_database_does_not_take_lost_events_for_its_own(
         assert "counts +70 micro-USD beside ours" in alert.message  # exactly what was lost
 
 
+@pytest.mark.parametrize("sent_nusd", [0, 5_000, 75_000])
+@pytest.mark.parametrize("later_h", [1, 30])
+def test_what_waited_at_a_backup_is_at_stripe_once_after_the_restore(
+    database: Database, stripe_server: FakeStripe, tmp_path: Path, sent_nusd: int, later_h: int
+) -> None:
+    """Also when it was sent after the backup, and Stripe has forgotten its identifier."""
+    lost = Payments(database, stripe_server.reset(START), tmp_path)
+    org_id = lost.organisation()
+    lost.use(org_id, "train", 5_000)
+    put_meter_events(lost.context)
+    made_at = lost.now
+    with closing(sqlite3.connect(tmp_path / "weft.db")) as there, closing(sqlite3.connect(tmp_path / "old.db")) as old:
+        there.backup(old)
+    if sent_nusd:
+        _drain(lost)
+        lost.use(org_id, "train", sent_nusd - 5_000)
+        _drain(lost)
+    lost.wait(later_h * HOUR)
+    restored = replace(lost, database=Database(f"sqlite:///{tmp_path}/old.db"))
+    with closing(restored.database):
+        restored.database.write_now(lambda session: sender.restored(session, made_at, restored.now))
+        restored.use(org_id, "train", 300_000)
+        _drain(restored)
+        counted = restored.fake.stripe.total("weft_train", restored.customer(org_id))
+        assert counted == max(5, sent_nusd // 1000) + 300
+
+
 def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Payments) -> None:
     org_id = payments.organisation()
     payments.use(org_id, "train", 5_000)

@@ -75,6 +75,15 @@ def test_an_idle_service_costs_all_the_same(any_database: Database) -> None:
     assert (found.margins, found.cost_usd, found.utilisation, found.cost_usd_per_mtok) == ([], 40.0, 0.0, 0.0)
 
 
+def test_no_machine_is_charged_for_a_time_before_the_service(any_database: Database) -> None:
+    any_database.write_now(fill)
+    with any_database.read() as session:
+        month = ownership(session, SINCE - timedelta(days=30), UNTIL, gpu_hour=HOUR, gpus=2)
+        later = ownership(session, SINCE + timedelta(hours=8), UNTIL, gpu_hour=HOUR, gpus=2)
+    assert (month.since, month.cost_usd) == (SINCE, 40.0)
+    assert later.cost_usd == 8.0
+
+
 def test_time_that_several_shared_is_counted_once() -> None:
     assert covered_s([(0, 4), (2, 6), (3, 5), (10, 11)]) == 7
     assert covered_s([]) == 0

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,22 @@ def test_a_trainer_whose_sign_of_life_has_ended_gives_up_though_it_cannot_ask(
         link.recv(0.1)
     link.close()
     joining.close()
+
+
+def test_a_trainer_that_looks_for_a_leader_waits_for_a_redis_that_is_away(blobs: FolderBlobs) -> None:
+    """One that ended would read its models again."""
+    away = OwnRedis()
+    away.stop()
+    with ThreadPoolExecutor(1) as pool:
+        link = pool.submit(TrainerLink, away.url, blobs)
+        with pytest.raises(TimeoutError):
+            link.result(0.5)
+        away.start()
+        joining = Joining(away.url, "leader")
+        joining.lead(60)
+        link.result(20).close()
+    joining.close()
+    away.stop()
 
 
 @pytest.mark.parametrize("behind", ["trainer", "leader"])

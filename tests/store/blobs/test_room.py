@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,8 +44,9 @@ def test_room_for_new_work(
 def test_there_is_room_again_when_the_disk_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=128 * MIB))
+    """After a write that failed nobody knows: the next one tries, and the log promises nothing."""
+    clock, free = [0.0], [128 * MIB]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
     room = Room(tmp_path, clock=lambda: clock[0])
     with caplog.at_level("INFO"):
         room.check()
@@ -56,7 +58,15 @@ def test_there_is_room_again_when_the_disk_says_so(
             room.check()
         clock[0] = 1.0
         room.check()
-    assert caplog.messages == ["there is room again for new work"]
+        assert caplog.messages == []
+        for clock[0], free[0] in ((2.0, 0), (3.0, 0), (4.0, 128 * MIB), (5.0, 128 * MIB)):
+            with suppress(NoRoom):
+                room.check()
+    full = "the server's disk is nearly full (0 MiB free, 128 are needed)"
+    assert caplog.messages == [
+        f"{full}: nothing new is accepted until there is room",
+        "there is room again for new work",
+    ]
 
 
 @pytest.mark.parametrize(
