@@ -62,6 +62,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (trained, {"groups": [8, None], "loss": ["ppo"], "schedule": ["async", None], "evaluation": [ENV]}),
     (trained, {"checkpoint": ["name"]}),
     (tuned, {"checkpoint": ["name"]}),
+    (distilled, {"reduce": ["token"], "advantage": [rl.grpo], "penalty": [rl.lengths.linear()]}),
     (trained, {"learning_rate": [-1e-3, NAN, INF, "1e-3"], "budget_usd": [-1, NAN, INF, "1"]}),
     (lambda **given: trained(sampling=weft.SamplingParams(**given)), {"max_tokens": [0]}),
     (tuned, {"batch": [0, -1, 2.5, NAN, "8"], "epochs": [0, -1, NAN, INF, "2"], "every": [0, -1, NAN]}),
