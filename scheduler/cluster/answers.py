@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 #: Before another try, when answers cannot be taken.
 AGAIN_S = 1.0
-#: Answers whose results are being stored as blobs, at most: each may be INLINE_BYTES in memory.
+#: Answers of which something is being stored in blobs, at most: each may be INLINE_BYTES in memory.
 MOST_STORING = 1024
 #: How often a replica that leads, and is not alone, looks whether the others take the answers.
 LOOK_S = 0.1
@@ -47,7 +47,7 @@ class SampleAnswers:
         self._journal, self._queue, self._blobs, self._replica = journal, queue, blobs, replica
         self._leads = leads
         self._untaken = "", 0
-        self._storing: dict[str, asyncio.Task[None]] = {}  # answers with results that are blobs
+        self._storing: dict[str, asyncio.Task[None]] = {}  # answers of which something lies in blobs
 
     async def settle(self) -> None:
         """For as long as the server runs."""
@@ -90,7 +90,7 @@ class SampleAnswers:
             log.exception("answers cannot be settled; another look is taken at them")
             await asyncio.sleep(AGAIN_S)
             return
-        large = {answer.id: answer for answer in answers if _is_large(answer)}
+        large = {answer.id: answer for answer in answers if _is_stored(answer)}
         for answer in list(large.values())[: max(0, MOST_STORING - len(self._storing))]:  # others are taken again
             task = asyncio.create_task(self._settle_some([answer], queued))
             self._storing[answer.id] = task
@@ -107,10 +107,10 @@ class SampleAnswers:
 
     async def _queued(self, answers: list[Answered]) -> dict[str, Operation]:
         """The operations that may not have ended. What was accepted here is known, what elsewhere comes with its
-        answer, and settling it again does nothing; but a result that is a blob is written before: for that the database
-        is asked."""
+        answer, and settling it again does nothing; but what lies in blobs is written before: for that the database is
+        asked."""
         journal = self._journal
-        small = (answer for answer in answers if len(answer.result) <= SMALL_BYTES)
+        small = (answer for answer in answers if len(answer.result) <= SMALL_BYTES and not _is_recorded(answer))
         known = {op.id: op for op in map(self._known, small) if op is not None}
         unknown = [answer.id for answer in answers if answer.id not in known]
         return known | (await journal.run(journal.stored.all_queued, unknown) if unknown else {})
@@ -148,12 +148,22 @@ class SampleAnswers:
             self._blobs.delete(ref)
 
 
-def _is_large(answer: Answered) -> bool:
-    """Whether its result is a blob, or becomes one."""
+def _is_stored(answer: Answered) -> bool:
+    """Whether its result is a blob or becomes one, or something beside it does."""
     try:
-        return len(answer.result) > SMALL_BYTES or parcel_of(answer.result).payload_ref != ""
+        large = len(answer.result) > SMALL_BYTES or parcel_of(answer.result).payload_ref != ""
     except msgspec.MsgspecError:  # another version has written it
         return False
+    return large or _is_recorded(answer)
+
+
+def _is_recorded(answer: Answered) -> bool:
+    """Whether what its sequences were drawn with is kept in blobs."""
+    try:
+        message = parcel_of(answer.result).message
+    except msgspec.MsgspecError:
+        return False
+    return isinstance(message, Done) and message.recorded
 
 
 @dataclass

@@ -159,13 +159,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     JSON for optim_step; empty for create, save and load), `facts` are counts for metering and storage:
     `tokens` trained, `size_bytes` written, the policy `version` after an optim_step, or, of a sample, `prefill`,
     `cached_prefill` and `sample` tokens. `drawn` counts the tokens of each sequence of a sample by the version of its
-    run's policy that they were drawn from."""
+    run's policy that they were drawn from. `recorded`: the logprobs of a sample's sequences are to be kept."""
 
     op_id: str
     payload: bytes = b""
     facts: dict[str, int] = {}
     failure: Failure | None = None
     drawn: tuple[dict[int, int], ...] = ()
+    recorded: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
@@ -256,8 +257,8 @@ def loss_ref(loss_id: str) -> str:
 
 
 def stability_ref(session_id: str, sequence: str) -> str:
-    """Where the generator leaves the logprobs that sequence `sequence` was sampled with, for stable_reinforce:
-    float32, little-endian, one per token."""
+    """Where the logprobs are kept that sequence `sequence` was sampled with, for stable_reinforce: float32,
+    little-endian, one per token."""
     return f"stability/{session_id}/{sequence}"
 
 

@@ -9,9 +9,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -29,7 +27,6 @@ from workers.generator.requests.bodies import (
     inflight_name,
     policy_name,
     read_sample,
-    record_stability,
 )
 from workers.generator.requests.streaming import Streams
 from workers.rest import Rest
@@ -41,9 +38,9 @@ REPORT_S = 0.5
 
 #: How often an idle generator looks whether it was told to stop by a signal.
 IDLE_POLL_S = 0.5
-#: A generator that waits for nothing but bodies, or logprobs that are stored, looks this often for other work.
+#: A generator that waits for nothing but bodies looks this often for other work.
 COMING_S = 0.05
-#: Seconds between two attempts at a read or write that the disk refused.
+#: Seconds between two attempts at a read that the disk refused.
 DISK_AGAIN_S = 0.2
 
 
@@ -76,11 +73,7 @@ class Generator:
         self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
         self._offered = 0  # free slots that the server was told of and has not filled yet
         self._draining = False
-        # To try again after an error of the disk, by operation: samples to begin, and answers to give.
-        self._aside: dict[str, SampleOp] = {}
-        self._unrecorded: dict[str, Callable[[], None]] = {}
-        # By operation: samples whose logprobs are on their way to a store that is not on this machine.
-        self._recording: dict[str, tuple[PendingSample, Finished, Future[None]]] = {}
+        self._aside: dict[str, SampleOp] = {}  # samples to begin again after an error of the disk, by operation
         self._tried, self._clock = clock(), clock
         self._meter = _OccupancyMeter(link, clock)
         self._streams = Streams(link, clock)
@@ -92,10 +85,9 @@ class Generator:
 
     def serve(self) -> None:
         """Work until drained. EOFError when the server is gone."""
-        while not (self._draining and not (self._pending or self._coming or self._recording)):
+        while not (self._draining and not (self._pending or self._coming)):
             self._pull()
             self._receive()
-            self._answer_recorded()
             self._try_again()
             self._wait_for_bodies()
             self._meter.begin()
@@ -120,7 +112,7 @@ class Generator:
     def _receive(self) -> None:
         """Handle all messages of the server; wait for one when there is nothing else to do."""
         busy = self._pending or self._coming
-        idle_s = COMING_S if self._recording else DISK_AGAIN_S if self._to_try_again else IDLE_POLL_S
+        idle_s = DISK_AGAIN_S if self._aside else IDLE_POLL_S
         message = self._link.recv(0 if busy else idle_s)
         if busy or message is not None:
             self._rest.worked()
@@ -141,7 +133,6 @@ class Generator:
                 if finished is not None:
                     self._finish(finished)
                 elif pending is None and message.op_id in self._aside.keys() | self._coming.keys():
-                    # What is drawn and waits to be recorded is done: its answer comes, and is billed.
                     self._coming.pop(message.op_id, None)
                     self._aside.pop(message.op_id, None)
                     self._link.send(failure(message.op_id, "cancelled before the disk had answered", "user"))
@@ -224,45 +215,13 @@ class Generator:
             self._aside[finished.id] = pending.op
             return
         _tell(pending, finished)
-        self._answer(pending, finished)
-
-    def _answer(self, pending: PendingSample, finished: Finished) -> None:
-        if not pending.record_stability:
-            self._link.send(answer(pending, finished))
-            return
-        record = partial(record_stability, pending.op, finished.sequences, self._blobs)
-        if self._blobs.threads is None:
-            self._recorded(pending, finished, record)
-        else:
-            self._recording[finished.id] = pending, finished, self._blobs.threads.submit(record)
-
-    def _recorded(self, pending: PendingSample, finished: Finished, outcome: Callable[[], None]) -> None:
-        try:
-            outcome()
-        except OSError:
-            log.exception("sample %s: its logprobs cannot be recorded; it is tried again", finished.id)
-            self._unrecorded[finished.id] = partial(self._answer, pending, finished)
-            return
         self._link.send(answer(pending, finished))
 
-    def _answer_recorded(self) -> None:
-        for op_id, (pending, finished, recording) in list(self._recording.items()):
-            if recording.done():
-                del self._recording[op_id]
-                self._recorded(pending, finished, recording.result)
-
-    @property
-    def _to_try_again(self) -> set[str]:
-        return self._aside.keys() | self._unrecorded.keys()
-
     def _try_again(self) -> None:
-        if not self._to_try_again or self._clock() - self._tried < DISK_AGAIN_S:
+        if not self._aside or self._clock() - self._tried < DISK_AGAIN_S:
             return
         self._tried = self._clock()
-        answers, self._unrecorded = self._unrecorded, {}
         samples, self._aside = self._aside, {}
-        for give in answers.values():
-            give()
         self._fetch(samples.values())
 
 

@@ -101,7 +101,7 @@ def checked_sample(
     priority: str,
     limits: LimitsResponse | None = None,
 ) -> NewOperation:
-    """The operation, its body with `max_tokens` as it will apply, and where it is told early a seed. `limits`, if they
+    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed. `limits`, if they
     are not the service's."""
     most = check_sample(body, limits or service.limits, sampler.base_model, of_run=sampler.run_id is not None)
     params = body.sampling_params.model_copy(update={"max_tokens": most} | _seed(service, body, sampler.id, seq))
@@ -122,10 +122,9 @@ def checked_sample(
 
 
 def _seed(service: Service, body: SampleRequest, sampler_id: str, seq: int) -> dict[str, int]:
-    """A sample without a seed gets one, which nobody can guess and a repeat gets too, where something of it is known
-    before its answer: if a generator is lost, the next goes on with the tokens that the client has been told, and what
-    either records for training is the same."""
-    if not (body.stream or body.record_stability_info) or body.sampling_params.seed is not None:
+    """A streamed sample without a seed gets one, which nobody can guess and a repeat gets too: if a generator dies, the
+    next goes on with the tokens that the client has been told."""
+    if not body.stream or body.sampling_params.seed is not None:
         return {}
     digest = hmac.digest(service.secret, f"{sampler_id} {seq}".encode(), "sha256")
     return {"seed": int.from_bytes(digest[:8], "little", signed=True)}

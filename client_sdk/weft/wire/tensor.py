@@ -111,8 +111,8 @@ class TensorData:
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """Any device and layout of dense tensor; bfloat16 widens to float32."""
-        held = tensor.detach().cpu()
+        """Any device and layout, sparse ones as dense; bfloat16 widens to float32."""
+        held = tensor.detach().cpu().to_dense()
         return cls.from_numpy((held.float() if held.is_floating_point() else held).contiguous().numpy())
 
     @classmethod

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
+import numpy as np
+from weft.wire.binary.sample_codec import decode_sample_response
+
 from billing.prices import PriceList
 from scheduler.journal.ending.outcomes import Answers, result_ref, text_of
 from scheduler.journal.ending.settlement import Ending, Settled, Settlement, result_of
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import until_stored
-from scheduler.links.messages import Done
+from scheduler.links.messages import Done, sequence_id, stability_ref
 from scheduler.order.operations import SAMPLE, Operation, Outcome
 from store import logs, tracing
 from store.blobs.contract import Blobs, beside_the_loop
@@ -76,6 +79,8 @@ class DatabaseRecorder:
         async def attempt() -> Settled:
             nonlocal tried
             tried += 1
+            if result.error is None and done.recorded:
+                await asyncio.to_thread(keep_logprobs, op, done.payload, self._blobs)
             if result.error is None and text_of(result) is None:  # stored before the commit that promises it
                 await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
             run_id = await self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane
@@ -93,6 +98,17 @@ class DatabaseRecorder:
     def _settled_before(self, op: Operation) -> Settled:
         stored = self._answers.stored(op.org_id, op.id)
         return (stored, []) if isinstance(stored, Outcome) else None
+
+
+def keep_logprobs(op: Operation, payload: bytes, blobs: Blobs) -> None:
+    """Store what each sequence of this answer was sampled with, for training. Before the answer: a client that has it
+    may train at once. Not where it was sampled: a generator that is given up may end after another, which draws from
+    newer weights, has answered. Of a sequence of no tokens there is nothing, and a thousand of them cost no more than
+    their prompt: a file for each could be had for nothing."""
+    for sample, sequence in enumerate(decode_sample_response(payload).sequences):
+        if sequence.tokens.size:
+            logprobs = np.asarray(sequence.logprobs, dtype="<f4")
+            blobs.put(stability_ref(op.session_id, sequence_id(op.id, sample)), logprobs.tobytes())
 
 
 def _trace(op: Operation, *, failed: bool) -> None:

@@ -154,6 +154,36 @@ def test_a_refusal_halves_how_many_are_under_way(error: Exception, limit: int) -
 
 
 @pytest.mark.parametrize(
+    ("size", "refused", "limit"), [(3, [0], 4), (1, [0, 1, 2], 4), (2, [0, 1, 5, 9], 4), (2, [0, 16], 2), (2, [], 8)]
+)
+def test_what_one_rollout_is_refused_halves_it_once_for_all_that_were_under_way(
+    size: int, refused: list[int], limit: int
+) -> None:
+    """`refused` are samples, in the order in which they begin: 8 groups at a time."""
+    begun, trying = list[int](), asyncio.Event()
+
+    async def solve(task: int, chat: rl.Chat) -> float:
+        begun.append(place := len(begun))
+        if place == 8 * size - 1:
+            trying.set()
+        await trying.wait()
+        if place in refused:
+            raise RateLimitError("too much at once", 429)
+        return 1.0
+
+    async def life() -> int:
+        more: dict[str, Any] = {"schedule": rl.Async(max_lag=9), "concurrency": rl.Concurrency(start=8)}
+        rollouts = rl.Rollouts(NOBODY, rl.function(solve, range(99)), groups=rl.Groups(batch=4, size=size), **more)
+        rollouts.policy = policy()[0]
+        async with asyncio.timeout(10):
+            await rollouts.batch()
+            await asyncio.gather(*rollouts._tasks.values())
+        return int(rollouts.metrics()["in_flight/limit"])
+
+    assert asyncio.run(life()) == limit
+
+
+@pytest.mark.parametrize(
     ("schedule", "kind", "oldest"),
     [(rl.Sync(), "snapshot", None), (rl.Async(2), "inflight", 2), (rl.Async(1, inflight=False), "snapshot", 1)],
 )

@@ -121,6 +121,14 @@ def test_a_part_of_an_epoch_is_a_step_at_least_and_a_datum_may_fill_the_context(
         assert (len(run.sent), run.server.rows) == (1, [])
 
 
+@pytest.mark.parametrize(("count", "steps"), [(3, 2), (4, 2), (5, 3), (7, 4), (9, 5)])
+def test_half_a_batch_at_the_end_is_filled_from_the_next_epoch(count: int, steps: int) -> None:
+    run = Learns(Server())
+    rl.sft(cast(Any, run), data(count), batch=2, sinks=[])
+    assert [len(step) for step in run.order] == [2] * steps
+    assert {number for step in run.order for number in step} == {*range(count)}
+
+
 def test_a_budget_that_ends_leaves_what_was_trained_saved() -> None:
     run = Learns(Server())
     budget_usd, kept = 3.5 * (2 * 4 * TRAINED + 2) / 1e9, rl.Checkpoints("mine", every=2)

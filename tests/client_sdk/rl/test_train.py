@@ -244,6 +244,24 @@ def test_a_teachers_opinion_of_each_drawn_token_is_its_advantage(hint: str | Non
     assert report.spent_nusd == READ * len(prompt) + DRAWN * count + scored + trained
 
 
+@pytest.mark.parametrize("reads", ["advantages", "mask"])
+@pytest.mark.parametrize("reduce", ["tokens", "rollouts", "sum"])
+def test_distillation_is_divided_by_what_it_is_told(reduce: str, reads: str) -> None:
+    """A loss that reads `ref` has its mask divided, the others what the teacher has more."""
+    answers = ["8", "it is 9"]
+    drawn = [ids(answer) for answer in answers]
+    whole = {"tokens": sum(map(len, drawn)), "rollouts": 2, "sum": 1}[reduce]
+    run, env = Pupil(answers, ()), rl.prompts([PROMPT], max_tokens=8)
+    more: dict[str, Any] = {"steps": 1, "groups": rl.Groups(1, 2), "sinks": [], "reduce": reduce}
+    more |= {"loss": rl.losses.ref_kl()} if reads == "mask" else {}
+    report = rl.distill(cast(Any, run), env, cast(Any, Teacher()), **more)
+    gaps = [np.asarray(Teacher.of(tokens)) - [-0.5 - place for place in range(len(tokens))] for tokens in drawn]
+    for datum, tokens, gap in zip(run.sent[0], drawn, gaps, strict=True):
+        said = np.ones(len(tokens)) if reads == "mask" else gap
+        np.testing.assert_allclose(datum.loss_fn_inputs[reads].to_numpy()[-len(tokens) :], said / whole, rtol=1e-5)
+    assert report.steps[0]["reverse_kl"] == pytest.approx(-np.mean(np.concatenate(gaps)), rel=1e-5)
+
+
 @pytest.mark.parametrize(("short", "data"), [(0, 2), (1, 1), (20, 0)])
 def test_a_teacher_is_asked_for_what_just_fits_it(short: int, data: int, caplog: pytest.LogCaptureFixture) -> None:
     answers = ["8", "it is 9"]

@@ -142,6 +142,7 @@ def test_responses_ignore_what_they_do_not_know() -> None:
 def test_tensor_data() -> None:
     tensor = types.TensorData.from_torch(torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16))
     assert (tensor.dtype, tensor.shape, tensor.data, tensor.tolist()) == ("float32", [1, 2], [1.0, 2.0], [[1.0, 2.0]])
+    assert types.TensorData.from_torch(torch.tensor([[0.0, 2.0]]).to_sparse_coo()).tolist() == [[0.0, 2.0]]
     assert types.TensorData(data=[1, 2], dtype="int64").to_torch().dtype == torch.int64
     assert types.TensorData(data=[1, 2], dtype="int64") == types.TensorData.from_numpy(np.array([1, 2], np.int32))
     source = np.zeros(2, np.float32)

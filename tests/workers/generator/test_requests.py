@@ -11,11 +11,11 @@ from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, dec
 from weft.wire import SamplingParams as WireSamplingParams
 from weft.wire.binary.sample_codec import PolicySpan
 
-from scheduler.links.messages import Failure, SampleOp
+from scheduler.links.messages import Done, Failure, SampleOp
 from store.blobs.ahead import Ahead
 from store.blobs.folder import FolderBlobs
 from workers.generator.engine import Facts, Finished, RequestError
-from workers.generator.requests.bodies import PendingSample, answer, read_sample, read_sampling, record_stability
+from workers.generator.requests.bodies import PendingSample, answer, read_sample, read_sampling
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,8 @@ def test_targets_are_answered_in_their_layout(
     assert result.target_prompt_logprobs.to_json() == wire.to_json() | {"data": told.tolist(), "dtype": "float32"}
 
 
-def test_recorded_logprobs_are_found_by_their_sequence(blobs: FolderBlobs) -> None:
-    pending = pending_of(blobs, record_stability_info=True)
-    assert pending.record_stability
-    nothing = replace(SEQUENCE, tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
-    record_stability(pending.op, [SEQUENCE, nothing], blobs)
-    assert [*blobs.listed("stability/*/*")] == ["stability/s/op:0"]  # a file for nothing would be one for no money
-    assert np.frombuffer(blobs.get("stability/s/op:0"), "<f4").tolist() == [-1, -2]
+def test_an_answer_says_that_its_logprobs_are_to_be_kept(blobs: FolderBlobs) -> None:
+    for asked in (True, False):
+        told = answer(pending_of(blobs, record_stability_info=asked), Finished("op", (SEQUENCE,)))
+        assert isinstance(told, Done)
+        assert told.recorded is asked

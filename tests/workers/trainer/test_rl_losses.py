@@ -148,6 +148,18 @@ def test_a_token_that_is_masked_has_no_ratio_however_large_it_is(loss: Loss, adv
 
 
 @pytest.mark.parametrize(
+    ("loss", "q"),
+    [(losses.icepop(old=True), -1.0), (losses.icepop(old=True), -400.0), (losses.areal(old=True), -400.0)],
+)
+def test_a_token_that_is_masked_may_have_moved_by_any_ratio(loss: Loss, q: float) -> None:
+    """Its weight is 0, and where A < 0 nothing bounds what the steps have done."""
+    given = {"q": [q, -1.0], "old": [-200.0, -1.0], "advantages": [-1.0, -1.0], "mask": [1.0, 1.0]}
+    value, grad = gradient(interpreted, loss, [-1.0, -1.0], {name: torch.tensor(given[name]) for name in loss.reads})
+    assert value == pytest.approx(1.0)
+    assert grad.tolist() == pytest.approx([0.0, 1.0])
+
+
+@pytest.mark.parametrize(
     ("loss", "advantage"),
     [
         (losses.ppo_clip(old=True), 1.0),

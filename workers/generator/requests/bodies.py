@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import numpy as np
 from weft.wire import SampleRequest, TensorData
 from weft.wire import SamplingParams as WireSamplingParams
-from weft.wire.binary.sample_codec import SampleUsage, SequenceResult, encode_sample_response
+from weft.wire.binary.sample_codec import SampleUsage, encode_sample_response
 
-from scheduler.links.messages import Declined, Done, Failure, SampleOp, sequence_id, stability_ref
+from scheduler.links.messages import Declined, Done, Failure, SampleOp
 from store.blobs.ahead import Ahead
 from store.blobs.contract import Blobs
 from workers.generator.engine import Finished, GenerateRequest, Logprobs, RequestError, SamplingParams, TargetTokens
@@ -115,7 +114,8 @@ def answer(pending: PendingSample, finished: Finished) -> Done | Declined:
         finished.prompt_alt_tokens,
         SampleUsage(facts.prefill, facts.cached_prefill, facts.sample),
     )
-    return Done(finished.id, payload=payload, facts=counts, drawn=_drawn(finished) if pending.op.run_id else ())
+    drawn = _drawn(finished) if pending.op.run_id else ()
+    return Done(finished.id, payload=payload, facts=counts, drawn=drawn, recorded=pending.record_stability)
 
 
 def _drawn(finished: Finished) -> tuple[dict[int, int], ...]:
@@ -133,17 +133,6 @@ def _refusal(op_id: str, error: RequestError) -> Done | Declined:
     if error.elsewhere:
         return Declined(op_id, error.message, adapter=error.elsewhere == "weights", lost=error.elsewhere == "again")
     return failure(op_id, error.message, error.category)
-
-
-def record_stability(op: SampleOp, sequences: Sequence[SequenceResult], blobs: Blobs) -> None:
-    """Store the logprobs of each sequence for training. Before the answer: a client that has it may train at once. Of a
-    sequence of no tokens there are none, and a thousand of them cost no more than their prompt: a file for each could
-    be had for nothing."""
-    for sample, sequence in enumerate(sequences):
-        if not sequence.tokens.size:
-            continue
-        logprobs = np.asarray(sequence.logprobs, dtype="<f4")
-        blobs.put(stability_ref(op.session_id, sequence_id(op.op_id, sample)), logprobs.tobytes())
 
 
 def failure(op_id: str, message: str, category: str = "server") -> Done:

@@ -60,7 +60,7 @@ class Batch:
             for rollout, value in zip(group.rollouts, _advantages(group, own, penalty), strict=True):
                 if value != 0 or loss.all_data:
                     made += data_of(rollout, value)
-        whole = _denominator(made, reduce)
+        whole = denominator(made, reduce)
         return [loss.datum(datum, 1 / whole, **(more(datum) if more else {})) for datum in made]
 
     def metrics(self) -> dict[str, float]:
@@ -105,7 +105,8 @@ def _one_each(what: str, found: Sequence[float], rewards: Sequence[float]) -> li
     return values
 
 
-def _denominator(data: Sequence[Datum], reduce: Reduce) -> float:
+def denominator(data: Sequence[Datum], reduce: Reduce) -> float:
+    """What the sum over these data of `rollout.data_of` is divided by."""
     if reduce == "sum":
         return 1.0
     if reduce == "rollouts":

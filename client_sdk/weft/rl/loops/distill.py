@@ -19,7 +19,7 @@ from weft.rl import checks
 from weft.rl.chat.render import Message
 from weft.rl.envs.environment import Environment
 from weft.rl.loops import money
-from weft.rl.loops.batch import Batch
+from weft.rl.loops.batch import Batch, denominator
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.rollouts import sampler_limits
 from weft.rl.loops.train import Loop, Recipe, Report
@@ -41,7 +41,8 @@ def distill(
     hint: Callable[[Any], Sequence[Message]] | None = None,
     **recipe: Any,
 ) -> Report:
-    """`train` with the teacher's opinion in place of rewards; the other arguments are `train`'s.
+    """`train` with the teacher's opinion in place of rewards; the other arguments are `train`'s, but `advantage` and
+    `penalty`.
 
     Losses that read `ref` (`rl.losses.ref_kl()`) get the teacher's logprobs; for the others each token's advantage is
     ref - q. `hint(task)` are messages that only the teacher reads, before the conversation.
@@ -58,6 +59,9 @@ async def distill_async(
     **recipe: Any,
 ) -> Report:
     """`distill`, in an event loop of one's own."""
+    for name in ("advantage", "penalty"):
+        if name in recipe:
+            raise ValueError(f"{name}: a teacher's opinion is trained in place of rewards; leave it out, or rl.train")
     return await _Distill(run, env, checks.recipe(Recipe, {"advantage": reinforce, **recipe}), teacher, hint).go()
 
 
@@ -89,13 +93,11 @@ class _Distill(Loop):
         pairs = [(task, datum) for task, rollout in rollouts for datum in data_of(rollout, 1.0)]
         pairs = self._readable(pairs)
         scored = await asyncio.gather(*(self._score(task, datum) for task, datum in pairs))
-        whole = sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for _, datum in pairs)
+        data = [datum for _, datum in pairs]
         gaps = sum(float(gap.sum()) for _, gap in scored)
-        self._gaps.append(-gaps / max(1.0, whole))
-        return [
-            _taught(self.loss, datum, ref, gap, 1 / max(1.0, whole))
-            for (_, datum), (ref, gap) in zip(pairs, scored, strict=True)
-        ]
+        self._gaps.append(-gaps / denominator(data, "tokens"))
+        whole = denominator(data, self.recipe.reduce)
+        return [_taught(self.loss, datum, ref, gap, 1 / whole) for datum, (ref, gap) in zip(data, scored, strict=True)]
 
     def _readable(self, pairs: list[tuple[Any, Datum]]) -> list[tuple[Any, Datum]]:
         """What the teacher has room for, with its hint; the first that it has not is told."""

@@ -104,6 +104,7 @@ class Rollouts:
         self._chats: dict[int, list[Chat]] = {}
         self._base: int | None = None
         self._left = batches
+        self._cut_at = 0  # the newest group when the server refused a sample
         self._told, self._in_a_row = Failures(), InARow(self.groups.batch)
         self._error: Exception | None = None
         self._news = asyncio.Event()
@@ -232,7 +233,7 @@ class Rollouts:
                 self._tried.pop(number, None)
             self._count("failed_tokens", _drawn(self._chats.get(number, ())))
             self.pacer.drop(number)
-            self._failure(error, tried)
+            self._failure(number, error, tried)
         else:
             self._tasks.pop(number, None)
             try:
@@ -253,7 +254,7 @@ class Rollouts:
             outcomes = await env.group(task, chats)
         finally:
             watching.cancel()
-        rollouts, failed = [], list[Chat]()
+        rollouts, failed, refused = [], list[Chat](), None
         for chat, found in zip(chats, outcomes, strict=True):
             outcome = checked(found, chat)
             if isinstance(outcome, Reward):
@@ -264,9 +265,12 @@ class Rollouts:
                 self.waste["failed_rollouts"] += 1
                 failed.append(chat)
                 last = outcome
+                refused = outcome if isinstance(outcome, RateLimitError) else refused
                 self._told.tell(outcome)
         if not rollouts:
-            raise last
+            raise refused or last
+        if refused is not None:
+            self._refused(number)
         if failed:
             self._count("failed_tokens", _drawn(failed))
         return Group(task, rollouts, tried.name, tried.index)
@@ -312,12 +316,19 @@ class Rollouts:
         self._ready[number] = group
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
 
-    def _failure(self, error: Exception, tried: Try) -> None:
+    def _refused(self, number: int) -> None:
+        """The server said of a sample of this group that it is too much. Groups that were under way when it said so
+        before began under the limit of then."""
+        if self._concurrency is not None and number > self._cut_at:
+            self._concurrency.refused()
+            self._cut_at = max(number, *self._tasks)
+
+    def _failure(self, number: int, error: Exception, tried: Try) -> None:
         """A group without a rollout."""
         if isinstance(error, StaleError):
             return
-        if isinstance(error, RateLimitError) and self._concurrency is not None:
-            self._concurrency.refused()
+        if isinstance(error, RateLimitError):
+            self._refused(number)
         self.waste["failed_groups"] += 1
         which = f"a group of tasks[{tried.index}]" + (f" of {tried.name!r}" if tried.name else "")
         self._error = self._in_a_row.failed(error, which) or self._error

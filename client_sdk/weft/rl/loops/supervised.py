@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -29,7 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How fixed data are gone through. Where they are fewer than `batch`, each batch has all of them."""
+    """How fixed data are gone through, in batches of one size: as many as are nearest to `epochs`, of two the more, and
+    what an epoch leaves of one is filled from the next. Data fewer than `batch` are all in each batch."""
 
     batch: int = 32
     epochs: float = 1.0
@@ -100,7 +102,7 @@ def _go(
     between: Callable[[int, bool, Purse], Mapping[str, float]],
 ) -> Report:
     size = min(recipe.batch, len(items))
-    steps = max(1, round(len(items) * recipe.epochs / size))
+    steps = max(1, math.floor(len(items) * recipe.epochs / size + 0.5))
     order, report = Shuffled(len(items), recipe.seed), Report()
     began, state = _resume(run, recipe, steps, size)
     purse = wait(money.purse(run, recipe.budget_usd, state["runs"], state["elsewhere"]))

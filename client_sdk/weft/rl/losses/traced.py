@@ -26,6 +26,8 @@ from weft.wire.checks.losses import MAX_LOG_RATIO, MAX_TOLD_LOG_RATIO
 #: A torch tensor, or what stands for it while it is traced.
 Tensor = Any
 P = ParamSpec("P")
+#: Settings that a term is multiplied by, and those that one is divided by, too. Others are bounds.
+FACTORS, DIVISORS = ("kl", "rl", "ce", "ref"), ("above", "below")
 
 
 def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
@@ -37,6 +39,8 @@ def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
             if isinstance(value, tuple):
                 for place, each in enumerate(value):
                     checks.number(f"{name}[{place}]", each)
+            elif name in FACTORS or name in DIVISORS:
+                checks.finite(name, value, above=name in DIVISORS)
             elif not isinstance(value, bool | None) and name != "level":
                 checks.number(name, value)
         return maker(*args, **settings)
@@ -132,7 +136,7 @@ def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
         drop = _outside(torch.exp(old - q), low, high)
-        return _result(-_kept_ratio(old - q, drop) * _clip(lp - old, a, *clip), lp, q, m, drop)
+        return _result(-_kept_ratio(old - q, drop) * _clip((1 - drop) * (lp - old), a, *clip), lp, q, m, drop)
 
     return _with_old("icepop", body, old)
 
@@ -157,7 +161,7 @@ def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
         drop = (torch.exp(old - q) > upper).float()
-        return _result(-_kept_ratio(old - q, drop) * _clip(lp - old, a, *clip), lp, q, m, drop)
+        return _result(-_kept_ratio(old - q, drop) * _clip((1 - drop) * (lp - old), a, *clip), lp, q, m, drop)
 
     return _with_old("areal", body, old)
 

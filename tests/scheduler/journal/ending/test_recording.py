@@ -1,0 +1,77 @@
+"""What a sample was drawn with is kept for training before it is answered, and is that of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from weft.wire.binary.sample_codec import SequenceResult, encode_sample_response
+
+from scheduler.journal import storing
+from scheduler.links.messages import Done, Failure, PullSamples
+from tests.scheduler.journal.test_journal import Service, folder, go, outcome, sample  # noqa: F401
+
+
+def drawn(op_id: str, *sequences: list[float], recorded: bool = True) -> Done:
+    """An answer with sequences of these log-probabilities."""
+    results = [SequenceResult(np.arange(len(s), dtype=np.int32), np.array(s, np.float32), "stop") for s in sequences]
+    return Done(op_id, encode_sample_response(results), {"prefill": 4, "sample": 3}, recorded=recorded)
+
+
+def kept(service: Service) -> dict[str, list[float]]:
+    blobs = service.blobs
+    return {ref: np.frombuffer(blobs.get(ref), "<f4").tolist() for ref in blobs.listed("stability/*/*")}
+
+
+def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:  # noqa: F811
+    """Weights may have moved between the draws of two generators. Of no tokens there is nothing: a file for it would be
+    one for no money."""
+
+    async def scenario() -> None:
+        service = Service(folder)
+        one, plain, failed = [await service.journal.accept(sample(seq)) for seq in range(3)]
+        async with service.worker(service.generator) as given_up:
+            await service.ask(given_up, PullSamples(["m"], 6))
+        async with service.worker(service.generator) as other:
+            await service.ask(other, PullSamples(["m"], 6))
+            other.send(drawn(one, [-1.0, -2.0], []))
+            other.send(drawn(plain, [-4.0], recorded=False))
+            other.send(Done(failed, failure=Failure("no", "user"), recorded=True))
+            assert [(await outcome(service, i)).error for i in (one, plain, failed)] == [None, None, "no"]
+        service.journal.finish(drawn(one, [-3.0, -3.0]))  # comes when it does not count any more
+        await asyncio.sleep(0.05)
+        assert kept(service) == {f"stability/s/{one}:0": [-1.0, -2.0]}
+
+    go(scenario())
+
+
+def test_a_store_that_takes_nothing_for_a_while_delays_the_answer(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        service = Service(folder)
+        monkeypatch.setattr(storing, "AGAIN_S", (0.0, 0.0))
+        real, refusals, refusing = service.blobs.put, iter(range(5)), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def put(ref: str, data: bytes) -> None:
+            if ref.startswith("stability/") and next(refusals, None) is not None:
+                loop.call_soon_threadsafe(refusing.set)
+                raise OSError(5, "Input/output error")
+            real(ref, data)
+
+        monkeypatch.setattr(service.blobs, "put", put)
+        op_id = await service.journal.accept(sample(0))
+        async with service.worker(service.generator) as link:
+            await service.ask(link, PullSamples(["m"], 2))
+            link.send(drawn(op_id, [-1.0], [-2.0, -3.0]))
+            await refusing.wait()
+            await service.journal.cancel("org", op_id)  # too late: it has been computed, and is billed
+            assert (await outcome(service, op_id)).error is None
+        assert next(refusals, None) is None
+        assert kept(service) == {f"stability/s/{op_id}:0": [-1.0], f"stability/s/{op_id}:1": [-2.0, -3.0]}
+
+    go(scenario())
