@@ -80,7 +80,8 @@ class DatabaseRecorder:
             nonlocal tried
             tried += 1
             if result.error is None and done.recorded:
-                await asyncio.to_thread(keep_logprobs, op, done.payload, self._blobs)
+                threads = self._blobs.threads  # not the event loop's, which many slow writes would fill
+                await asyncio.get_running_loop().run_in_executor(threads, keep_logprobs, op, done.payload, self._blobs)
             if result.error is None and text_of(result) is None:  # stored before the commit that promises it
                 await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
             run_id = await self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane
