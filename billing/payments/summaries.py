@@ -61,7 +61,8 @@ def decide(session: Session, row_id: int, counted: int, now: datetime) -> str:
     if row.state != "reconcile":
         return row.state
     before = confirmed_uusd(session, row.org_id, row.meter, row.period_start)
-    if counted == before + row.value_uusd or (counted != before and not row.attempts):
+    beyond = counted - before - row.value_uusd
+    if beyond == 0 or (beyond > 0 and not row.attempts):
         mark_sent(session, row, now)
     elif counted == before:
         row.state, row.first_sent_at, row.next_attempt_at = "pending", None, now
