@@ -186,7 +186,7 @@ def _unusable_folder(data_dir: Path, error: OSError) -> CannotServe:
 
 
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
-    if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+    if isinstance(error, OSError) and error.filename and error.errno != errno.ENOSPC:
         return _unusable_folder(settings.data_dir, error)
     reason = logs.in_a_line(error)
     if settings.database_url:
