@@ -232,6 +232,45 @@ def test_a_rollout_that_takes_too_long_has_no_reward_though_its_code_goes_on(err
     assert "longer than 0.05 s" in str(found)
 
 
+class Unclosed:
+    """Sandboxes whose provider fails, or takes for ever, when one is closed."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.takes_s = takes_s
+
+    async def create(self, snapshot: Any = None) -> Any:
+        return self
+
+    async def close(self) -> None:
+        await asyncio.sleep(self.takes_s)
+        raise RuntimeError("502 Bad Gateway")
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "told"),
+    [
+        (0.0, "a sandbox was not closed, and goes on until its provider ends it: RuntimeError: 502 Bad Gateway"),
+        (30.0, "a sandbox was not closed by the end of timeout_s (0.2 s), and goes on until its provider ends it"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_a_sandbox_that_cannot_be_closed_takes_no_reward_with_it(
+    takes_s: float, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def solve(task: str, chat: Chat, sandbox: Any) -> float:
+        if task == "bad":
+            raise KeyError("no such column")
+        return 1.0
+
+    env = function(solve, ["good", "bad"], timeout_s=0.2, sandboxes=Unclosed(takes_s))  # type: ignore[arg-type]
+    [good] = asyncio.run(env.group("good", [Chat(policy()[0])]))
+    assert good == Reward(1.0)
+    assert told in caplog.messages
+    if not takes_s:  # nor is it told in place of what the rollout has failed of
+        [bad] = asyncio.run(env.group("bad", [Chat(policy()[0])]))
+        assert isinstance(bad, KeyError)
+
+
 def test_time_in_which_nothing_could_run_does_not_end_a_rollout() -> None:
     """A reward that computes for long, or Ctrl-Z, holds up all rollouts; none of them has taken that time."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from weft.rl.chat.render import Tool
 from weft.rl.sandboxes.sandbox import Sandboxes, opened
 from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Size
+
+logger = logging.getLogger("weft")
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,22 @@ class Function:
         return list(await asyncio.gather(*(self._one(task, chat) for chat in chats)))
 
     async def _one(self, task: Any, chat: Chat) -> Outcome:
-        chat.tools = list(self.tools)
+        chat.tools, earned = list(self.tools), None
         try:
             async with _within(self.timeout_s) as limit:
                 if self.sandboxes is None:
-                    found = await _awaited(self.solve(task, chat))
+                    earned = await _solved(self.solve(task, chat), limit)
                 else:
                     async with opened(self.sandboxes) as sandbox:
-                        found = await _awaited(self.solve(task, chat, sandbox))
-            if limit.expired():  # code that goes on from whatever ends it has gone on from this
-                raise TimeoutError
-            return reward_of(found)
+                        earned = await _solved(self.solve(task, chat, sandbox), limit)
+            return earned
         except TimeoutError as error:
+            if earned is not None:
+                logger.warning(
+                    "a sandbox was not closed by the end of timeout_s (%s s), and goes on until its provider ends it",
+                    self.timeout_s,
+                )
+                return earned
             if not limit.expired():  # of something that solve waited for
                 return error
             return TimeoutError(
@@ -95,10 +102,13 @@ class Function:
             return own(error)
 
 
-async def _awaited(solving: Any) -> Any:
+async def _solved(solving: Any, limit: asyncio.Timeout) -> Reward:
     if not inspect.isawaitable(solving):
         raise TypeError(f"solve must be an async function (async def solve(task, chat)); it returned {solving!r:.80}")
-    return await solving
+    found = await solving
+    if limit.expired():  # code that goes on from whatever ends it has gone on from this
+        raise TimeoutError
+    return reward_of(found)
 
 
 def own(error: Exception | asyncio.CancelledError) -> Exception:

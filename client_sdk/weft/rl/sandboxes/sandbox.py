@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from weft.errors import WeftError
+
+logger = logging.getLogger("weft")
 
 
 class SandboxError(WeftError):
@@ -124,12 +127,18 @@ class Sandboxes(Protocol):
 
 @asynccontextmanager
 async def opened(sandboxes: Sandboxes, snapshot: Snapshot | None = None) -> AsyncIterator[Sandbox]:
-    """A sandbox, closed however its use ends."""
+    """A sandbox, closed however its use ends. One that cannot be closed is told, and takes nothing from what its use
+    came to."""
     box = await sandboxes.create(snapshot)
     try:
         yield box
     finally:
-        await box.close()
+        try:
+            await box.close()
+        except Exception as error:
+            logger.warning(
+                "a sandbox was not closed, and goes on until its provider ends it: %s: %s", type(error).__name__, error
+            )
 
 
 async def require(sandboxes: Sandboxes, count: int) -> None:
