@@ -7,6 +7,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
@@ -100,9 +101,9 @@ WRONG: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (rl.losses.intellect3, {"veto": [NAN], "level": ["word"]}),
     (rl.losses.dppo_kl, {"low": [NAN], "high": [NAN], "kl": [-1, NAN, INF]}),
     (rl.losses.mixed, {"rl": [NAN, INF], "ce": [-1, INF], "ref": [NAN, INF]}),
-    (rl.losses.tis, {"cap": [NAN]}),
+    (rl.losses.tis, {"cap": [NAN, True]}),
     (rl.losses.areal, {"upper": [-1]}),
-    (rl.losses.ppo_clip, {"dual": [-1]}),
+    (rl.losses.ppo_clip, {"dual": [-1, True]}),
     (rl.losses.clipped_is, {"low": [-1]}),
     (rl.losses.gspo, {"high": [NAN]}),
     (rl.losses.ipo, {"width": [-1]}),
@@ -110,7 +111,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (rl.losses.sapo, {"above": [0, INF], "below": [NAN, 0, INF]}),
     (rl.losses.opsm, {"most": [-1]}),
     (rl.losses.dro, {"beta": [-1, NAN]}),
-    (rl.losses.stable_reinforce, {"kl_coeff": [-1, NAN], "no_such": [1]}),
+    (rl.losses.stable_reinforce, {"kl_coeff": [-1, NAN, NOBODY], "no_such": [1]}),
 ]
 CASES = [(make, name, value) for make, wrong in WRONG for name, values in wrong.items() for value in values]
 
@@ -119,6 +120,31 @@ CASES = [(make, name, value) for make, wrong in WRONG for name, values in wrong.
 def test_an_argument_that_cannot_be_is_refused_by_its_name(make: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         make(**{name: value})
+
+
+#: Of all losses, each setting.
+SETTINGS = [(name, each) for name in rl.losses.__all__ for each in signature(getattr(rl.losses, name)).parameters]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [each for each in SETTINGS if each[0] not in ("Loss", "stable_reinforce")]
+)
+@pytest.mark.parametrize("value", [None, [], (0.2,)], ids=str)
+def test_a_setting_of_a_loss_that_is_no_number_is_refused_where_it_is_given(
+    name: str, setting: str, value: Any
+) -> None:
+    """It would be traced, and refused by the server by the name of a node; None means something for `dual` alone."""
+    if (setting, value) == ("dual", None):
+        return
+    with pytest.raises((ValueError, TypeError), match=rf"{setting}\b|_{setting}_threshold"):
+        getattr(rl.losses, name)(**{setting: value})
+
+
+def test_a_pair_of_bounds_is_a_pair() -> None:
+    assert rl.losses.icepop(clip=cast(Any, [0.2, math.inf])).name == "icepop"
+    for wrong in (0.2, (0.2, 0.2, 0.2), "no"):
+        with pytest.raises(TypeError, match=r"clip must be as \(0\.2, 0\.2\), got"):
+            rl.losses.icepop(clip=cast(Any, wrong))
 
 
 @pytest.mark.parametrize("loop", [trained, tuned, preferred, distilled])

@@ -36,12 +36,15 @@ def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
     @wraps(maker)
     def made(*args: P.args, **settings: P.kwargs) -> Loss:
         for name, value in signature(maker).bind(*args, **settings).arguments.items():
-            if isinstance(value, tuple):
+            own = signature(maker).parameters[name].default
+            if isinstance(own, tuple):
+                if not isinstance(value, tuple | list) or len(value) != len(own):
+                    raise TypeError(f"{name} must be as {own}, got {value!r:.80}")
                 for place, each in enumerate(value):
                     checks.number(f"{name}[{place}]", each)
             elif name in FACTORS or name in DIVISORS:
                 checks.finite(name, value, above=name in DIVISORS)
-            elif not isinstance(value, bool | None) and name != "level":
+            elif name != "level" and not (isinstance(own, bool | None) and isinstance(value, type(own))):
                 checks.number(name, value)
         return maker(*args, **settings)
 

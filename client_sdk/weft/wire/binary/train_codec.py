@@ -151,10 +151,13 @@ def encode_train_request(batch: TrainBatch) -> bytes:
 
 
 def write_config(message: pb.ForwardBackwardRequest, config: Mapping[str, float | str]) -> None:
-    """Numbers go into both maps, because older servers read only the first; strings fit only the second."""
+    """Numbers go into both maps, because older servers read only the first; strings fit only the second. Raises
+    TypeError for what is neither."""
     for name, value in config.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
+        elif not hasattr(value, "__float__"):
+            raise TypeError(f"loss_fn_config[{name!r}] must be a number or a text, got {value!r:.80}")
         else:
             message.loss_fn_config[name] = float(value)
             message.loss_fn_config_v2[name].number = float(value)

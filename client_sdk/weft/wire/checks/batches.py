@@ -121,12 +121,17 @@ def config_problems(loss_fn: str, loss: LossLimits, config: Mapping[str, float |
         if key not in loss.config:
             takes = ", ".join(loss.config) or "none"
             yield Problem(where, f"unknown loss_fn_config key {key!r}: {loss_fn} takes {takes}", takes, key)
-        elif loss.config[key] is not None and (isinstance(value, str) or not math.isfinite(value) or value < 0):
+        elif loss.config[key] is not None and not _bounds(value):
             yield Problem(where, f"loss_fn_config {key!r} must be a finite number >= 0, got {value!r}", ">= 0", value)
     low, high = (config.get(key, loss.config.get(key)) for key in THRESHOLDS)
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
         what = f"loss_fn_config: {LOW} {low} is above {HIGH} {high}"
         yield Problem(f"loss_fn_config[{LOW!r}]", what, high, low)
+
+
+def _bounds(value: Any) -> bool:
+    """Whether it is a number that a setting may be, before the wire has looked at its type."""
+    return not isinstance(value, str) and hasattr(value, "__float__") and 0 <= float(value) < math.inf
 
 
 _NONE: Array = np.zeros(0, np.int64)
