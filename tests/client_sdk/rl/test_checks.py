@@ -110,6 +110,9 @@ WRONG: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (rl.losses.ref_kl, {"kl": [NAN, INF]}),
     (rl.losses.sapo, {"above": [0, INF], "below": [NAN, 0, INF]}),
     (rl.losses.opsm, {"most": [-1]}),
+    (lambda low: rl.losses.intellect3(low, 0.5), {"low": [0.6, INF]}),
+    (lambda low: rl.losses.icepop(low, 0.5), {"low": [0.6, INF]}),
+    (lambda low: rl.losses.clipped_is(low, 0.5), {"low": [0.6, INF]}),
     (rl.losses.dro, {"beta": [-1, NAN]}),
     (rl.losses.stable_reinforce, {"kl_coeff": [-1, NAN, NOBODY], "no_such": [1]}),
 ]

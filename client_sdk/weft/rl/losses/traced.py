@@ -114,6 +114,7 @@ def intellect3(
     sequence, exp(min(sum log rho, 10)), divided by its length, and each token takes its own share of the gradient.
     """
     checks.one_of("level", level, ("token", "sequence"))
+    checks.number("low", low, most=high)
 
     def fn(logprobs: Tensor, q: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         torch = _torch()
@@ -135,6 +136,7 @@ def intellect3(
 @_settings
 def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = False) -> Loss:
     """-k 1[low <= k <= high] min(r A, clamp(r) A): two ratios (Ring-1T, eq. 1, with its bounds)."""
+    checks.number("low", low, most=high)
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
@@ -187,6 +189,7 @@ def ppo_clip(low: float = 0.2, high: float = 0.2, dual: float | None = None, old
 @_settings
 def clipped_is(low: float = 0.0, high: float = 4.0, old: bool = False) -> Loss:
     """-sg(clamp(r, low, high)) A lp: CISPO on r; `cispo` has it on rho (arXiv 2506.13585; slime)."""
+    checks.number("low", low, most=high)
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
