@@ -95,7 +95,7 @@ def _value(text: str) -> Any:
     """As in the file; words need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +13,9 @@ from pydantic_core import ErrorDetails
 
 from store.environment import SettingsError, from_environment, over, variable_of
 from store.settings import Settings
+
+#: Of faults of numbers, of yes or no, and of a choice.
+_SHOWN = ("greater_than", "less_than", "int_", "float_", "bool_", "finite_number", "literal_error")
 
 
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
@@ -52,7 +56,7 @@ def _in_words(fault: ErrorDetails) -> str:
     if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
         return "is missing: name the folder that holds everything, here or by --data-dir"
     if fault["type"] != "extra_forbidden":
-        return fault["msg"]
+        return fault["msg"] + _got(fault)
     known = Settings.model_fields
     for section in sections:
         kind = known[section].annotation if section in known else None
@@ -61,12 +65,21 @@ def _in_words(fault: ErrorDetails) -> str:
     return "there is no such setting; " + (f"did you mean {near[0]}?" if near else "docs/operating.md lists all")
 
 
+def _got(fault: ErrorDetails) -> str:
+    """The value, where the kind of fault shows that it is no secret and no table."""
+    value = fault["input"]
+    if not fault["type"].startswith(_SHOWN) or not isinstance(value, str | int | float):
+        return ""
+    huge = isinstance(value, int) and abs(value) >= 2**128  # Python writes no number of thousands of digits
+    return "" if huge else f", got {reprlib.repr(value)}"
+
+
 def _read(config_file: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(config_file.read_text())
     except OSError as error:
         raise SettingsError(f"cannot read the config file {config_file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number of 4,300 digits; lists in lists in lists
         raise SettingsError(f"{config_file} is not TOML: {error}") from None
     folder = config_file.absolute().parent
     if isinstance(values.get("data_dir"), str):

@@ -246,7 +246,7 @@ class JobsSettings(_Section):
     #: embedded: a thread of the server. celery: `weftd jobs worker` and `weftd jobs beat`, on Redis.
     driver: Literal["embedded", "celery"] = "embedded"
     #: Empty: the server's own (`redis_url`).
-    redis_url: str = ""
+    redis_url: Annotated[str, AfterValidator(_redis)] = ""
 
 
 class PaymentsSettings(_Section):

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from weft.errors import APIResponseValidationError, RequestFailedError
-from weft.exports.folder import finish
+from weft.exports.folder import finish, made
 from weft.exports.layout import Layout, selected
 from weft.future import APIFuture, twin
 from weft.transport.download import download_archive, download_files
@@ -200,7 +200,9 @@ class RestClient(AdminClient):
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Let a checkpoint expire `ttl_seconds` (an hour to ten years) from now, or never (None)."""
-        return self._do("PUT", f"{checkpoint_route(tinker_path)}/ttl", SetTtlRequest(ttl_seconds=ttl_seconds))
+        with arguments():
+            request = SetTtlRequest(ttl_seconds=ttl_seconds)
+        return self._do("PUT", f"{checkpoint_route(tinker_path)}/ttl", request)
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
         """Where to fetch the files of an exported checkpoint, one signed URL each."""
@@ -231,8 +233,7 @@ class RestClient(AdminClient):
         return APIFuture.start(self._download(tinker_path, Path(folder), layout, leave_out_unembedding))
 
     async def _download(self, path: str, folder: Path, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
-        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
+        with made(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as scratch:
             part = Path(scratch)
             if parse_checkpoint_path(path).kind != "external_weights":
                 url = (await self._archive_url(path)).url
@@ -379,7 +380,9 @@ class RestClient(AdminClient):
 
 
 def part(name: str) -> str:
-    """An id as one part of a path; colons stay readable."""
+    """An id as one part of a path; colons stay readable. ValueError for those that a URL leaves out, or goes up by."""
+    if name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is no id or name: give one that the server has listed")
     return quote(name, safe=":")
 
 

@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_here_is_not_the_server_s_absence(
     monkeypatch.setattr(stub, "on_tar", lambda asked: Response(b"n" * 100_000), raising=False)
     with smaller_files(), pytest.raises(OSError, match=r"File too large: .*archive\.tar"):
         rest.download_checkpoint(STATE, tmp_path / "x", "tinker").result(10)
-    assert list((tmp_path / "x").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: ServiceClient, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +13,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from starlette.responses import JSONResponse
-from weft.cli import main
+from weft.cli import look, main
 from weft.exports import verify
+from weft.future import APIFuture
+from weft.rest_client import RestClient
+from weft.transport.download import whole
 from weft.version import __version__
 
 from tests.client_sdk.stub_server import Stub
@@ -110,3 +117,68 @@ def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
     (tmp_path / "reference.json").write_text(reference)
     done = CliRunner().invoke(main, ["verify", str(tmp_path)])
     assert (done.exit_code, "it could not be tried with these files and versions: " in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("through", ["pipe", "link"])
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, through: str) -> None:
+    """`weft trace --to /dev/null` made a file of the device, for all programs of the machine; /dev/stdout is a link."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with pytest.raises(FileExistsError, match="something else than a file"), whole(tmp_path / through):
+        pass
+    assert stat.S_ISFIFO((tmp_path / through).stat().st_mode)
+    assert (tmp_path / "link").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_trace_is_a_file_and_no_folder(stub: Stub, tmp_path: Path) -> None:
+    code, said = weft(stub, "trace", "s", "--to", str(tmp_path))
+    assert (code, "is a directory" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://", "http://127.0.0.1:99999", "http://127.0.0.1:nan", "http://[::1", "http://a\n/"]
+)
+def test_an_address_that_cannot_be_is_one_line_with_its_form(stub: Stub, address: str) -> None:
+    stub.base_url = address
+    code, said = weft(stub, "balance")
+    assert (code, said.startswith("Error: the server address"), "http://HOST:PORT" in said) == (1, True, True)
+
+
+def test_a_key_with_a_space_is_no_key(stub: Stub) -> None:
+    done = CliRunner().invoke(main, ["--base-url", stub.base_url, "--api-key", "tml- ", "balance"])
+    assert (done.exit_code, "WEFT_API_KEY" in done.output) == (3, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["prices", "x" * 100_000],
+        ["usage", "--run", "x:" + "y" * 100_000],
+        ["trace", ""],
+        ["publish", "tinker://s:train:0/weights/.."],
+        ["set-ttl", "tinker://s:train:0/weights/w", "--seconds", str(2**63)],
+    ],
+    ids=["long model", "long run", "no session", "up", "beyond 64 bits"],
+)
+def test_what_no_request_can_carry_is_one_short_line(stub: Stub, arguments: list[str]) -> None:
+    code, said = weft(stub, *arguments)
+    assert (code, said.startswith("Error: "), said.count("\n"), len(said) < 300) == (2, True, 1, True)
+    assert "validation error" not in said
+
+
+def test_a_download_that_is_refused_leaves_no_folder(stub: Stub, tmp_path: Path) -> None:
+    archive = "GET /training_runs/s:train:0/checkpoints/weights/w/archive"
+    stub.replies[archive] = JSONResponse({"detail": "no"}, 404)
+    assert weft(stub, "download", "tinker://s:train:0/weights/w", "--to", str(tmp_path / "x"))[0] == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(look, "show", closed)
+    monkeypatch.setattr(RestClient, "get_balance", lambda _: APIFuture.start(asyncio.sleep(0)))
+    done = CliRunner().invoke(main, ["--base-url", "http://127.0.0.1:1", "--api-key", "tml-x", "balance"])
+    assert (done.exit_code, done.output) == (1, "")

@@ -76,6 +76,13 @@ def test_a_section_that_is_none_is_one_line_beside_the_options_that_go_into_it(
         ('data_dir = "x"\nmodels = {m = "a\\u0000b"}', "models: .*NUL"),
         ("port = 1", "data_dir: is missing: .*--data-dir"),
         ("port =", "not TOML"),
+        ("data_dir = 'x'\nport = " + "9" * 5000, "not TOML: Exceeds the limit"),
+        ("data_dir = 'x'\nport = " + "[" * 5000, "not TOML"),
+        ("data_dir = 'x'\nport = 0x" + "f" * 5000, "port: "),
+        ("data_dir = 'x'\nport = 70000", "port: .*65535, got 70000"),
+        ("data_dir = 'x'\n[trainer]\nshard = 'al'", "trainer.shard: .*, got 'al'"),
+        ("data_dir = 'x'\nserver_secret = 'short'", "server_secret: [^,]*, not 5$"),
+        ("data_dir = 'x'\n[jobs]\nredis_url = 'localhost'", "jobs.redis_url: .*a Redis is redis://"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(tmp_path: Path, text: str, message: str) -> None:
@@ -129,6 +136,13 @@ def test_a_mistake_in_a_variable_is_told_by_its_name(
             load_settings(file)
     with pytest.raises(SettingsError, match=message):
         load_settings(write(tmp_path, "data_dir = 'd'"))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 5000], ids=["digits", "nested"])
+def test_a_variable_that_is_no_toml_is_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("WEFT_TRAINER__THREADS", text)
+    with pytest.raises(SettingsError, match=r"^WEFT_TRAINER__THREADS: .{0,160}$"):
+        load_settings(None, data_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ def _as_exit() -> Iterator[None]:
     """Errors as one line on stderr and an exit code of their kind."""
     try:
         yield
+    except BrokenPipeError:  # who reads has seen enough: click ends quietly
+        raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise Failed(f"{place}{error.strerror or error}: name a place that can be read and written", 1) from error

@@ -79,7 +79,7 @@ def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
 
 @main.command()
 @click.argument("session_id", metavar="SESSION")
-@click.option("--to", "file", type=click.Path(path_type=Path), help="File; default: SESSION.pftrace.")
+@click.option("--to", "file", type=click.Path(dir_okay=False, path_type=Path), help="File; default: SESSION.pftrace.")
 @click.pass_obj
 @command
 def trace(rest: Server, session_id: str, file: Path | None) -> None:
@@ -87,6 +87,6 @@ def trace(rest: Server, session_id: str, file: Path | None) -> None:
     from weft.transport.download import download_files
 
     url = rest().export_session_trace(session_id).result()
-    target = file or Path(f"{session_id}.pftrace")
+    target = file if file and file.name else Path(f"{session_id}.pftrace")
     asyncio.run(download_files({target.name: url}, target.parent))
     click.echo(str(target))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft.exports.layout import CONFIG_FILE, REFERENCE, Layout, fit_for_vllm
@@ -65,6 +67,20 @@ _LEFT_OUT = """\
 takes an adapter's unembedding without a word and then gives wrong prompt log-probabilities. To sample from all that was
 trained, sample from Weft's own engine, or train with `train_unembed=False`.
 """
+
+
+@contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """`folder`, which is there after an error only if it was before, or something is in it."""
+    was = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if not was:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def finish(part: Path, folder: Path, path: str, layout: Layout, leave_out_unembedding: bool) -> list[Path]:

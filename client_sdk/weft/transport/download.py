@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import tarfile
@@ -111,7 +112,10 @@ async def _stream(http: httpx.AsyncClient, url: str, target: Path) -> None:
 
 @contextmanager
 def whole(target: Path) -> Iterator[BinaryIO]:
-    """A file that is there whole or not at all, whoever else writes it; everybody may read it."""
+    """A file that is there whole or not at all, whoever else writes it; everybody may read it. A device, a pipe or a
+    folder at `target` is an OSError and stays: the file would take its place."""
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EEXIST, "there is something else than a file, which stays", str(target))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -65,9 +65,15 @@ def resolve_endpoint(base_url: str | None = None, api_key: str | None = None) ->
         raise WeftError("no server address: set WEFT_BASE_URL or pass base_url")
     if not url.startswith(("http://", "https://")):
         raise WeftError(f"the server address {url!r} must start with http:// or https://")
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise WeftError(f"the server address {url[:200]!r} cannot be used: {error}; write http://HOST:PORT") from None
+    if not address.host or not 0 < (address.port or 80) <= 65535:
+        raise WeftError(f"the server address {url[:200]!r} needs a host, and a port of 1 to 65535: http://HOST:PORT")
     if not key:
         raise NoKeyError("no API key: set WEFT_API_KEY or pass api_key (`weftd key create` makes one)")
-    if not (key.isascii() and key.isprintable()):
+    if not (key.isascii() and key.isprintable()) or " " in key:
         raise NoKeyError("the API key has characters that no key has: give WEFT_API_KEY or api_key as it was printed")
     return Endpoint(url.rstrip("/"), key)
 
@@ -172,6 +178,10 @@ class Transport:
             raise self._contact.missing(error) from error
         except httpx.TimeoutException as error:
             raise APITimeoutError(f"{call.method} {url}: no answer within {call.timeout_s:g} s") from error
+        except httpx.InvalidURL as error:
+            raise ValueError(
+                f"{call.method} {call.path[:80]!r}: {error}; give a name or path of the server's"
+            ) from error
         except (httpx.RequestError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise APIConnectionError(f"{call.method} {url}: {reason}") from error
