@@ -39,7 +39,7 @@ from workers.model.card import ModelCard
 
 GROWING = {
     *("sessions", "runs", "samplers", "session_turns", "checkpoints", "operations", "storage_spans"),
-    *("usage_events", "usage_hourly", "ledger_entries", "audit_log", "stripe_outbox"),
+    *("usage_events", "usage_hourly", "ledger_entries", "audit_log", "stripe_outbox", "budget_alerts"),
 }
 LATER = datetime.now(UTC) + timedelta(days=2)
 #: Indexes of what is soon gone from them, all of which may be asked for: results are kept for a day, meter events open
