@@ -18,9 +18,9 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from billing.money.alerts import raise_alert, resolve_alert
-from billing.payments.meters import event_name
+from billing.payments.meters import event_name, put_into_outbox
 from billing.payments.waits import is_due
-from store.tables import StripeOutbox
+from store.tables import Organisation, StripeOutbox, Wallet
 
 if TYPE_CHECKING:
     import stripe
@@ -66,10 +66,17 @@ def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
 
 def restored(session: Session, made_at: datetime, now: datetime) -> None:
     """After a restore of the backup of `made_at`: what waited then for its first attempt may have had it since, and is
-    sent or looked up as what had it at that moment."""
-    row = StripeOutbox
+    sent or looked up as what had it at that moment. What was used and waited for the outbox may have been sent since
+    under another identifier: it is put there now, and only Stripe's sum decides."""
+    row, org = StripeOutbox, Organisation
     waited = update(row).where(row.state == "pending", row.first_sent_at.is_(None))
     session.execute(waited.values(first_sent_at=made_at, last_sent_at=now))
+    metered = select(org.id, org.stripe_customer_id).join(Wallet, Wallet.org_id == org.id)
+    metered = metered.where(Wallet.mode == "postpaid", org.stripe_customer_id.is_not(None))
+    for org_id, customer_id in session.execute(metered).all():
+        put_into_outbox(session, org_id, str(customer_id), made_at)
+    session.flush()
+    session.execute(waited.values(first_sent_at=made_at - RESEND_WINDOW, last_sent_at=now))
 
 
 def send(client: StripeClient, claimed: StripeOutbox, now: Callable[[], datetime]) -> Verdict:

@@ -54,18 +54,19 @@ def unclear(session: Session, now: datetime) -> list[StripeOutbox]:
 
 
 def decide(session: Session, row_id: int, counted: int, now: datetime) -> str:
-    """Decide a row by Stripe's count: it arrived (sent), it did not (pending again, with a new window), or the sum fits
-    neither, for which an alert is raised. Of a row that was never sent from here, all that is counted beyond ours was
-    sent from elsewhere, in order, and so begins with it. Call it in a write. Returns the row's state."""
+    """Decide a row by Stripe's count: it did not arrive (pending again, with a new window) where nothing is counted
+    beyond ours, it did (sent), or the sum fits neither, for which an alert is raised. Of a row that was never sent from
+    here, all that is counted beyond ours was sent from elsewhere, in order, and so begins with it. Call it in a write.
+    Returns the row's state."""
     row = session.get_one(StripeOutbox, row_id, with_for_update=True)
     if row.state != "reconcile":
         return row.state
     before = confirmed_uusd(session, row.org_id, row.meter, row.period_start)
     beyond = counted - before - row.value_uusd
-    if beyond == 0 or (beyond > 0 and not row.attempts):
-        mark_sent(session, row, now)
-    elif counted == before:
+    if counted == before:
         row.state, row.first_sent_at, row.next_attempt_at = "pending", None, now
+    elif beyond == 0 or (beyond > 0 and not row.attempts):
+        mark_sent(session, row, now)
     else:
         row.next_attempt_at = now + ASK_AGAIN
         raise_alert(

@@ -4,15 +4,17 @@ were reached made known. Holds need no reaping: one is a column of its queued op
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import partial
 
-from sqlalchemy import select
+from sqlalchemy import Select, String, case, cast, exists, not_, select
 from weft.money import usd
 
 from billing.metering import storage
 from billing.money import grants
 from billing.money.accounts import period_start
 from billing.money.alerts import raise_alert, resolve_alert
+from billing.payments.periods import period_before
 from billing.reports import reconcile
 from scheduler.jobs.registry import JobContext, Result, job
 from store.tables import Alert, Budget, BudgetAlert
@@ -51,8 +53,7 @@ def reconcile_books(context: JobContext) -> Result:
 def budget_alerts(context: JobContext) -> Result:
     """Budgets of which a part was spent that somebody wanted to know of. An alert is over with its budget or period."""
     with context.database.read() as session:
-        told = set(session.scalars(select(Alert.ref).where(Alert.kind == "budget")))
-        reached = [row for row in session.scalars(select(BudgetAlert)) if _ref(row) not in told]
+        reached = session.scalars(_untold(context.now())).all()
         budgets = session.execute(select(Budget.id, Budget.period))
         present = tuple(f"{id}:{period_start(period, context.now()):%Y-%m}:" for id, period in budgets)
         shown = session.scalars(select(Alert.ref).where(Alert.kind == "budget", Alert.resolved_at.is_(None)))
@@ -71,6 +72,16 @@ def budget_alerts(context: JobContext) -> Result:
     for ref in over:
         context.database.write_now(partial(resolve_alert, kind="budget", ref=ref, now=context.now()))
     return {"raised": len(reached), "over": len(over)}
+
+
+def _untold(now: datetime) -> Select[BudgetAlert]:
+    """What was reached in a total, in this month, or in the last one, some of whose work ends in this."""
+    this = period_start("month", now)
+    starts = (period_start("total", now), this, period_before(this))
+    row, month = BudgetAlert, case({start: f"{start:%Y-%m}" for start in starts}, value=BudgetAlert.start)
+    ref = row.budget_id + ":" + month + ":" + cast(row.pct, String)
+    told = exists().where(Alert.kind == "budget", Alert.ref == ref)
+    return select(row).where(row.budget_id.in_(select(Budget.id)), row.start.in_(starts), not_(told))
 
 
 def _ref(row: BudgetAlert) -> str:

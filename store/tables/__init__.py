@@ -33,4 +33,4 @@ from store.tables.payments import (
     StripeWebhookEvent,
 )
 from store.tables.people import ApiKey, AuditEntry, Identity, Invitation, Membership, Organisation, Project, User
-from store.tables.work import LOADS, Checkpoint, Operation, Run, Sampler, Session, SessionTurn
+from store.tables.work import LOADS, SAMPLES, Checkpoint, Operation, Run, Sampler, Session, SessionTurn

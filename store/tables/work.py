@@ -129,10 +129,12 @@ class Checkpoint(Base):
     expires_at: Mapped[datetime | None] = mapped_column(index=True)
 
 
-#: Operations that may begin a run from weights, or load them into it. As it is written in an index, or SQLite does not
-#: see that the index has all that is asked for.
+#: Operations that may begin a run from weights, or load them into it; and samples. As they are written in an index, or
+#: SQLite does not see that the index has all that is asked for.
 LOADS = text("operations.kind IN ('create', 'load_state')")
 _LOADS = text("kind IN ('create', 'load_state')")
+SAMPLES = text("operations.kind = 'sample'")
+_SAMPLES = text("kind = 'sample' AND finished_at IS NOT NULL")
 
 
 class Operation(Base):
@@ -155,6 +157,8 @@ class Operation(Base):
         ),
         # A run has few of them, among all its steps.
         Index("ix_operations_loads", "lane", sqlite_where=_LOADS, postgresql_where=_LOADS),
+        # The oldest are deleted; all else that ended stays.
+        Index("ix_operations_samples", "finished_at", sqlite_where=_SAMPLES, postgresql_where=_SAMPLES),
     )
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     org_id: Mapped[str] = mapped_column(ForeignKey("organisations.id"), index=True)

@@ -27,6 +27,7 @@ from billing.payments.summaries import unclear
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.registry import JobContext
 from scheduler.journal.ending.references import in_use
+from scheduler.journal.ending.results import forget_samples
 from store.blobs.folder import FolderBlobs
 from store.database import bulk, db, wal
 from store.database.db import Database
@@ -39,7 +40,7 @@ from workers.model.card import ModelCard
 
 GROWING = {
     *("sessions", "runs", "samplers", "session_turns", "checkpoints", "operations", "storage_spans"),
-    *("usage_events", "usage_hourly", "ledger_entries", "audit_log", "stripe_outbox"),
+    *("usage_events", "usage_hourly", "ledger_entries", "audit_log", "stripe_outbox", "budget_alerts"),
 }
 LATER = datetime.now(UTC) + timedelta(days=2)
 #: Indexes of what is soon gone from them, all of which may be asked for: results are kept for a day, meter events open
@@ -241,6 +242,14 @@ def test_no_table_that_grows_is_read_as_a_whole(
         keep_house(world, settings)
     assert len(asked.found) > 60
     assert asked.scans(any_database) == []
+
+
+def test_samples_to_forget_are_found_among_all_that_ended(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    with asked.listening(monkeypatch):
+        forget_samples(database, LATER)
+    ((_, by),) = [step for found in _explained_by_sqlite(database, asked.found).values() for step in found]
+    assert "ix_operations_samples" in by
 
 
 def test_who_saves_or_deletes_reads_nothing_of_what_else_is_queued(

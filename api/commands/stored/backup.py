@@ -165,9 +165,12 @@ def _restore(settings: Settings, source: Path) -> About:
 
 def _note_restored(url: str, about: About) -> None:
     from billing.payments.sender import restored
+    from scheduler.jobs.running import ask
 
+    now = datetime.now(UTC)
     with opened(url) as engine, Session(engine) as session, session.begin():
-        restored(session, datetime.fromisoformat(about.made_at), datetime.now(UTC))
+        restored(session, datetime.fromisoformat(about.made_at), now)
+        ask(session, "ask_for_missed_events", now)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from billing.metering.quotas import Claim, limit_of
-from scheduler.order.operations import SAMPLE
 from store import tables
 from store.blobs.contract import Blobs
 from store.database.db import Database
@@ -120,7 +119,7 @@ def _over(session: Session, now: datetime) -> list[_Result]:
 
 def forget_samples(database: Database, before: datetime) -> int:
     """Delete the rows of samples that ended before then and whose results are gone. Returns how many."""
-    ended = select(_OP.id).where(_OP.finished_at < before, _OP.kind == SAMPLE, _OP.result_bytes.is_(None))
+    ended = select(_OP.id).where(_OP.finished_at < before, tables.SAMPLES, _OP.result_bytes.is_(None))
     forgotten = 0
     while True:
         with database.read() as session:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from billing.payments.sender import RESEND_WINDOW
 from scheduler.jobs.payments import compare_with_stripe, put_meter_events, send_meter_events
 from store.database.db import Database
 from store.tables import Alert, UsageEvent
-from tests.billing.payments.kit import START, Payments
+from tests.billing.payments.kit import START, Payments, drain
 from tests.fakestripe import FakeStripe
 from tests.search import examples
 
@@ -52,20 +51,6 @@ def _floors(payments: Payments, org_id: str, kinds: tuple[str, ...]) -> int:
         for at, amount in session.execute(query.where(UsageEvent.kind.in_(kinds))):
             months[period_of(at)] = months.get(period_of(at), 0) + amount
     return sum(amount // 1000 for amount in months.values())
-
-
-def _drain(payments: Payments) -> None:
-    """Stripe is well again; time goes on until nothing is open."""
-    payments.fake.front.faults.clear()
-    put_meter_events(payments.context)
-    for _ in range(60):
-        send_meter_events(payments.context)
-        if not any(row.state != "sent" for row in payments.outbox()):
-            return
-        payments.wait(HOUR)
-    raise AssertionError(
-        [(row.identifier, row.state, row.last_error) for row in payments.outbox() if row.state != "sent"]
-    )
 
 
 ORGS = st.integers(0, 1)
@@ -114,7 +99,7 @@ def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tupl
                     sender.send(client, event, lambda: payments.now)
             case "wait":
                 payments.wait(rest[0])
-    _drain(payments)
+    drain(payments)
     _agree(payments, orgs)
     payments.wait(7 * HOUR)
     assert compare_with_stripe(payments.context)["differ"] == 0
@@ -158,57 +143,6 @@ def test_identifiers_name_organisation_meter_month_and_number(payments: Payments
     assert row.identifier.startswith(f"{org_id}:prefill:2026-11:1:")
 
 
-def test_a_restored_database_does_not_take_lost_events_for_its_own(
-    database: Database, stripe_server: FakeStripe, tmp_path: Path
-) -> None:
-    """What is used from then on is counted beside what the database knows nothing of."""
-    lost = Payments(database, stripe_server.reset(START), tmp_path)
-    org_id = lost.organisation()
-    lost.use(org_id, "train", 5_000)
-    _drain(lost)
-    with closing(sqlite3.connect(tmp_path / "weft.db")) as there, closing(sqlite3.connect(tmp_path / "old.db")) as old:
-        there.backup(old)
-    lost.use(org_id, "train", 70_000)
-    _drain(lost)
-    restored = replace(lost, database=Database(f"sqlite:///{tmp_path}/old.db"))
-    with closing(restored.database):
-        restored.use(org_id, "train", 300_000)
-        _drain(restored)
-        assert restored.fake.stripe.total("weft_train", restored.customer(org_id)) == 5 + 70 + 300
-        restored.wait(7 * HOUR)
-        assert compare_with_stripe(restored.context) == {"compared": 1, "differ": 1}
-        with restored.database.read() as session:
-            (alert,) = session.scalars(select(Alert).where(Alert.kind == "stripe_drift"))
-        assert "counts +70 micro-USD beside ours" in alert.message  # exactly what was lost
-
-
-@pytest.mark.parametrize("sent_nusd", [0, 5_000, 75_000])
-@pytest.mark.parametrize("later_h", [1, 30])
-def test_what_waited_at_a_backup_is_at_stripe_once_after_the_restore(
-    database: Database, stripe_server: FakeStripe, tmp_path: Path, sent_nusd: int, later_h: int
-) -> None:
-    """Also when it was sent after the backup, and Stripe has forgotten its identifier."""
-    lost = Payments(database, stripe_server.reset(START), tmp_path)
-    org_id = lost.organisation()
-    lost.use(org_id, "train", 5_000)
-    put_meter_events(lost.context)
-    made_at = lost.now
-    with closing(sqlite3.connect(tmp_path / "weft.db")) as there, closing(sqlite3.connect(tmp_path / "old.db")) as old:
-        there.backup(old)
-    if sent_nusd:
-        _drain(lost)
-        lost.use(org_id, "train", sent_nusd - 5_000)
-        _drain(lost)
-    lost.wait(later_h * HOUR)
-    restored = replace(lost, database=Database(f"sqlite:///{tmp_path}/old.db"))
-    with closing(restored.database):
-        restored.database.write_now(lambda session: sender.restored(session, made_at, restored.now))
-        restored.use(org_id, "train", 300_000)
-        _drain(restored)
-        counted = restored.fake.stripe.total("weft_train", restored.customer(org_id))
-        assert counted == max(5, sent_nusd // 1000) + 300
-
-
 def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Payments) -> None:
     org_id = payments.organisation()
     payments.use(org_id, "train", 5_000)
@@ -247,7 +181,7 @@ def test_past_its_window_a_row_is_not_resent_but_looked_up(payments: Payments, f
     assert asked == []
     (row,) = payments.outbox()
     assert row.state == ("sent" if fault == "unanswered" else "pending")
-    _drain(payments)
+    drain(payments)
     assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
 
 
@@ -279,7 +213,7 @@ def test_one_call_at_a_time_for_a_customers_meter(payments: Payments) -> None:
     payments.fake.front.latency_s = 0.02
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(send_meter_events, [payments.context] * 2))
-    _drain(payments)
+    drain(payments)
     assert payments.fake.front.collisions == 0
     _agree(payments, orgs)
 
@@ -338,7 +272,7 @@ def test_a_postpaid_organisation_becomes_a_customer_before_it_is_metered(payment
     customer = payments.customer(org_id)
     assert payments.fake.stripe.objects[customer]["metadata"] == {"weft_org": org_id}
     assert [row.customer_id for row in payments.outbox()] == [customer]
-    _drain(payments)
+    drain(payments)
     _agree(payments, [org_id])
 
 
@@ -486,7 +420,7 @@ def test_the_outbox_is_watched(payments: Payments) -> None:
     with payments.database.read() as session:
         found = read_gauges(session, payments.now)
     assert (found.outbox_pending, found.outbox_oldest_age_s) == (1, HOUR)
-    _drain(payments)
+    drain(payments)
     with payments.database.read() as session:
         found = read_gauges(session, payments.now)
     assert (found.outbox_pending, found.outbox_oldest_age_s) == (0, 0.0)

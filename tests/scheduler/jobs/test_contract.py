@@ -225,6 +225,18 @@ def test_the_alert_of_a_budget_is_over_with_it_or_with_its_month(world: Payments
         assert session.scalars(select(tables.Alert).filter_by(kind="budget")).one().resolved_at is not None
 
 
+def test_what_a_budget_reached_as_its_month_ended_is_told_in_the_next(world: Payments) -> None:
+    org_id, job = world.organisation(), JOBS["budget_alerts"]
+    world.database.write_now(
+        lambda session: set_budget(session, org_id, "org", org_id, "month", 100, hard=False, alert_pcts=[50], now=START)
+    )
+    world.use(org_id, "train", 60)
+    world.fake.stripe.now = AFTER.timestamp()
+    assert run_now(world.context, job) == {"raised": 1, "over": 0}
+    assert run_now(world.context, job) == {"raised": 0, "over": 1}
+    assert run_now(world.context, job) == {"raised": 0, "over": 0}
+
+
 def test_a_fresh_process_forgets_nothing_that_matters(world: Payments) -> None:
     """The reaper remembers between two rounds; one that has forgotten only takes a round longer."""
     _prepare(world, "sweep_files")
