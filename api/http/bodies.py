@@ -6,6 +6,7 @@ they take is the class that they declare (`api.http.body_sizes`).
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
 from typing import TypeVar
 
@@ -16,10 +17,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain, field_of
-from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
+from api.http.body_sizes import GUARD_KEY, ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
 from api.http.headers import header
 from api.http.structure import MAX_VALUES, check_json, check_protobuf
 from api.state.arriving import Arrival
+from api.state.remembered import REMEMBERED_S
 from api.state.service import Service, service_of
 
 M = TypeVar("M", bound=BaseModel)
@@ -71,7 +73,8 @@ def unpacks_to_at_most(size_bytes: int) -> int:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to."""
+    """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to; and
+    what a guard raises, where the key was lost while the body came."""
     with service_of(request).arriving_body() as arrival:
         return await _read(request, arrival)
 
@@ -83,7 +86,10 @@ async def _read(request: Request, arrival: Arrival) -> bytes:
     if encoding not in ("identity", "zstd") or (encoding == "zstd" and not size.packed):
         taken = "zstd or no content-encoding" if size.packed else "no content-encoding"
         raise Unreadable(f"content-encoding {encoding!r} is not supported here: send {taken}")
+    began = time.monotonic()
     raw = await _receive(request, limit, arrival)
+    if time.monotonic() - began > REMEMBERED_S and GUARD_KEY in request.scope:
+        await request.scope[GUARD_KEY].look_again(request)
     if ROOM_KEY in request.scope:
         await request.scope[ROOM_KEY].work()
     if encoding == "identity":
