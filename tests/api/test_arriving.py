@@ -55,7 +55,7 @@ def test_whoever_holds_most_gives_up_their_oldest_however_little_comes_of_it() -
         assert [await small.task, await new.task] == [2 * PART, 2 * PART]
         assert (arriving.size_bytes, arriving._coming, arriving._bytes_of) == (0, {}, {})
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
 def test_who_sends_too_much_gives_up_that_and_what_is_whole_is_kept() -> None:
@@ -71,7 +71,7 @@ def test_who_sends_too_much_gives_up_that_and_what_is_whole_is_kept() -> None:
             assert arriving.size_bytes == 4 * PART
         assert (arriving.size_bytes, arriving._coming) == (0, {})
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
 def test_who_leaves_or_is_ended_holds_nothing() -> None:
@@ -84,7 +84,7 @@ def test_who_leaves_or_is_ended_holds_nothing() -> None:
             await sender.task
         assert (arriving.size_bytes, arriving._coming) == (0, {})
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
 @pytest.mark.parametrize("path", ["forward_backward", "asample", "retrieve_futures", "telemetry", "create_session"])
