@@ -28,9 +28,9 @@ from typing import Any, Literal
 from fastapi import Depends, Request
 
 from api.errors import POLLS, Forbidden
-from api.http.auth import PrincipalDep
+from api.http.auth import PrincipalDep, principal
 from api.http.bodies import may_come_to
-from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SizeClass
+from api.http.body_sizes import GUARD_KEY, ROOM_KEY, SCOPE_KEY, SizeClass
 from api.state.rates import count_background, count_request
 from api.state.service import service_of
 from api.who.principal import Principal
@@ -69,13 +69,8 @@ class Guard:
         await self.check(request, who)
 
     async def check(self, request: Request, who: Principal) -> None:
-        request.scope[SCOPE_KEY] = self.access.body
-        if not self.access.allows(who.scopes):
-            needed = " or ".join(self.access.scopes)
-            raise Forbidden(
-                f"{request.method} {request.scope['path']} needs the scope {needed}; this key has "
-                f"{', '.join(sorted(who.scopes)) or 'none'} (role {who.role}): ask an admin of your organisation"
-            )
+        request.scope[SCOPE_KEY], request.scope[GUARD_KEY] = self.access.body, self
+        self._allow(request, who)
         if self.access.limit == "poll":
             service_of(request).misses.check(who)
             request.scope[POLLS] = who
@@ -83,6 +78,18 @@ class Guard:
             await count_background(request, who)
         else:
             await count_request(request, who)
+
+    async def look_again(self, request: Request) -> None:
+        """Whoever was let in long ago may have lost their key, or what it was good for, since."""
+        self._allow(request, await principal(request))
+
+    def _allow(self, request: Request, who: Principal) -> None:
+        if not self.access.allows(who.scopes):
+            needed = " or ".join(self.access.scopes)
+            raise Forbidden(
+                f"{request.method} {request.scope['path']} needs the scope {needed}; this key has "
+                f"{', '.join(sorted(who.scopes)) or 'none'} (role {who.role}): ask an admin of your organisation"
+            )
 
 
 class DataGuard(Guard):

@@ -6,6 +6,7 @@ they take is the class that they declare (`api.http.body_sizes`).
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
 from typing import TypeVar
 
@@ -16,9 +17,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain, field_of
-from api.http.body_sizes import ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
+from api.http.body_sizes import GUARD_KEY, ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
 from api.http.headers import header
 from api.http.structure import MAX_VALUES, check_json, check_protobuf
+from api.state.arriving import Arrival
+from api.state.remembered import REMEMBERED_S
 from api.state.service import Service, service_of
 
 M = TypeVar("M", bound=BaseModel)
@@ -70,14 +73,23 @@ def unpacks_to_at_most(size_bytes: int) -> int:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to."""
+    """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to; and
+    what a guard raises, where the key was lost while the body came."""
+    with service_of(request).arriving_body() as arrival:
+        return await _read(request, arrival)
+
+
+async def _read(request: Request, arrival: Arrival) -> bytes:
     size = size_of(request)
     limit = size.max_bytes or 0
     encoding = (header(request.scope, b"content-encoding") or "identity").lower()
     if encoding not in ("identity", "zstd") or (encoding == "zstd" and not size.packed):
         taken = "zstd or no content-encoding" if size.packed else "no content-encoding"
         raise Unreadable(f"content-encoding {encoding!r} is not supported here: send {taken}")
-    raw = await _receive(request, limit)
+    began = time.monotonic()
+    raw = await _receive(request, limit, arrival)
+    if time.monotonic() - began > REMEMBERED_S and GUARD_KEY in request.scope:
+        await request.scope[GUARD_KEY].look_again(request)
     if ROOM_KEY in request.scope:
         await request.scope[ROOM_KEY].work()
     if encoding == "identity":
@@ -87,7 +99,9 @@ async def read_body(request: Request) -> bytes:
 
 async def read_json(request: Request, model: type[M], *, most_values: int = MAX_VALUES) -> M:
     """The body as a `model`. Raises Malformed with the fields that are wrong."""
-    return await parse(service_of(request), await read_body(request), model, most_values)
+    service = service_of(request)
+    with service.arriving_body() as arrival:
+        return await parse(service, await _read(request, arrival), model, most_values)
 
 
 async def parse(service: Service, body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
@@ -145,7 +159,7 @@ def unpack_zstd(data: bytes, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-async def _receive(request: Request, limit: int) -> bytes:
+async def _receive(request: Request, limit: int, arrival: Arrival) -> bytes:
     """Collect the body. One that is too large is read on for another `limit` bytes and thrown away: a client that is
     cut off while it sends would see a broken connection and retry instead of reading why."""
     declared = header(request.scope, b"content-length") or "0"
@@ -166,8 +180,12 @@ async def _receive(request: Request, limit: int) -> bytes:
             break
         if too_large:
             parts.clear()
+            arrival.drop()
         else:
             parts.append(part)
+            if part and (more or size > INLINE_BYTES):
+                arrival.came(len(part))
+    arrival.whole()
     if too_large:
         raise _too_large(limit, begins)
     return b"".join(parts)

@@ -28,5 +28,7 @@ SIZES: dict[SizeClass, BodySize] = {
 
 #: Where a route's guard leaves its class for `api.http.bodies`, in the request's scope.
 SCOPE_KEY = "weft.body_size"
+#: And itself, where it has let a key in.
+GUARD_KEY = "weft.guard"
 #: And the `Room` of a large body.
 ROOM_KEY = "weft.room"

@@ -3,7 +3,8 @@ it wants, or to take the answer.
 
 Uvicorn waits for ever for the rest of a request, and so would hold a connection for everybody who sends half of one.
 Here a sweep closes, once a second, what is late: headers that are not complete after `header_timeout_s`, bodies that
-come slower than a slow line brings them, answers that nobody reads. Waiting for a result (a long poll) is not late.
+come slower than a slow line brings them, answers that nobody reads, or that go slower than such a line takes them.
+Waiting for a result (a long poll) is not late.
 
 A connection beyond the limits is answered, before anything of it is read, and closed. Where all are taken, one that no
 request is under way on makes room, the one that has waited longest for its client: nobody needs a key to hold one.
@@ -36,7 +37,8 @@ MAX_HEADERS_BYTES = 64 * 1024
 MAX_HEADERS = 128
 #: Requests that wait on one connection behind the one that is being answered.
 MAX_PIPELINED = 16
-#: A body may take `body_timeout_s`, and a second more for each of these bytes that have come.
+#: A body may take `body_timeout_s`, and a second more for each of these bytes that have come; and an answer may wait so
+#: long, in all, for its client to take more.
 BODY_BYTES_PER_S = 64 * 1024
 #: Of what is written, so much may wait for what follows it in the same turn of the event loop.
 MAX_HELD_BYTES = 2048
@@ -109,7 +111,9 @@ class Gate:
             allowed = settings.body_timeout_s + connection.body_bytes / BODY_BYTES_PER_S
             if now - connection.body_since > allowed:
                 return "body"
-        if connection.unread_since is not None and now - connection.unread_since > settings.body_timeout_s:
+        unread_s = 0.0 if connection.unread_since is None else now - connection.unread_since
+        allowed = settings.body_timeout_s + connection.written_bytes / BODY_BYTES_PER_S
+        if unread_s > settings.body_timeout_s or connection.unread_s + unread_s > allowed:
             return "answer to be read"
         return None
 
@@ -141,7 +145,8 @@ class Gate:
 
 class Connection(HttpToolsProtocol):
     """A connection that its gate has counted. What is waited for, and since when: headers from the first byte (or from
-    the start), a body from its headers, an answer from when the client stopped reading it. An idle one is closed by the
+    the start), a body from its headers, an answer from when the client stopped reading it, and how long it did so
+    before. An idle one is closed by the
     sweep, too: uvicorn has a timer for each answer, which takes a fiftieth of an operation."""
 
     def __init__(self, gate: Gate, **options: Any) -> None:
@@ -159,9 +164,11 @@ class Connection(HttpToolsProtocol):
         self.unread_since: float | None = None
         self.idle_since: float | None = None
         self.body_bytes = 0
+        self.unread_s = 0.0  # of this answer, before `unread_since`
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(_Joining(transport, self.loop))  # type: ignore[arg-type]
+        self._out = _Joining(transport, self.loop)
+        super().connection_made(self._out)  # type: ignore[arg-type]
         self.address = self.client[0] if self.client else ""
         self.headers_since = self._gate.clock()
         refusal = self._gate.enter(self.address)
@@ -248,11 +255,18 @@ class Connection(HttpToolsProtocol):
         self.body_since = None
         super().on_message_complete()
 
+    @property
+    def written_bytes(self) -> int:
+        """Of this answer."""
+        return self._out.written_bytes
+
     def pause_writing(self) -> None:
         self.unread_since = self._gate.clock()
         super().pause_writing()
 
     def resume_writing(self) -> None:
+        if self.unread_since is not None:
+            self.unread_s += self._gate.clock() - self.unread_since
         self.unread_since = None
         super().resume_writing()
 
@@ -295,6 +309,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
+        self.unread_s, self._out.written_bytes = 0.0, 0
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -315,9 +330,11 @@ class _Joining:
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
         self._held = b""
+        self.written_bytes = 0
         self.is_closing: Callable[[], bool] = transport.is_closing
 
     def write(self, data: bytes) -> None:
+        self.written_bytes += len(data)
         if self._held and len(data) <= MAX_JOINED_BYTES:
             data, self._held = self._held + data, b""
         elif 0 < len(data) <= MAX_HELD_BYTES:

@@ -16,6 +16,7 @@ from weft.wire import LimitsResponse
 from api.checks.adapter_sizes import sizes_of
 from api.checks.limits import limits_of
 from api.state.afterwards import Afterwards
+from api.state.arriving import LARGEST_IN_ALL, Arrival, Arriving
 from api.state.failures import Failures, attempts, misses
 from api.state.fetched import Fetched
 from api.state.large_bodies import FOR_LONG_S, RESULTS_IN_HAND, SMALL_BYTES, LargeBodies, Pool
@@ -148,6 +149,14 @@ class Service:
     @cached_property
     def last_used(self) -> LastUsed:
         return LastUsed(self.database)
+
+    @cached_property
+    def arriving(self) -> Arriving:
+        return Arriving(LARGEST_IN_ALL * self.settings.limits.max_body_bytes)
+
+    def arriving_body(self) -> Arrival:
+        """One of who asks."""
+        return self.arriving.body(_asking() or "")
 
     @cached_property
     def large_bodies(self) -> LargeBodies:

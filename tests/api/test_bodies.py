@@ -21,6 +21,7 @@ from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
 from api.state import threads
+from api.state.arriving import Arriving
 from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line, Pool
 from tests.api.conftest import World
 from tests.tenancy.conftest import Route, member, org_id_of, routes_of
@@ -68,7 +69,7 @@ def test_who_asks_before_sending_is_told_of_a_length_that_is_too_large(length: s
     headers = [(b"content-length", length.encode()), (b"expect", b"100-Continue")]
     request = Request({"type": "http", "headers": headers}, receive)
     with nullcontext() if asked else pytest.raises(TooLarge, match="limit of 10 bytes"):
-        assert asyncio.run(bodies._receive(request, 10)) == b"0123456789"
+        assert asyncio.run(bodies._receive(request, 10, Arriving(10).body(""))) == b"0123456789"
     assert len(reads) == asked
 
 

@@ -16,8 +16,9 @@ import pytest
 from fastapi import FastAPI, Request
 
 from api.http.headers import Large
-from api.server import serve
+from api.server import connections, serve
 from api.server.connections import (
+    BODY_BYTES_PER_S,
     CODES,
     MAX_HEADERS,
     MAX_HEADERS_BYTES,
@@ -328,7 +329,7 @@ def test_who_is_answered_early_may_send_the_rest(listening: Callable[..., Listen
 
 
 def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Callable[..., Listening]) -> None:
-    """However long that takes: late is who takes nothing for long."""
+    """However long that takes: late is who takes nothing for long, or less than a slow line would."""
     server = listening(body_timeout_s=1.0)
     with server.connect() as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -340,13 +341,43 @@ def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Cal
         assert time.monotonic() - began > 3
 
 
+def test_who_takes_a_little_now_and_then_is_late_as_who_sends_so(
+    listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never for long, but slower than a slow line: what is held for an answer would be held for hours."""
+    monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 1 << 30)
+    server = listening(body_timeout_s=0.5)
+    with server.connect() as connection:
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        taken = 0
+        with suppress(ConnectionError):
+            while part := connection.recv(1 << 17, socket.MSG_WAITALL):
+                taken += len(part)
+                time.sleep(0.015)
+    assert taken < LARGE_BYTES
+
+
+def test_each_answer_has_a_pace_of_its_own() -> None:
+    gate, now = Gate(FrontSettings(body_timeout_s=60)), 1000.0
+
+    class Reading:
+        headers_since = body_since = None
+        unread_since: float | None = now - 30
+        unread_s, written_bytes = 31.0, BODY_BYTES_PER_S
+
+    assert gate.late(Reading(), now) is None
+    assert gate.late(Reading(), now + 0.1) == "answer to be read"
+    Reading.unread_since, Reading.unread_s = None, 61.1  # at the moment it is being read
+    assert gate.late(Reading(), now) == "answer to be read"
+
+
 def test_an_answer_that_nobody_reads_is_given_up() -> None:
     now = [0.0]
     gate = Gate(FrontSettings(body_timeout_s=60), lambda: now[0])
 
     class Stalled:
         headers_since = body_since = None
-        unread_since, body_bytes = 0.0, 0
+        unread_since, body_bytes, unread_s, written_bytes = 0.0, 0, 0.0, 1 << 30
 
     assert gate.late(Stalled(), 59) is None
     assert gate.late(Stalled(), 61) == "answer to be read"

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from sqlalchemy.orm import Session
 
+from api.http import bodies
 from store.people import organisations
 from store.people.keys import find, new_key, revoke_row, rotate
 from store.tables import ApiKey, AuditEntry
@@ -21,6 +22,7 @@ from tests.api.conftest import World
 from tests.tenancy.conftest import member, org_id_of
 
 HOUR = timedelta(hours=1)
+JSON = {"content-type": "application/json"}
 
 
 def iso(after: timedelta) -> str:
@@ -160,6 +162,28 @@ def test_a_body_that_comes_after_its_key_was_lost_makes_nothing(any_world: World
         assert len(rows(world)) == len(before)
         assert "thief@example.com" not in str(world.get("weft/members", key=spare))
     assert world.get("weft/invitations", key=spare)["invitations"] == []
+
+
+@pytest.mark.parametrize("how", ["revoked", "rotated", "demoted"])
+@pytest.mark.parametrize("path", ["forward_backward", "asample", "create_model", "weft/runs/no-run/metrics"])
+def test_a_body_that_took_long_works_for_no_key_that_was_lost_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str, how: str
+) -> None:
+    monkeypatch.setattr(bodies, "REMEMBERED_S", 0.0)
+    _, secret = member(world, "member", "p@corp.example")
+
+    def late(loses: bool) -> Iterator[bytes]:
+        if loses:
+            world.database.write_now(lambda session: lost(session, found(session, secret), how))
+            world.state.keys.clear()
+        yield b"{}"
+
+    def ask(loses: bool) -> int:
+        status: int = world.call("POST", path, key=secret, content=late(loses), headers=JSON).status_code
+        return status
+
+    assert ask(loses=False) not in (401, 403)
+    assert ask(loses=True) == (403 if how == "demoted" else 401)
 
 
 def found(session: Session, secret: str) -> ApiKey:
