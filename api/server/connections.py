@@ -146,8 +146,8 @@ class Gate:
 class Connection(HttpToolsProtocol):
     """A connection that its gate has counted. What is waited for, and since when: headers from the first byte (or from
     the start), a body from its headers, an answer from when the client stopped reading it, and how long it did so
-    before. An idle one is closed by the
-    sweep, too: uvicorn has a timer for each answer, which takes a fiftieth of an operation."""
+    before. An idle one is closed by the sweep, too: uvicorn has a timer for each answer, which takes a fiftieth of an
+    operation."""
 
     def __init__(self, gate: Gate, **options: Any) -> None:
         super().__init__(**options)

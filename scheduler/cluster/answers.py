@@ -84,18 +84,18 @@ class SampleAnswers:
 
     async def _settle_all(self, answers: list[Answered]) -> None:
         answers = [answer for answer in answers if answer.id not in self._storing]
+        stored = {answer.id: answer for answer in answers if _is_stored(answer)}
         try:
             queued = await self._queued(answers)
         except Exception:
             log.exception("answers cannot be settled; another look is taken at them")
             await asyncio.sleep(AGAIN_S)
             return
-        large = {answer.id: answer for answer in answers if _is_stored(answer)}
-        for answer in list(large.values())[: max(0, MOST_STORING - len(self._storing))]:  # others are taken again
+        for answer in list(stored.values())[: max(0, MOST_STORING - len(self._storing))]:  # others are taken again
             task = asyncio.create_task(self._settle_some([answer], queued))
             self._storing[answer.id] = task
             task.add_done_callback(lambda _, answer=answer: self._storing.pop(answer.id))  # type: ignore[misc]
-        await self._settle_some([answer for answer in answers if answer.id not in large], queued)
+        await self._settle_some([answer for answer in answers if answer.id not in stored], queued)
 
     async def _settle_some(self, answers: list[Answered], queued: dict[str, Operation]) -> None:
         journal = self._journal
@@ -110,7 +110,7 @@ class SampleAnswers:
         answer, and settling it again does nothing; but what lies in blobs is written before: for that the database is
         asked."""
         journal = self._journal
-        small = (answer for answer in answers if len(answer.result) <= SMALL_BYTES and not _is_recorded(answer))
+        small = (answer for answer in answers if not _is_stored(answer))
         known = {op.id: op for op in map(self._known, small) if op is not None}
         unknown = [answer.id for answer in answers if answer.id not in known]
         return known | (await journal.run(journal.stored.all_queued, unknown) if unknown else {})
@@ -150,20 +150,13 @@ class SampleAnswers:
 
 def _is_stored(answer: Answered) -> bool:
     """Whether its result is a blob or becomes one, or something beside it does."""
+    if len(answer.result) > SMALL_BYTES:
+        return True
     try:
-        large = len(answer.result) > SMALL_BYTES or parcel_of(answer.result).payload_ref != ""
+        parcel = parcel_of(answer.result)
     except msgspec.MsgspecError:  # another version has written it
         return False
-    return large or _is_recorded(answer)
-
-
-def _is_recorded(answer: Answered) -> bool:
-    """Whether what its sequences were drawn with is kept in blobs."""
-    try:
-        message = parcel_of(answer.result).message
-    except msgspec.MsgspecError:
-        return False
-    return isinstance(message, Done) and message.recorded
+    return parcel.payload_ref != "" or (isinstance(parcel.message, Done) and parcel.message.recorded)
 
 
 @dataclass

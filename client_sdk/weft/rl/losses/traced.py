@@ -33,10 +33,12 @@ FACTORS, DIVISORS = ("kl", "rl", "ce", "ref"), ("above", "below")
 def _settings(maker: Callable[P, Loss]) -> Callable[P, Loss]:
     """`maker`, where every number of its settings is one that is not negative; an infinite bound bounds nothing."""
 
+    known = signature(maker)
+
     @wraps(maker)
     def made(*args: P.args, **settings: P.kwargs) -> Loss:
-        for name, value in signature(maker).bind(*args, **settings).arguments.items():
-            own = signature(maker).parameters[name].default
+        for name, value in known.bind(*args, **settings).arguments.items():
+            own = known.parameters[name].default
             if isinstance(own, tuple):
                 if not isinstance(value, tuple | list) or len(value) != len(own):
                     raise TypeError(f"{name} must be as {own}, got {value!r:.80}")
