@@ -244,6 +244,19 @@ def test_a_teachers_opinion_of_each_drawn_token_is_its_advantage(hint: str | Non
     assert report.spent_nusd == READ * len(prompt) + DRAWN * count + scored + trained
 
 
+def test_what_is_drawn_at_another_temperature_has_no_teacher() -> None:
+    """Though it is a turn that says so, not the loop: ref and q would be of two distributions."""
+
+    async def solve(task: Any, chat: rl.Chat) -> float:
+        chat.params = SamplingParams(temperature=0.5)
+        await chat.user(task).sample(max_tokens=8)
+        return 1.0
+
+    more: dict[str, Any] = {"steps": 1, "groups": rl.Groups(1, 1), "sinks": []}
+    with pytest.raises(ValueError, match=r"at temperature 1; the policy would draw at 0\.5"):
+        rl.distill(cast(Any, Pupil(["8"], ())), rl.function(solve, [PROMPT]), cast(Any, Teacher()), **more)
+
+
 @pytest.mark.parametrize("reads", ["advantages", "mask"])
 @pytest.mark.parametrize("reduce", ["tokens", "rollouts", "sum"])
 def test_distillation_is_divided_by_what_it_is_told(reduce: str, reads: str) -> None:

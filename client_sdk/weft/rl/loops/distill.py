@@ -74,9 +74,8 @@ class _Distill(Loop):
         teacher: SamplingClient,
         hint: Callable[[Any], Sequence[Message]] | None,
     ) -> None:
-        if recipe.sampling is not None and recipe.sampling.temperature != 1:
-            asked = recipe.sampling.temperature
-            raise ValueError(f"a teacher's logprobs are those at temperature 1; the policy would draw at {asked}")
+        if recipe.sampling is not None:
+            _as_the_teacher(recipe.sampling.temperature)
         checks.does("teacher", teacher, "get_base_model_async", "service.create_sampling_client(...)")
         super().__init__(run, env, recipe)
         self.teacher, self.hint = teacher, hint
@@ -90,6 +89,8 @@ class _Distill(Loop):
 
     async def _data(self, batch: Batch) -> list[Datum]:
         rollouts = [(group.task, rollout) for group in batch.groups for rollout in group.rollouts]
+        for turn in (turn for _, rollout in rollouts for turn in rollout.turns):
+            _as_the_teacher(turn.temperature)
         pairs = [(task, datum) for task, rollout in rollouts for datum in data_of(rollout, 1.0)]
         pairs = self._readable(pairs)
         scored = await asyncio.gather(*(self._score(task, datum) for task, datum in pairs))
@@ -132,6 +133,13 @@ class _Distill(Loop):
     def _numbers(self) -> dict[str, float]:
         numbers = {"reverse_kl": self._gaps[-1]} if self._gaps else {}
         return numbers | ({"too_long_for_teacher": float(self._too_long)} if self._too_long else {})
+
+
+def _as_the_teacher(temperature: float) -> None:
+    if temperature != 1:
+        raise ValueError(
+            f"a teacher's logprobs are those at temperature 1; the policy would draw at {temperature}: leave it out"
+        )
 
 
 def _taught(loss: Loss, datum: Datum, ref: Any, gap: Any, weight: float) -> Datum:
