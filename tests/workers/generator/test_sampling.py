@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.generator.engine import SamplingParams
+from workers.generator.engine import GenerateRequest, SamplingParams
+from workers.generator.tokens.prompt_scores import PromptScores, land
 from workers.generator.tokens.sampling import Draw, SamplingRows, draw, prompt_rng, sample, sequence_rng, truncate
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]  # most probable first: tokens 1, 3, 4, 0, 2
@@ -72,7 +73,7 @@ def test_top_p_of_equal_tokens_keeps_as_many_as_reach_it(size: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1e6])
 def test_neighbours_that_round_to_one_logprob_rank_by_their_logits(temperature: float) -> None:
-    """With top_k 1 the greedy token is drawn, and it is the first of the likeliest."""
+    """With top_k 1 the greedy token is drawn, and it is the first of the likeliest, of a prompt's position too."""
     logits = torch.zeros(3, 32_000)
     logits[:, 5], logits[:, 900] = 0.01, math.nextafter(0.01, 1) + 1e-9
     assert len(torch.log_softmax(logits[0], -1)[[5, 900]].unique()) == 1 < len(logits[0, [5, 900]].unique())
@@ -80,6 +81,11 @@ def test_neighbours_that_round_to_one_logprob_rank_by_their_logits(temperature: 
     rows = SamplingRows.of([SamplingParams(**each) for each in asked], 32_000, torch.device("cpu"), [2, 2, 2])
     draws = sample(logits, rows, [0.5, 0.5, 0.5])
     assert [(drawn.token, drawn.top[0] if drawn.top else []) for drawn in draws] == [(900, [900, 5])] * 3
+    scores = PromptScores(GenerateRequest("r", (1, 5, 900), topk_prompt_logprobs=2), 32_000)
+    scores.fill(0, torch.stack([logits[0], logits[0].flip(0)]))
+    land([scores])
+    assert scores.topk is not None
+    assert scores.topk.token_ids[1:].tolist() == [[900, 5], [31_999 - 900, 31_999 - 5]]
 
 
 def test_draw_inverts_the_cumulative_distribution() -> None:

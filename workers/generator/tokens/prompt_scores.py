@@ -77,21 +77,21 @@ class PromptScores:
     def fill(self, start: int, logits_RV: Tensor) -> None:
         """Take the logits of the rows from `start` on."""
         logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-        self._fill_own(start, logprobs_RV)
+        self._fill_own(start, logits_RV, logprobs_RV)
         self._fill_targets(start, logprobs_RV)
         if self._alternatives:
             self._fill_alternatives(start, logits_RV, logprobs_RV)
 
-    def _fill_own(self, start: int, logprobs_RV: Tensor) -> None:
+    def _fill_own(self, start: int, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
         skipped = min(len(logprobs_RV), max(0, self._own_row - start))
         logprobs_RV, first = logprobs_RV[skipped:], start + skipped + 1
         positions = slice(first, first + len(logprobs_RV))
         tokens_R = sent(torch.tensor(self._request.prompt[positions], dtype=torch.long), logprobs_RV.device)
         self.coming.append((logprobs_RV.gather(1, tokens_R[:, None])[:, 0], self._logprobs_P, positions))
         if self._top:
-            best = logprobs_RV.topk(self._top, dim=-1)
-            self.coming.append((best.indices, self._top_ids_PK, positions))
-            self.coming.append((best.values, self._top_PK, positions))
+            best_RK = logits_RV[skipped:].topk(self._top, dim=-1).indices  # of which logprobs round neighbours to one
+            self.coming.append((best_RK, self._top_ids_PK, positions))
+            self.coming.append((logprobs_RV.gather(1, best_RK), self._top_PK, positions))
 
     def _fill_targets(self, start: int, logprobs_RV: Tensor) -> None:
         low, high = np.searchsorted(self._target_rows, [start, start + len(logprobs_RV)])
