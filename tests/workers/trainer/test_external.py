@@ -90,3 +90,7 @@ def test_resuming_is_bitwise_going_on_and_leaves_out_what_was_accumulated(make_b
     for mine, theirs in zip(arenas(straight.run("a")), arenas(stopped.run("b")), strict=True):
         assert torch.equal(mine, theirs)
     assert straight.run("a").step == stopped.run("b").step
+    straight.ok(save_external(straight, "a", "weights/x"))
+    stopped.ok(save_external(stopped, "b", "weights/x"))
+    one, other = ([path.read_bytes() for path in sorted(_files(each, "weights/x"))] for each in (straight, stopped))
+    assert one == other

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from weft.wire import SaveWeightsExternalRequest
 from weft.wire.binary.codec import decode_train_output
 from weft.wire.checks.custom_format import encode_custom_loss
 
@@ -87,7 +88,7 @@ def program(bench: Bench, steps: int) -> list[bytes]:
         ops = []
         for i, run_id in enumerate(TENANTS):
             ops += work(bench, run_id, 10 * step + i)
-            ops.append(bench.dimuon(run_id) if run_id in DIMUON else bench.optim(run_id))
+            ops.append(stepped(bench, run_id))
         if step == 1 and LARGE in TENANTS:  # two passes, the large operation in both
             cut = next(at for at, op in enumerate(ops) if op.run_id == LARGE and not op.final) + 1
             said += answers(bench, ops[:cut])
@@ -96,12 +97,23 @@ def program(bench: Bench, steps: int) -> list[bytes]:
             said += answers(bench, ops)
     if LARGE in TENANTS:
         said += [*answers(bench, work(bench, LARGE, 99)), snapshots(bench)]
-    saves = [bench.op(run_id, OpKind.SAVE_STATE, target_ref=f"saved/{run_id}") for run_id in TENANTS]
-    said += answers(bench, saves)
-    for run_id in TENANTS:
-        folder = bench.blobs.path(f"saved/{run_id}")
-        said += [file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"]
+    for kind in (OpKind.SAVE_STATE, OpKind.SAVE_EXTERNAL):
+        body = SaveWeightsExternalRequest(model_id="", path="x").model_dump_json().encode()
+        saves = [bench.op(run_id, kind, body, target_ref=f"{kind}/{run_id}") for run_id in TENANTS]
+        said += answers(bench, saves)
+        for ref in [save.target_ref for save in saves]:
+            names = sorted(name for name in bench.blobs.files(ref) if name.endswith(".safetensors"))
+            said += [(bench.blobs.path(ref) / name).read_bytes() for name in names]
     return said
+
+
+def stepped(bench: Bench, run_id: str) -> Any:
+    """A step of settings of its own."""
+    number = int(run_id[1:])
+    clip = (0.0, 1e-3, 1.0)[number % 3]
+    if run_id in DIMUON:
+        return bench.dimuon(run_id, grad_clip_norm=clip)
+    return bench.optim(run_id, grad_clip_norm=clip, weight_decay=0.1 * (number % 2), beta2=0.9 + 0.01 * number)
 
 
 def snapshots(bench: Bench) -> bytes:
