@@ -32,6 +32,9 @@ Fault = Callable[[int], AbstractContextManager[Any]]
 #: On this rank, in one scenario: what has failed there.
 FAILURES: list[str] = []
 
+#: The run of whose first operations one fails by its user's fault, beside those of others.
+FAULTY = "r2"
+
 USUAL, LITTLE = {"microbatch_tokens": 64}, {"microbatch_tokens": 64, "resident_bytes": 300_000}
 
 
@@ -124,7 +127,7 @@ def failing_owner(name: str, error: type[Exception], rank: int) -> Iterator[None
 
 @contextmanager
 def killed(rank: int) -> Iterator[None]:
-    """Rank 1 dies with what others wait for on its way. What rank 0 says of a failure is printed."""
+    """Rank 1 dies with what others wait for on its way. What rank 0 says of a failure is printed, but users' own."""
     travels, execute, turns = Travel.rows, Leader.execute, itertools.count()
 
     def rows(self: Travel, *args: Any) -> Any:
@@ -133,10 +136,13 @@ def killed(rank: int) -> Iterator[None]:
         return travels(self, *args)
 
     def speak(self: Leader, pass_: Any, send: Any) -> None:
+        own = {op.op_id for op in pass_.ops if op.run_id == FAULTY}
+
         def say(*told: Any) -> None:
             for message in told:
-                if isinstance(message, Done) and message.failure is not None:
-                    print(json.dumps({"failed": message.failure.message}), flush=True)
+                failure = message.failure if isinstance(message, Done) else None
+                if failure is not None and not (message.op_id in own and failure.category == "user"):
+                    print(json.dumps({"failed": failure.message}), flush=True)
             send(*told)
 
         execute(self, pass_, say)

@@ -30,7 +30,7 @@ from scheduler.links.configs import Basics, TrainerConfig
 from scheduler.links.messages import Done, OpKind, SetAside, Snapshot, loss_ref
 from store.blobs.folder import FolderBlobs
 from tests.workers.trainer.kit import MODEL, Bench, ce_data, replayed, rl_data, sliced
-from tests.workers.trainer.ranks.faults import FAILURES, LITTLE, USUAL, scenario
+from tests.workers.trainer.ranks.faults import FAILURES, FAULTY, LITTLE, USUAL, scenario
 from workers.leave import leave
 from workers.model.adapters.adapter import Adapter, save_adapter
 from workers.model.adapters.shape import AdapterShape
@@ -65,6 +65,8 @@ DIMUON = ("r1", "r4")
 LARGE = "r3"
 #: Whose adapter does not share the outer factors of experts.
 IMPORTED = "r0"
+#: Who is exported; "few" are all of them.
+EXPORTED = ("r0", "r2")
 #: Whose loss is uploaded; they live on different ranks.
 UPLOADED, LOSS_ID = ("r6", "r7"), "s:loss:0"
 
@@ -88,6 +90,8 @@ def program(bench: Bench, steps: int) -> list[bytes]:
         ops = []
         for i, run_id in enumerate(TENANTS):
             ops += work(bench, run_id, 10 * step + i)
+            if run_id == FAULTY and step == 0:  # its step is told of that, and repeated
+                ops += [bench.fb(run_id, too_far(), "ppo"), stepped(bench, run_id)]
             ops.append(stepped(bench, run_id))
         if step == 1 and LARGE in TENANTS:  # two passes, the large operation in both
             cut = next(at for at, op in enumerate(ops) if op.run_id == LARGE and not op.final) + 1
@@ -97,13 +101,13 @@ def program(bench: Bench, steps: int) -> list[bytes]:
             said += answers(bench, ops)
     if LARGE in TENANTS:
         said += [*answers(bench, work(bench, LARGE, 99)), snapshots(bench)]
-    for kind in (OpKind.SAVE_STATE, OpKind.SAVE_EXTERNAL):
-        body = SaveWeightsExternalRequest(model_id="", path="x").model_dump_json().encode()
-        saves = [bench.op(run_id, kind, body, target_ref=f"{kind}/{run_id}") for run_id in TENANTS]
-        said += answers(bench, saves)
-        for ref in [save.target_ref for save in saves]:
-            names = sorted(name for name in bench.blobs.files(ref) if name.endswith(".safetensors"))
-            said += [(bench.blobs.path(ref) / name).read_bytes() for name in names]
+    body = SaveWeightsExternalRequest(model_id="", path="x").model_dump_json().encode()
+    saves = [bench.op(run_id, OpKind.SAVE_STATE, target_ref=f"saved/{run_id}") for run_id in TENANTS]
+    exports = [bench.op(run_id, OpKind.SAVE_EXTERNAL, body, target_ref=f"export/{run_id}") for run_id in EXPORTED]
+    said += answers(bench, [*saves, *exports])
+    for save in (*saves, *exports):
+        names = sorted(name for name in bench.blobs.files(save.target_ref) if name.endswith(".safetensors"))
+        said += [(bench.blobs.path(save.target_ref) / name).read_bytes() for name in names]
     return said
 
 
@@ -155,6 +159,13 @@ SUM_OF_LOGPROBS = encode_custom_loss(
 )
 
 
+def too_far() -> list[Any]:
+    """Data for several ranks, of which one has a ratio that is no float32."""
+    data = rl_data([30, 40, 31], seed=0)
+    data[1].inputs["logprobs"][7], data[1].inputs["advantages"][7] = -300.0, -1.0
+    return data
+
+
 def optimizer(run_id: str) -> str:
     return "dimuon" if run_id in DIMUON else "adamw"
 
@@ -186,10 +197,16 @@ def answers(bench: Bench, ops: list[Any]) -> list[bytes]:
             op if op.op_id in waits else replayed(op)
             for run_id, told in aside.items()
             for op in (*log_of(bench), *ops)
-            if op.run_id == run_id and (op.op_id in waits or not told.kept or overtaken(run_id, ops, waits))
+            if op.run_id == run_id and not failed(op, done)
+            if op.op_id in waits or not told.kept or overtaken(run_id, ops, waits)
         ]
-    log_of(bench).extend(ops)
-    return [plain(op, done[op.op_id].payload) for op in ops if op.final]
+    log_of(bench).extend(op for op in ops if not failed(op, done))
+    return [plain(op, done[op.op_id]) for op in ops if op.final]
+
+
+def failed(op: Any, done: Mapping[str, Done]) -> bool:
+    """Whether it has changed nothing, so that it is no part of a replay."""
+    return op.op_id in done and done[op.op_id].failure is not None
 
 
 def overtaken(run_id: str, ops: list[Any], waits: set[str]) -> bool:
@@ -200,7 +217,7 @@ def overtaken(run_id: str, ops: list[Any], waits: set[str]) -> bool:
 
 def answered(bench: Bench, ops: list[Any]) -> Mapping[str, Done]:
     done = bench.go(*ops)
-    assert not (failed := [each for each in done.values() if each.failure is not None]), failed
+    assert all(op.run_id == FAULTY or not failed(op, done) for op in ops), done
     return done
 
 
@@ -209,8 +226,11 @@ def log_of(bench: Bench) -> list[Any]:
     return LOGS.setdefault(bench, [])
 
 
-def plain(op: Any, payload: bytes) -> bytes:
-    """A result without protobuf's choice of the order of its entries."""
+def plain(op: Any, done: Done) -> bytes:
+    """A result without protobuf's choice of the order of its entries, or why there is none."""
+    payload = done.payload
+    if done.failure is not None:
+        return repr(done.failure).encode()
     if op.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD):
         return payload
     outputs, metrics = decode_train_output(payload)
