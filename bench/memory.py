@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
 from bench.parts.results import asked, at_most, machine, tell
 from bench.parts.worker import Worker

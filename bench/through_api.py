@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tinker
 import torch
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
 
 from bench.parts.data import batch
 from bench.parts.passes import STEP, execute

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from fastapi import Request
 from weft.wire.binary import weft_wire_pb2 as pb
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
 
 from api.errors import Invalid, RateLimited, TooLarge
 from api.http import bodies

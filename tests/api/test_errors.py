@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from weft.wire.binary.codec import encode_train_request
+from weft.wire.binary.train_codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote
 from api.http.bodies import unpack_zstd

@@ -21,7 +21,7 @@ import redis
 from msgspec.structs import replace
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError, NoResultFound, OperationalError
-from weft.wire import SequenceResult, decode_sample_response, encode_sample_response
+from weft.wire.binary.sample_codec import SequenceResult, decode_sample_response, encode_sample_response
 
 from api.state.fetched import Fetched
 from api.state.rates import check_in_flight
