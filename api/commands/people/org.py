@@ -13,8 +13,7 @@ from billing.metering.quotas import QUOTAS, Standing, standings
 from store.people import organisations
 from store.tables import Organisation
 
-#: What a limit may be at most, as in the API.
-_MOST = 2**31 - 1
+_REQUESTS, _TOKENS, _IN_FLIGHT = (click.IntRange(0, most) for most in organisations.LIMITS.values())
 
 
 @click.group()
@@ -77,17 +76,12 @@ def sso(place: Place, name: str, how: str) -> None:
 @org.command()
 @where
 @click.argument("name")
-@click.option("--requests-per-minute", type=click.IntRange(0, _MOST), help="0: no limit; not given: as it is.")
-@click.option("--tokens-per-minute", type=click.IntRange(0, 2**53), help="Likewise.")
-@click.option("--max-in-flight", type=click.IntRange(0, _MOST), help="Samples and runs at a time. Likewise.")
-def limits(
-    place: Place, name: str, requests_per_minute: int | None, tokens_per_minute: int | None, max_in_flight: int | None
-) -> None:
+@click.option("--requests-per-minute", type=_REQUESTS, help="0: no limit; not given: as it is.")
+@click.option("--tokens-per-minute", type=_TOKENS, help="Likewise.")
+@click.option("--max-in-flight", type=_IN_FLIGHT, help="Samples and runs at a time. Likewise.")
+def limits(place: Place, name: str, **given: int | None) -> None:
     """Set the rate limits of an organisation, and print them."""
-    given = (requests_per_minute, tokens_per_minute, max_in_flight)
-    values = {
-        limit: value or None for limit, value in zip(organisations.LIMITS, given, strict=True) if value is not None
-    }
+    values = {limit: value or None for limit, value in given.items() if value is not None}
 
     def write(session: Session) -> Organisation:
         row = organisation(session, name)
