@@ -220,7 +220,6 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
 def main() -> None:
     parser = asked(__doc__)
     parser.add_argument("--megabytes", type=int, default=400)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         found = {"machine": machine(), **measured(Path(folder), args.megabytes)}
