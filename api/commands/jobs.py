@@ -73,14 +73,13 @@ def run(place: Place, name: str) -> None:
 @click.option("--concurrency", type=click.IntRange(1, 64), default=2, show_default=True, help="Jobs at a time.")
 def worker(place: Place, concurrency: int) -> None:
     """Run jobs that Redis hands out (jobs.driver = "celery"), until SIGTERM."""
-    from scheduler.jobs.production import worker_arguments
-
     settings = _migrated(place)
     with ProcessPoolExecutor(1, get_context("spawn")) as aside:
         problem = aside.submit(_problem, settings).result()
     if problem is not None:
         refuse(problem)
-    _celery(settings).worker_main(worker_arguments(concurrency))
+    needs_no_others = ["--without-gossip", "--without-mingle"]
+    _celery(settings).worker_main(["worker", "--loglevel=INFO", f"--concurrency={concurrency}", *needs_no_others])
 
 
 @jobs.command()
