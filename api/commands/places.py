@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import click
 
 from store import logs
-from store.load_settings import load_settings
-from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from store.blobs.contract import Blobs
     from store.database.db import Database
+    from store.settings import Settings
 
 
 #: What a data folder that was used has, whatever has become of its database.
@@ -55,6 +54,9 @@ def where(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def settings_of(place: Place, **overrides: Any) -> Settings:
+    from store.load_settings import load_settings
+    from store.settings import SettingsError
+
     if place == (None, None):
         refuse("--data-dir is missing: name the folder that holds everything")
     try:
@@ -109,6 +111,7 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
     """Refused when they are another service's."""
     from store.blobs.opening import blobs_of
     from store.blobs.owner import claim_prefix
+    from store.settings import SettingsError
 
     try:
         claim_prefix(settings, database)

@@ -405,7 +405,7 @@ import sys
 from click.testing import CliRunner
 from api.cli import weftd
 print(CliRunner().invoke(weftd, ["--help"]).output)
-assert not {"numpy", "sqlalchemy", "fastapi", "httpx"} & set(sys.modules), "loaded for help"
+assert not {"numpy", "sqlalchemy", "fastapi", "httpx", "pydantic", "asyncio"} & set(sys.modules), "loaded for help"
 """
 
 

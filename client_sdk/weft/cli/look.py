@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import click
-from rich.live import Live
 
 from weft.cli import tables
 from weft.cli.shell import RunParameter, Server, as_json, main, show
@@ -25,6 +24,8 @@ def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
     if not watch:
         show(client.get_usage(run_id).result(), json_, tables.usage)
         return
+    from rich.live import Live
+
     with Live(console=tables.console(), auto_refresh=False) as live:
         while True:
             live.update(tables.usage(client.get_usage(run_id).result()), refresh=True)

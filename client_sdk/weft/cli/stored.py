@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import click
@@ -78,6 +77,8 @@ def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
 @click.pass_obj
 def trace(rest: Server, session_id: str, file: Path | None) -> None:
     """Fetch a trace of SESSION's operations, to be opened in ui.perfetto.dev."""
+    import asyncio
+
     from weft.transport.download import download_files
 
     url = rest().export_session_trace(session_id).result()
