@@ -24,8 +24,7 @@ from api.state import threads
 from api.state.arriving import Arriving
 from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line, Pool
 from tests.api.conftest import World
-from tests.tenancy.conftest import Route, member, org_id_of, routes_of
-from tests.tenancy.conftest import settings as settings
+from tests.tenancy.conftest import Route, member, org_id_of, routes_of, settings as settings
 
 REQUEST = pb.ForwardBackwardRequest
 ROUTES = [route for route in routes_of(front()) if not route.path.startswith("/console")]

@@ -7,8 +7,7 @@ import pytest
 import zstandard
 from pydantic import BaseModel, ValidationError
 from sqlalchemy import select
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
 from weft.wire.binary.train_codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft.money import usd
 from weft.wire import AdamParams, LimitsResponse, LoraConfig, OptimStepRequest, SampleRequest
 from weft.wire.binary.train_codec import TrainBatch

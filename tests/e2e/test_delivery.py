@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from weft.wire.binary.train_codec import ArrayDatum, decode_train_output
 
 from tests.e2e.conftest import Weftd

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from sqlalchemy import delete as delete_rows
-from sqlalchemy import func, or_, select
+from sqlalchemy import delete as delete_rows, func, or_, select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation

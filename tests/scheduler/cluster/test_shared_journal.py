@@ -36,8 +36,7 @@ from scheduler.cluster.stored import StoredOperations
 from scheduler.cluster.term import Shared, Term
 from scheduler.journal.accepting.acceptance import Taking
 from scheduler.journal.ending.results import FETCHED_LAST, Results
-from scheduler.journal.rows import SMALL_BYTES, from_row
-from scheduler.journal.rows import pack as pack_op
+from scheduler.journal.rows import SMALL_BYTES, from_row, pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links import loading, redis_queue
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
