@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from weft.version import __version__
 
-from api.commands.places import refuse, say_as, settings_of, where
+from api.commands.places import Place, refuse, say_as, settings_of, where
 
 #: Where the commands are, and what `weftd --help` says of each. Only the one that runs is imported: a server that
 #: starts again needs no other, and help none.
@@ -91,8 +91,7 @@ def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...
 @click.option("--trainer-ranks", type=int, help="Processes that are one trainer and share the base model (default 1).")
 @click.option("--trainers", type=int, help="How many trainers (default 1).")
 def serve(
-    data_dir: Path | None,
-    config: Path | None,
+    place: Place,
     host: str | None,
     port: int | None,
     models: dict[str, Path],
@@ -105,7 +104,7 @@ def serve(
     from billing.prices import PriceError
 
     given = {"models": models or None, "engine": engine, "trainers": trainers, "trainer_ranks": trainer_ranks}
-    settings = settings_of(config, data_dir, host=host, port=port, **given)
+    settings = settings_of(place, host=host, port=port, **given)
     say_as(settings, "api")
     try:
         code = server.serve(settings)

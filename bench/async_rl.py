@@ -123,9 +123,7 @@ def claims(cells: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="one seed, few steps").parse_args()
     seeds, steps = ((0,), 3) if args.quick else ((0, 1, 2), 24)
     groups = rl.Groups(batch=4, size=4) if args.quick else rl.Groups(batch=12, size=8)
     cells: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEDULES}

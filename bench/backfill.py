@@ -161,9 +161,7 @@ def in_flight(sampler: weft.SamplingClient) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few seconds of each")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="a few seconds of each").parse_args()
     seconds = 3.0 if args.quick else 10.0
     with serve() as (url, data_dir):
         keys = [make_key(data_dir, f"tenant-{i}") for i in range(8)]

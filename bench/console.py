@@ -275,9 +275,7 @@ def draw(server: Weftd, cookie: str, paths: dict[str, str], rounds: int) -> dict
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of it, for a look")
-    options = parser.parse_args()
+    options = asked(__doc__, quick="a tenth of it, for a look").parse_args()
     runs, events, rounds = (RUNS // 10, EVENTS // 10, 3) if options.quick else (RUNS, EVENTS, ROUNDS)
     with filled(runs, events) as (server, link, newest):
         paths = pages(newest)

@@ -160,9 +160,7 @@ def of_mamba(decoder: Decoder, theirs: Any, folder: Path) -> tuple[Any, Tenants]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round of each: to see that it runs")
-    parser.add_argument("--out", type=Path, help="write the figures here too, after each family")
+    parser = asked(__doc__, quick="one round of each: to see that it runs")
     parser.add_argument("--only", nargs="*", default=list(models()), choices=list(models()), metavar="FAMILY")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)

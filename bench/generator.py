@@ -303,7 +303,6 @@ def against_vllm(decoder: Decoder, folder: Path, program: Path, rounds: int) -> 
 
 def main() -> None:
     parser = asked(__doc__)
-    parser.add_argument("--out", type=Path, help="write the figures here too, after each part")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=MEASURED, default=MEASURED)
     parser.add_argument("--vllm", type=Path, help="the vllm program to compare with")

@@ -196,8 +196,7 @@ def compare(seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a shorter time")
+    parser = asked(__doc__, quick="a shorter time")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--places", help=argparse.SUPPRESS)
     args = parser.parse_args()

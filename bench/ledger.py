@@ -213,9 +213,7 @@ def sample_ms(times: int) -> float:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer operations")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="fewer operations").parse_args()
     count, rounds = 2000, 2 if args.quick else 12
     with databases() as opened:
         found = {name: asyncio.run(measure(database, count, rounds)) for name, database in opened.items()}

@@ -136,7 +136,6 @@ def fit(
 
 def main() -> None:
     parser = asked(__doc__)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     found = measure(args.rounds)

@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,7 +111,6 @@ def same(one: Measured, other: Measured) -> None:
 
 def main() -> None:
     parser = asked(__doc__)
-    parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lookup", type=int, default=4)
     args = parser.parse_args()

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from weft.wire import ModelInput, SampleRequest, SamplingParams
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 
 from bench.parts.results import asked, at_most, machine, tell
 from bench.parts.worker import Worker
@@ -220,7 +220,6 @@ def measured(folder: Path, megabytes: int) -> dict[str, Any]:
 def main() -> None:
     parser = asked(__doc__)
     parser.add_argument("--megabytes", type=int, default=400)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         found = {"machine": machine(), **measured(Path(folder), args.megabytes)}

@@ -307,9 +307,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    parser = asked(__doc__)
+    parser = asked(__doc__, quick="one seed, two batches")
     parser.add_argument("--plot", type=Path, help="draw it here")
-    parser.add_argument("--quick", action="store_true", help="one seed, two batches")
     parser.add_argument("--followed", action="store_true", help="a sampler that loses part of every update, alone")
     args = parser.parse_args()
     batches, prompts, settings = 30, 16, PARTLY if args.followed else SETTINGS

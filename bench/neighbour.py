@@ -120,8 +120,7 @@ def claims_of(name: str, found: dict[str, Any], alone_s: dict[str, float], pass_
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser = asked(__doc__, quick="fewer repetitions")
     parser.add_argument("--only", action="append", choices=list(EVERY), help="this attack (may be given again)")
     args = parser.parse_args()
     times = 20 if args.quick else 100

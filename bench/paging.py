@@ -129,9 +129,7 @@ def a_thousand(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="fewer repetitions").parse_args()
     rounds = 8 if args.quick else 40
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:

@@ -137,9 +137,7 @@ def behind_a_neighbour(small: Any, neighbour: Any, repeats: int) -> dict[str, fl
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="fewer repetitions").parse_args()
     times, repeats = (40, 1) if args.quick else (200, 3)
     with serve() as (url, data_dir):
         keys = [make_key(data_dir, f"tenant-{i}") for i in range(16)]

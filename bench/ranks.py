@@ -127,7 +127,6 @@ def timed(trainers: dict[str, Trainer], tokens: int, rounds: int) -> dict[str, l
 
 def main() -> None:
     parser = asked(__doc__)
-    parser.add_argument("--out", type=Path, help="write the result there too")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -90,7 +89,6 @@ def _step_ms(engine: TorchEngine) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = asked(__doc__)
-    parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -212,9 +212,7 @@ def disturbances(service: Service, calm_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="fewer repetitions").parse_args()
     rounds, count, calm_s = (1, 3, 6.0) if args.quick else (5, 4, 15.0)
     through: dict[int, list[float]] = {1: [], 2: []}
     alone: dict[int, list[float]] = {1: [], 2: []}

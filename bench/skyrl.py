@@ -184,7 +184,6 @@ def main() -> None:
 
     parser = asked(__doc__)
     parser.add_argument("folder", type=Path, help="SkyRL's checkout, with its environment in .venv")
-    parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tinker
 import torch
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
 
 from bench.parts.data import batch
 from bench.parts.passes import STEP, execute
@@ -91,9 +91,7 @@ def through(runs: list[Any], count: int) -> float:
 
 
 def main() -> None:
-    parser = asked(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    args = parser.parse_args()
+    args = asked(__doc__, quick="fewer repetitions").parse_args()
     rounds, count = (2, 4) if args.quick else (5, 10)
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {"direct": [], "through_api": []}

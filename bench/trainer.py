@@ -278,7 +278,6 @@ def plot(found: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = asked(__doc__)
-    parser.add_argument("--out", type=Path, help="write the figures here too")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=[], help="of the table only these, as 64x16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.wire import LimitsResponse
-from weft.wire.binary.codec import TrainBatch
+from weft.wire.binary.train_codec import TrainBatch
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal, size_problems
 from weft.wire.checks.custom_cost import work_of
 from weft.wire.checks.custom_format import CustomLoss

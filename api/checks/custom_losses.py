@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from weft.wire import CreateCustomLossRequest
-from weft.wire.binary.codec import TrainBatch
+from weft.wire.binary.train_codec import TrainBatch
 from weft.wire.checks.custom_cost import check_upload
 from weft.wire.checks.custom_format import (
     CustomLoss,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from weft.wire import SampledProvenanceSpan
-from weft.wire.binary.codec import ArrayDatum, TrainBatch
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch
 from weft.wire.checks.batches import refusal
 from weft.wire.checks.provenance import target_span_problems
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,11 +22,6 @@ MAX_SEQUENCE = 2**31 - 1
 
 def check_lora(lora: LoraConfig, max_rank: int) -> None:
     refuse(problem.within("lora_config") for problem in shape_problems(lora.rank, lora.seed, max_rank))
-
-
-def seed_of(lora: LoraConfig) -> int:
-    """The seed given, or one drawn now; the run's row keeps it, so a replay makes the same adapter."""
-    return lora.seed if lora.seed is not None else secrets.randbelow(2**31)
 
 
 def check_ttl(ttl_seconds: int | None) -> None:

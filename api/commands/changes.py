@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.places import database_of, refuse
+from api.commands.places import Place, database_of, refuse
 from store.database.caller import OPERATOR, acting_as
 from store.database.sure import write_surely
 from store.people.organisations import NoSuch
@@ -18,8 +17,8 @@ from store.tables import Membership, Organisation, User
 T = TypeVar("T")
 
 
-def change(data_dir: Path | None, config: Path | None, work: Callable[[Session], T], may_be_new: bool = False) -> T:
-    with database_of(config, data_dir, may_be_new) as database, acting_as(OPERATOR):
+def change(place: Place, work: Callable[[Session], T], may_be_new: bool = False) -> T:
+    with database_of(place, may_be_new) as database, acting_as(OPERATOR):
         return write_surely(database, work)
 
 

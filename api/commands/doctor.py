@@ -6,11 +6,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from api.commands.places import settings_of, where
+from api.commands.places import Place, settings_of, where
 from api.doctor import machine, models, sign_in, stores
 from api.doctor.findings import Finding, wrong
 from store import logs
@@ -39,12 +38,12 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
 @click.command()
 @where
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def doctor(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+def doctor(place: Place, as_json: bool) -> None:
     """Look at disk, permissions, database, object store, Redis, clocks, jobs, sign-in, prices, models, GPU, kernels;
     change nothing.
 
     One line for each, and below it what to do. Exit code 1 when something is wrong; warnings alone are 0."""
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     bad = False
     for check in CHECKS:
         for found in _of(check, settings):

@@ -7,12 +7,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from api.commands.places import database_of, refuse, say_as, settings_of, where
+from api.commands.places import Place, database_of, refuse, say_as, settings_of, where
 from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -27,13 +26,13 @@ def jobs() -> None:
 @jobs.command("list")
 @where
 @click.option("--check", is_flag=True, help="Exit code 1 if a job is overdue: for probes and alarms.")
-def list_(data_dir: Path | None, config: Path | None, check: bool) -> None:
+def list_(place: Place, check: bool) -> None:
     """Show each job: how often it runs, when it last succeeded, what it did, and what is wrong."""
     from scheduler.jobs.catalogue import JOBS
     from scheduler.jobs.running import states
 
     now = datetime.now(UTC)
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         found = states(session, JOBS, now)
     for state in found:
         row, age_s = state.row, state.age_s(now)
@@ -50,14 +49,14 @@ def list_(data_dir: Path | None, config: Path | None, check: bool) -> None:
 @jobs.command()
 @where
 @click.argument("name")
-def run(data_dir: Path | None, config: Path | None, name: str) -> None:
+def run(place: Place, name: str) -> None:
     """Run the job NAME now, whether or not it is due; what it did, as JSON."""
     from scheduler.jobs.catalogue import JOBS
     from scheduler.jobs.running import run_now
 
     if name not in JOBS:
         refuse(f"no job {name!r}: there are {', '.join(sorted(JOBS))}")
-    context = _context(_migrated(config, data_dir))
+    context = _context(_migrated(place))
     try:
         result = run_now(context, JOBS[name])
     except Exception as error:
@@ -72,23 +71,22 @@ def run(data_dir: Path | None, config: Path | None, name: str) -> None:
 @jobs.command()
 @where
 @click.option("--concurrency", type=click.IntRange(1, 64), default=2, show_default=True, help="Jobs at a time.")
-def worker(data_dir: Path | None, config: Path | None, concurrency: int) -> None:
+def worker(place: Place, concurrency: int) -> None:
     """Run jobs that Redis hands out (jobs.driver = "celery"), until SIGTERM."""
-    from scheduler.jobs.production import worker_arguments
-
-    settings = _migrated(config, data_dir)
+    settings = _migrated(place)
     with ProcessPoolExecutor(1, get_context("spawn")) as aside:
         problem = aside.submit(_problem, settings).result()
     if problem is not None:
         refuse(problem)
-    _celery(settings).worker_main(worker_arguments(concurrency))
+    needs_no_others = ["--without-gossip", "--without-mingle"]
+    _celery(settings).worker_main(["worker", "--loglevel=INFO", f"--concurrency={concurrency}", *needs_no_others])
 
 
 @jobs.command()
 @where
-def beat(data_dir: Path | None, config: Path | None) -> None:
+def beat(place: Place) -> None:
     """Have workers look for due jobs, every few seconds. One is enough; several do no harm."""
-    _celery(_migrated(config, data_dir)).Beat(loglevel="INFO", quiet=True).run()
+    _celery(_migrated(place)).Beat(loglevel="INFO", quiet=True).run()
 
 
 def _celery(settings: Settings) -> Any:
@@ -121,9 +119,9 @@ def _context(settings: Settings) -> JobContext:
         refuse(str(error))
 
 
-def _migrated(config: Path | None, data_dir: Path | None) -> Settings:
+def _migrated(place: Place) -> Settings:
     """The settings, with the tables of their database up to date."""
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     say_as(settings, "jobs")
-    with database_of(config, data_dir):
+    with database_of(place):
         return settings

@@ -6,18 +6,18 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
 from store import logs
-from store.load_settings import load_settings
-from store.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from store.blobs.contract import Blobs
     from store.database.db import Database
+    from store.settings import Settings
 
 
 #: What a data folder that was used has, whatever has become of its database.
@@ -34,18 +34,33 @@ class Finite(click.FloatRange):
         return number
 
 
+class Place(NamedTuple):
+    """Which data is meant: `--data-dir` and `--config`, as they were given."""
+
+    data_dir: Path | None
+    config: Path | None
+
+
 def where(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say which data is meant."""
+    """The options of a `Place`, which the command gets first."""
+
+    @wraps(command)
+    def at(data_dir: Path | None, config: Path | None, **given: Any) -> None:
+        command(Place(data_dir, config), **given)
+
     folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder that holds everything.")
     config = click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML (docs/operating.md).")
-    return folder(config(command))
+    return folder(config(at))
 
 
-def settings_of(config: Path | None, data_dir: Path | None, **overrides: Any) -> Settings:
-    if data_dir is None and config is None:
+def settings_of(place: Place, **overrides: Any) -> Settings:
+    from store.load_settings import load_settings
+    from store.settings import SettingsError
+
+    if place == (None, None):
         refuse("--data-dir is missing: name the folder that holds everything")
     try:
-        return load_settings(config, data_dir=data_dir, **overrides)
+        return load_settings(place.config, data_dir=place.data_dir, **overrides)
     except SettingsError as error:
         refuse(str(error))
 
@@ -61,7 +76,7 @@ def is_new(settings: Settings) -> bool:
 
 
 @contextmanager
-def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = False) -> Iterator[Database]:
+def database_of(place: Place, may_be_new: bool = False) -> Iterator[Database]:
     """Of a data folder that is there, unless it `may_be_new`: a slip of the pen makes no empty one to look into. What
     is wrong with what was asked of it (PeopleError) is told in one line, too."""
     from sqlalchemy.exc import OperationalError
@@ -70,7 +85,7 @@ def database_of(config: Path | None, data_dir: Path | None, may_be_new: bool = F
     from store.database.sure import Unsure
     from store.people.organisations import PeopleError
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     if is_new(settings) and not may_be_new:
         refuse(f"{settings.data_dir} is no data folder of Weft: name the one that `weftd serve` was given")
     try:
@@ -96,6 +111,7 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
     """Refused when they are another service's."""
     from store.blobs.opening import blobs_of
     from store.blobs.owner import claim_prefix
+    from store.settings import SettingsError
 
     try:
         claim_prefix(settings, database)

@@ -6,11 +6,10 @@ import logging
 import os
 import socket
 import sys
-from pathlib import Path
 
 import click
 
-from api.commands.places import database_of, refuse, say_as, settings_of, where
+from api.commands.places import Place, database_of, refuse, say_as, settings_of, where
 from store import tracing
 
 log = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 @where
 @click.argument("role", type=click.Choice(["trainer", "generator"]))
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
-def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | None) -> None:
+def worker(place: Place, role: str, redis: str | None) -> None:
     """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
     from api.server.serve import CannotServe, read_cards
     from api.server.workers.memory_plan import planned
@@ -29,7 +28,7 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
     from store.settings import SettingsError
     from workers.model.planning.plan import DoesNotFit
 
-    settings = settings_of(config, data_dir, redis_url=redis)
+    settings = settings_of(place, redis_url=redis)
     if not settings.redis_url:
         refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
     say_as(settings, role)
@@ -55,7 +54,7 @@ def worker(data_dir: Path | None, config: Path | None, role: str, redis: str | N
 
 @click.command()
 @where
-def migrate(data_dir: Path | None, config: Path | None) -> None:
+def migrate(place: Place) -> None:
     """Bring the database up to date, and exit: before the servers of a new version start."""
-    with database_of(config, data_dir, may_be_new=True):
+    with database_of(place, may_be_new=True):
         click.echo("the database is up to date")

@@ -11,8 +11,7 @@ import hmac
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated
-from urllib.parse import SplitResult, urlsplit
-from urllib.parse import quote as url_quote
+from urllib.parse import SplitResult, quote as url_quote, urlsplit
 
 from fastapi import Depends, Request
 from fastapi.responses import RedirectResponse, Response

@@ -20,8 +20,7 @@ from api.state.service import service_of
 from api.state.threads import check_line
 from api.who.principal import ENDED, Principal, principal_of
 from api.who.signing import LinkRefused
-from api.who.tokens import PREFIX as TOKEN_PREFIX
-from api.who.tokens import BadToken
+from api.who.tokens import PREFIX as TOKEN_PREFIX, BadToken
 from store import logs, tables
 from store.database.caller import Caller, become
 from store.people import keys

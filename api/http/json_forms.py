@@ -15,8 +15,8 @@ from weft.wire import EncodedTextChunk, ModelInput
 from weft.wire.base import Integer, Request
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.arrays import FLOAT32, INT32, INT64
-from weft.wire.binary.codec import decode_sample_response, decode_train_output
-from weft.wire.binary.train_codec import write_config
+from weft.wire.binary.sample_codec import decode_sample_response
+from weft.wire.binary.train_codec import decode_train_output, write_config
 from weft.wire.tensor import TensorData
 
 from api.errors import Malformed

@@ -65,7 +65,7 @@ class Requests:
                 await self.app(scope, read, answer)
             finally:
                 self.traffic.in_flight -= 1
-                seconds, route = time.monotonic() - began, route_of(scope)
+                seconds, route = time.monotonic() - began, getattr(scope.get("route"), "path", NO_ROUTE)
                 self.traffic.ended(route, method, status, seconds, received, sent)
                 tracing.answered(span, method, route, status, logs.about())
                 log.debug("%s %s: %s in %.4f s", method, route, status, seconds)
@@ -75,8 +75,3 @@ def request_id_of(headers: dict[bytes, bytes]) -> str:
     """The client's own, or a new one."""
     given = headers.get(HEADER, b"")
     return given.decode() if _WELL_FORMED.fullmatch(given) else new_id()
-
-
-def route_of(scope: Scope) -> str:
-    """The template of the route that took a request."""
-    return getattr(scope.get("route"), "path", NO_ROUTE)

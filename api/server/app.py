@@ -24,8 +24,7 @@ from api.routes.computing import batches, completions, custom_loss, futures, sam
 from api.routes.openai import chat, generate, listing, responses
 from api.routes.paying import billing, money, payments
 from api.routes.people import audit, invitations, keys, limits, members, projects
-from api.routes.runs import health, metrics, notes, sessions, trace
-from api.routes.runs import listing as rest
+from api.routes.runs import health, listing as rest, metrics, notes, sessions, trace
 from api.routes.server import probes, sdk, service, weft
 from api.routes.stored import checkpoints, copies, downloads, weights
 from api.server import reference

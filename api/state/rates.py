@@ -85,7 +85,8 @@ class Buckets:
         now = self._clock()
         if len(self._full_at) >= MAX_BUCKETS:
             self._full_at = {name: at for name, at in self._full_at.items() if at > now}
-        self._full_at[charge.name] = full_at(self._full_at.get(charge.name, now), now, charge)
+        full = max(self._full_at.get(charge.name, now), now)
+        self._full_at[charge.name] = full + charge.cost * PERIOD_S / charge.limit
 
 
 class LocalRates:
@@ -108,11 +109,6 @@ def wait_s(full: float, now: float, charge: Charge) -> float:
     """How long until the bucket, full at `full`, holds what `charge` takes out of it; 0 or less: it does."""
     needed_s = min(charge.cost, charge.limit) * PERIOD_S / charge.limit
     return max(full, now) + needed_s - PERIOD_S - now
-
-
-def full_at(full: float, now: float, charge: Charge) -> float:
-    """When the bucket will be full again after `charge`."""
-    return max(full, now) + charge.cost * PERIOD_S / charge.limit
 
 
 async def count_request(request: Request, who: Principal) -> None:

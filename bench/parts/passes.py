@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
 
 from scheduler.links.messages import Done, Pass
 from workers.trainer.trainer import Trainer

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 
-def asked(doc: str | None) -> argparse.ArgumentParser:
-    """Of a bench with the docstring `doc`."""
+def asked(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """Of a bench with the docstring `doc`; `quick` says what a quick one of it is."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, help="write the figures here too")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
 
@@ -28,7 +31,7 @@ def tell(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 def keep(result: dict[str, Any], args: argparse.Namespace) -> None:
     """Write it where `--out` says."""
-    if getattr(args, "out", None) is not None:
+    if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.generator.engine import GenerateRequest
-from workers.generator.engine import SamplingParams as EngineParams
+from workers.generator.engine import GenerateRequest, SamplingParams as EngineParams
 from workers.generator.torch_engine import TorchEngine
 from workers.model.attend import PackedAttend
 from workers.model.base.weights import load_decoder

@@ -17,6 +17,7 @@ import psutil
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change
+from api.commands.places import Place
 from api.server.workers.worker_programs import memory_of_workers
 from store.people import keys, organisations
 from store.people.roles import ADMIN
@@ -70,7 +71,7 @@ def make_keys(data_dir: Path, names: Sequence[str]) -> list[str]:
         found = [organisations.organisation_named(session, name).id for name in names]
         return [keys.new_key(session, org_id, scopes=(ADMIN,))[1] for org_id in found]
 
-    return change(data_dir, None, write)
+    return change(Place(data_dir, None), write)
 
 
 def as_workers_run() -> None:

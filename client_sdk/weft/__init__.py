@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from weft.future import APIFuture as APIFuture
     from weft.loss_handle import LossHandle as LossHandle
     from weft.plan.estimate import CostEstimate as CostEstimate
-    from weft.plan.plan import Plan as Plan
-    from weft.plan.plan import PlannedSample as PlannedSample
-    from weft.plan.plan import PlannedSave as PlannedSave
-    from weft.plan.plan import PlannedTrain as PlannedTrain
-    from weft.plan.plan import PlannedUpdate as PlannedUpdate
-    from weft.rest_client import AdminClient as AdminClient
-    from weft.rest_client import RestClient as RestClient
+    from weft.plan.plan import (
+        Plan as Plan,
+        PlannedSample as PlannedSample,
+        PlannedSave as PlannedSave,
+        PlannedTrain as PlannedTrain,
+        PlannedUpdate as PlannedUpdate,
+    )
+    from weft.rest_client import AdminClient as AdminClient, RestClient as RestClient
     from weft.sampling_client import SamplingClient as SamplingClient
     from weft.service_client import ServiceClient as ServiceClient
-    from weft.training_client import TrainingClient as TrainingClient
-    from weft.training_client import log as log
+    from weft.training_client import TrainingClient as TrainingClient, log as log
     from weft.transport.retry import RetryPolicy as RetryPolicy
     from weft.types import *  # noqa: F403
     from weft.version import __version__ as __version__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -82,17 +83,13 @@ class ServiceClient:
             lora = LoraConfig(
                 rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed
             )
-
-        def request(session_id: str, number: int) -> CreateModelRequest:
-            return CreateModelRequest(
-                session_id=session_id,
-                model_seq_id=number,
-                base_model=base_model,
-                lora_config=lora,
-                user_metadata=named(user_metadata, name),
-                optimizer_config=optimizer or AdamOptimizerConfig(),
-            )
-
+        request = partial(
+            CreateModelRequest,
+            base_model=base_model,
+            lora_config=lora,
+            user_metadata=named(user_metadata, name),
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+        )
         return TrainingClient(self._session, request)
 
     create_lora_training_client_async = twin(create_lora_training_client)
@@ -109,7 +106,16 @@ class ServiceClient:
     ) -> TrainingClient:
         """A new run that starts from a checkpoint's adapter, with a fresh optimizer. Its metadata name the checkpoint
         (`continued_from`)."""
-        return self._from_state(path, False, base_model, named(user_metadata, name), weights_access_token, optimizer)
+        request = partial(
+            LoadWeightsRequest,
+            path=path,
+            optimizer=False,
+            base_model=base_model,
+            user_metadata=named(user_metadata, name),
+            optimizer_config=optimizer,
+            weights_access_token=weights_access_token,
+        )
+        return TrainingClient(self._session, request)
 
     create_training_client_from_state_async = twin(create_training_client_from_state)
 
@@ -124,32 +130,17 @@ class ServiceClient:
     ) -> TrainingClient:
         """A new run that continues exactly where a checkpoint was saved, optimizer included. Its metadata name the
         checkpoint (`continued_from`)."""
-        return self._from_state(path, True, base_model, named(user_metadata, name), weights_access_token, None)
+        request = partial(
+            LoadWeightsRequest,
+            path=path,
+            optimizer=True,
+            base_model=base_model,
+            user_metadata=named(user_metadata, name),
+            weights_access_token=weights_access_token,
+        )
+        return TrainingClient(self._session, request)
 
     create_training_client_from_state_with_optimizer_async = twin(create_training_client_from_state_with_optimizer)
-
-    def _from_state(
-        self,
-        path: str,
-        with_optimizer: bool,
-        base_model: str | None,
-        user_metadata: dict[str, str] | None,
-        token: str | None,
-        optimizer: OptimizerConfig | None,
-    ) -> TrainingClient:
-        def request(session_id: str, number: int) -> LoadWeightsRequest:
-            return LoadWeightsRequest(
-                session_id=session_id,
-                model_seq_id=number,
-                path=path,
-                optimizer=with_optimizer,
-                base_model=base_model,
-                user_metadata=user_metadata,
-                optimizer_config=optimizer,
-                weights_access_token=token,
-            )
-
-        return TrainingClient(self._session, request)
 
     def create_sampling_client(
         self,

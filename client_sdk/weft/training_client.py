@@ -57,11 +57,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
     Losses are sums, never means: gradients add up over calls until `optim_step` uses and clears them.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest],
-    ) -> None:
+    def __init__(self, session: Session, request: Callable[..., CreateModelRequest | LoadWeightsRequest]) -> None:
         self._session = session
         self._run = Run(session)
         self._counting = threading.Lock()
@@ -75,7 +71,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         rank = f" at rank {info.lora_rank}" if info.lora_rank else ""
         return f"TrainingClient({info.model_id!r} on {base_model_of(info)!r}{rank})"
 
-    async def _ready(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> TrainingClient:
+    async def _ready(self, request: Callable[..., CreateModelRequest | LoadWeightsRequest]) -> TrainingClient:
         await self._run.make(request)
         return self
 

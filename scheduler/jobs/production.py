@@ -74,11 +74,6 @@ class JobTask(Task):  # type: ignore[misc]
     Request = ForgettingRequest
 
 
-def worker_arguments(concurrency: int) -> list[str]:
-    """Celery's, for a worker that needs to know nothing of others."""
-    return ["worker", "--loglevel=INFO", f"--concurrency={concurrency}", "--without-gossip", "--without-mingle"]
-
-
 def celery_app(settings: Settings) -> Any:
     """The Celery application of worker and beat. Raises SettingsError where they name no Redis."""
     context = ProcessContext(settings)

@@ -14,8 +14,7 @@ import time
 from datetime import UTC, datetime
 
 import anyio.to_thread
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
 
 from billing.prices import PriceList
 from scheduler.journal.accepting.acceptance import Acceptance

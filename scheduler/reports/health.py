@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row as SqlRow
-from sqlalchemy import select
+from sqlalchemy import Row as SqlRow, select
 from sqlalchemy.orm import Session
 
 from billing.reports.ownership import covered_s

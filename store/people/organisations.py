@@ -265,7 +265,8 @@ def set_quotas(session: Session, org: Organisation, values: Mapping[str, int | N
 
 # ---- limits
 
-LIMITS = ("requests_per_minute", "tokens_per_minute", "max_in_flight")
+#: Rate limits, and what each may be at most.
+LIMITS = {"requests_per_minute": 2**31 - 1, "tokens_per_minute": 2**53, "max_in_flight": 2**31 - 1}
 
 
 def set_limits(

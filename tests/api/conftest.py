@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
-from weft.wire.binary.codec import TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import TrainBatch, encode_train_request
 
 from api.server.app import front
 from api.state.service import Service

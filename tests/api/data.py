@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from weft.wire.binary.codec import ArrayDatum, TrainBatch
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch
 
 
 def datum(tokens: list[int], **inputs: Any) -> ArrayDatum:

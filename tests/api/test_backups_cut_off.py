@@ -22,9 +22,13 @@ from store.blobs.folder import FolderBlobs
 from store.blobs.opening import check_blobs, open_blobs
 from store.database.db import Database
 from store.load_settings import load_settings
-from tests.api.test_backup_cli import backup as backup  # a fixture
-from tests.api.test_backup_cli import backup_command, fill, run
-from tests.api.test_backup_cli import own_postgres as own_postgres  # a fixture
+from tests.api.test_backup_cli import (
+    backup as backup,  # a fixture
+    backup_command,
+    fill,
+    own_postgres as own_postgres,  # a fixture
+    run,
+)
 from tests.servers import OwnStore
 
 #: Runs `weftd` and is killed where the function named first is called.

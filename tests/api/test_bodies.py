@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from fastapi import Request
 from weft.wire.binary import weft_wire_pb2 as pb
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
 
 from api.errors import Invalid, RateLimited, TooLarge
 from api.http import bodies
@@ -24,8 +24,7 @@ from api.state import threads
 from api.state.arriving import Arriving
 from api.state.large_bodies import AT_A_TIME, MOST_REST_S, REST_TIMES, SMALL_BYTES, LargeBodies, Line, Pool
 from tests.api.conftest import World
-from tests.tenancy.conftest import Route, member, org_id_of, routes_of
-from tests.tenancy.conftest import settings as settings
+from tests.tenancy.conftest import Route, member, org_id_of, routes_of, settings as settings
 
 REQUEST = pb.ForwardBackwardRequest
 ROUTES = [route for route in routes_of(front()) if not route.path.startswith("/console")]

@@ -28,8 +28,7 @@ import pytest
 from click.testing import CliRunner
 from weft.version import __version__
 
-from api.cli import COMMANDS
-from api.cli import weftd as command
+from api.cli import COMMANDS, weftd as command
 from api.server.serve import CannotServe, _serve, only_one, open_database
 from billing.prices import load_prices
 from store import tables
@@ -405,7 +404,7 @@ import sys
 from click.testing import CliRunner
 from api.cli import weftd
 print(CliRunner().invoke(weftd, ["--help"]).output)
-assert not {"numpy", "sqlalchemy", "fastapi", "httpx"} & set(sys.modules), "loaded for help"
+assert not {"numpy", "sqlalchemy", "fastapi", "httpx", "pydantic", "asyncio"} & set(sys.modules), "loaded for help"
 """
 
 

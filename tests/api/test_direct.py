@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
-from weft.wire.binary.codec import encode_train_request
+from weft.wire.binary.train_codec import encode_train_request
 
 from api.errors import Invalid
 from api.http.direct import Direct

@@ -7,9 +7,8 @@ import pytest
 import zstandard
 from pydantic import BaseModel, ValidationError
 from sqlalchemy import select
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-from weft.wire.binary.codec import encode_train_request
+from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
+from weft.wire.binary.train_codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote
 from api.http.bodies import unpack_zstd

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.wire import PromptProvenanceSpan, SampledProvenanceSpan
-from weft.wire.binary.codec import ArrayDatum, decode_train_request, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, decode_train_request, encode_train_request
 
 from scheduler.links.messages import stability_ref
 from store.blobs.contract import StoreAway

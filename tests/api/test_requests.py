@@ -8,7 +8,7 @@ import re
 
 import pytest
 from sqlalchemy import select
-from weft.wire.binary.codec import encode_train_request
+from weft.wire.binary.train_codec import encode_train_request
 
 from api.state.traffic import Traffic
 from store.tables import AuditEntry, Operation

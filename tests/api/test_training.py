@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 from weft.wire.base import SEEDS
-from weft.wire.binary.codec import decode_train_request, encode_train_request
+from weft.wire.binary.train_codec import decode_train_request, encode_train_request
 
 from api.http import structure
 from scheduler.journal.rows import plan_of

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft.money import usd
-from weft.wire import AdamParams, LimitsResponse, LoraConfig, OptimStepRequest, SampleRequest, TrainBatch
+from weft.wire import AdamParams, LimitsResponse, LoraConfig, OptimStepRequest, SampleRequest
+from weft.wire.binary.train_codec import TrainBatch
 
 from api.checks.batches import check_batch
 from api.checks.limits import limits_of

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 from weft import Datum, ModelInput, Plan, PlannedTrain
 from weft.plan.validate import validate
 from weft.types import EncodedTextChunk, ImageChunk, PromptProvenanceSpan, SampledProvenanceSpan, TensorData
-from weft.wire.binary.codec import ArrayDatum, decode_train_request
 from weft.wire.binary.request_codec import as_decoded, encode_forward_backward
+from weft.wire.binary.train_codec import ArrayDatum, decode_train_request
 from weft.wire.checks.losses import LOSSES, ROUTES
 from weft.wire.error import WireError
 from weft.wire.training import ForwardBackwardInput, ForwardBackwardRequest

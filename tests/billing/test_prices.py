@@ -7,8 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from billing.prices import KINDS, STORAGE, PriceError, amount_nusd, load_prices, most_for_sample
 

@@ -15,12 +15,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from weft.wire.binary.codec import (
-    SequenceResult,
-    decode_train_request,
-    encode_sample_response,
-    encode_train_output,
-)
+from weft.wire.binary.sample_codec import SequenceResult, encode_sample_response
+from weft.wire.binary.train_codec import decode_train_request, encode_train_output
 
 PROTOBUF = "application/x-protobuf"
 SESSION = "5e551011"

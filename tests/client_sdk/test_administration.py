@@ -27,7 +27,7 @@ from weft.types import (
     DimuonParams,
     SessionSearchRequest,
 )
-from weft.wire.binary.codec import decode_train_request
+from weft.wire.binary.train_codec import decode_train_request
 
 from tests.client_sdk.stub_server import Asked, Stub, status
 

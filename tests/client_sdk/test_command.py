@@ -90,7 +90,7 @@ def test_version(stub: Stub) -> None:
 
 def test_help_and_completion_load_no_client() -> None:
     """Each word that is completed starts the command anew."""
-    show = "import sys, weft.cli; print({'numpy', 'pydantic', 'httpx'} & set(sys.modules))"
+    show = "import sys, weft.cli; print({'numpy', 'pydantic', 'httpx', 'rich', 'asyncio'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", show], text=True) == "set()\n"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import weft
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft import AdamParams, Datum, ModelInput, Plan, PlannedSample, PlannedTrain, PlannedUpdate
 from weft.money import amount_nusd, usd
 from weft.plan.estimate import estimate

@@ -181,7 +181,7 @@ def test_run_by_the_server(service: ServiceClient, stub: Stub, monkeypatch: pyte
     assert first["graph"]["format"] == 1
     run = service.create_lora_training_client("org/tiny", rank=8)
     run.forward_backward_custom([datum(1)], handle).result(10)
-    from weft.wire.binary.codec import decode_train_request
+    from weft.wire.binary.train_codec import decode_train_request
 
     [sent] = [decode_train_request(asked.body) for asked in stub.asked if asked.path == "/forward_backward"]
     assert (sent.loss_fn, sent.loss_fn_config) == ("custom", {"loss_id": "L7"})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import weft
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft import Datum, ModelInput, RetryPolicy
 from weft.errors import status_error
 from weft.runs.chunks import join, split

@@ -16,7 +16,7 @@ import weft
 from starlette.responses import JSONResponse, Response
 from weft import AdamParams, Datum, ModelInput, RetryPolicy, ServiceClient, TrainingClient
 from weft.transport.poll import SHORTEST_ROUND_S
-from weft.wire.binary.codec import decode_train_request
+from weft.wire.binary.train_codec import decode_train_request
 
 from tests.client_sdk.conftest import FAST
 from tests.client_sdk.stub_server import SESSION, Stub, not_yet, page, status

@@ -11,9 +11,15 @@ import pytest
 from weft import AdamParams, Datum, ModelInput, Plan, PlannedSample, PlannedSave, PlannedTrain, PlannedUpdate, Problem
 from weft.loss_handle import trace
 from weft.plan.validate import validate
-from weft.types import DimuonParams, LimitsResponse, LossLimits, ModelLimits, TensorData
-from weft.types import PromptProvenanceSpan as Prompt
-from weft.types import SampledProvenanceSpan as Sampled
+from weft.types import (
+    DimuonParams,
+    LimitsResponse,
+    LossLimits,
+    ModelLimits,
+    PromptProvenanceSpan as Prompt,
+    SampledProvenanceSpan as Sampled,
+    TensorData,
+)
 
 THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 RL = ["target_tokens", "logprobs", "advantages"]

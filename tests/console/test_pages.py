@@ -18,8 +18,7 @@ from api.console import formats
 from api.console.security import CSP
 from billing.money.wallets import set_default
 from store.settings import BillingSettings
-from store.tables import Checkpoint, LedgerEntry, Project, Run, UsageEvent, Wallet
-from store.tables import Session as Owner
+from store.tables import Checkpoint, LedgerEntry, Project, Run, Session as Owner, UsageEvent, Wallet
 from tests.console.conftest import SAME_SITE, Console
 from tests.console.seed import HOSTILE
 

@@ -18,8 +18,7 @@ import pytest
 import tinker
 import yaml
 
-from tests.e2e.conftest import BASE_MODEL, Weftd
-from tests.e2e.conftest import own_weftd as own_weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, own_weftd as own_weftd
 from tests.e2e.data import supervised
 from tests.e2e.production import production_of
 from tests.servers import OwnRedis, PostgresServer, at_end, free_port

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from weft.wire.binary.codec import ArrayDatum
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from weft.wire.binary.train_codec import ArrayDatum
 
 from api.server.app import front
 from api.server.openapi import DOORS, PREFIX, document

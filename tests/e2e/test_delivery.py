@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from weft.wire.binary.codec import ArrayDatum, decode_train_output
+from hypothesis import HealthCheck, given, settings, strategies as st
+from weft.wire.binary.train_codec import ArrayDatum, decode_train_output
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.raw import Post, RawClient, optim_post, train_post

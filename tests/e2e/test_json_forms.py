@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.wire.binary.codec import ArrayDatum, decode_train_output
+from weft.wire.binary.train_codec import ArrayDatum, decode_train_output
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.raw import RawClient, train_post

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from weft.wire.binary.codec import ArrayDatum, decode_train_output
+from weft.wire.binary.train_codec import ArrayDatum, decode_train_output
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.raw import Post, RawClient, optim_post, train_post

@@ -6,8 +6,7 @@ import pickle
 import sqlite3
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
-from concurrent.futures import wait as wait_all
+from concurrent.futures import CancelledError, wait as wait_all
 from pathlib import Path
 from typing import Any
 

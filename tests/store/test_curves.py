@@ -4,8 +4,7 @@ import math
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from store import curves, tables
 from store.curves import Point, TooManyPoints, curves_of, log_points, read_curve, thin

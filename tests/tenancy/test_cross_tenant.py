@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from weft.wire.binary.codec import encode_train_request
+from weft.wire.binary.train_codec import encode_train_request
 
 from api.server.app import front
 from store import tables

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from weft.wire.binary.codec import encode_train_request
+from weft.wire.binary.train_codec import encode_train_request
 
 from api.http.access import Meter
 from billing.metering import storage

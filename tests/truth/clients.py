@@ -16,13 +16,8 @@ from typing import Any
 
 import numpy as np
 from weft.loss_handle import trace
-from weft.wire.binary.codec import (
-    ArrayDatum,
-    TrainBatch,
-    decode_sample_response,
-    decode_train_output,
-    encode_train_request,
-)
+from weft.wire.binary.sample_codec import decode_sample_response
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 from weft.wire.losses import CreateCustomLossRequest
 
 from tests.truth.programs import (

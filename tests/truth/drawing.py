@@ -30,8 +30,7 @@ from tests.truth.programs import (
     Step,
     TwoPass,
 )
-from tests.truth.schedules import DEATHS, PAUSES, RANKS, ROLES, Kind, Layout, Mishap, Role, Schedule
-from tests.truth.schedules import FAULTS as FAILURES
+from tests.truth.schedules import DEATHS, FAULTS as FAILURES, PAUSES, RANKS, ROLES, Kind, Layout, Mishap, Role, Schedule
 
 #: No slice is longer, so none is cut by what fits in memory.
 LONGEST = 24

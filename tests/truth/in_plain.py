@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from weft.wire.binary.codec import decode_train_output
+from weft.wire.binary.train_codec import decode_train_output
 
 from tests.truth import plays
 from tests.truth.plain import LOSSES, Computed, Factors, Plain, State, copied

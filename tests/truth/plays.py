@@ -25,7 +25,7 @@ from unittest import mock
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from sqlalchemy import func, select
-from weft.wire.binary.codec import decode_train_output
+from weft.wire.binary.train_codec import decode_train_output
 
 from store import tables
 from tests.truth import clock

@@ -15,8 +15,7 @@ import torch
 from scheduler.links.configs import TrainerBounds
 from scheduler.links.messages import Done, OpKind, Pass, PullPass, TrainOp
 from tests.workers.model.models import ours, packed, random_adapter, reference
-from tests.workers.test_families import CONTEXT, EACH, generate, prompt
-from tests.workers.test_families import computed as computed_by
+from tests.workers.test_families import CONTEXT, EACH, computed as computed_by, generate, prompt
 from tests.workers.trainer.kit import Bench, ce_data, replayed
 from tests.workers.trainer.ranks.worlds import plain
 from tests.workers.trainer.test_process import Worker

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 from weft.wire.checks.custom_shapes import CustomLossError
 from weft.wire.checks.losses import LOSSES, ROUTES, TEMPERATURE, THRESHOLDS, clip_of
 

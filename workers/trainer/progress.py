@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from weft.wire.account.limits import ModelLimits
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, WireError, decode_train_request, encode_train_output
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, decode_train_request, encode_train_output
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
 from weft.wire.checks.losses import CUSTOM, WITH_CUSTOM, loss_id_of
+from weft.wire.error import WireError
 
 from scheduler.links.messages import Failure, OpKind, TrainOp
 from workers.model.adapters.adapter import Adapter

@@ -6,14 +6,13 @@ import json
 import sys
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 
 import click
 from sqlalchemy.orm import Session
 from weft.money import usd
 
 from api.commands.changes import change, organisation
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import Place, database_of, refuse, settings_of, where
 from billing.money.budgets import PERIODS, Period, Scope, count, owns, remove_budget, set_budget, states
 from billing.money.grants import GrantKind, give, take
 from billing.money.ledger import refund_operation
@@ -59,9 +58,7 @@ def credit() -> None:
 @click.option("--days", type=click.IntRange(1, 36500), help="Days until it expires; default: never.")
 @click.option("--kind", type=click.Choice(["promo", "paid"]), default="promo", show_default=True)
 @click.option("--memo", default="", help="What the ledger says of it.")
-def grant(
-    data_dir: Path | None, config: Path | None, org: str, amount_nusd: int, days: int | None, kind: GrantKind, memo: str
-) -> None:
+def grant(place: Place, org: str, amount_nusd: int, days: int | None, kind: GrantKind, memo: str) -> None:
     """Give an organisation credit. Promotions, and what expires soonest, are used up first."""
     expires = datetime.now(UTC) + timedelta(days=days) if days is not None else None
     if amount_nusd == 0:
@@ -73,7 +70,7 @@ def grant(
         _note(session, org_id, "credit_granted", made.id, amount_nusd=amount_nusd, kind=kind)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
-    click.echo(change(data_dir, config, write))
+    click.echo(change(place, write))
 
 
 @credit.command("take")
@@ -81,7 +78,7 @@ def grant(
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
 @click.option("--memo", required=True, help="What the ledger says of it.")
-def take_(data_dir: Path | None, config: Path | None, org: str, amount_nusd: int, memo: str) -> None:
+def take_(place: Place, org: str, amount_nusd: int, memo: str) -> None:
     """Take money out of an organisation's balance, below zero too: what was given back elsewhere, or given by mistake.
 
     Invoices of usage stay as they are."""
@@ -94,7 +91,7 @@ def take_(data_dir: Path | None, config: Path | None, org: str, amount_nusd: int
         _note(session, org_id, "credit_taken", entry.ref_id, amount_nusd=amount_nusd)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
-    click.echo(change(data_dir, config, write))
+    click.echo(change(place, write))
 
 
 @credit.command()
@@ -102,7 +99,7 @@ def take_(data_dir: Path | None, config: Path | None, org: str, amount_nusd: int
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--operation", "operation_id", required=True, help="Request id of the operation.")
 @click.option("--memo", default="", help="What the ledger says of it.")
-def refund(data_dir: Path | None, config: Path | None, org: str, operation_id: str, memo: str) -> None:
+def refund(place: Place, org: str, operation_id: str, memo: str) -> None:
     """Give back what an operation has cost. What was metered stays."""
 
     def write(session: Session) -> int | None:
@@ -113,7 +110,7 @@ def refund(data_dir: Path | None, config: Path | None, org: str, operation_id: s
         _note(session, org_id, "credit_refunded", operation_id, amount_nusd=entry.amount_nusd)
         return entry.amount_nusd
 
-    amount = change(data_dir, config, write)
+    amount = change(place, write)
     if amount is None:
         refuse(f"operation {operation_id!r} of {org} was refunded before, or has cost nothing")
     click.echo(f"{org}\trefunded {usd(amount)}")
@@ -133,14 +130,7 @@ def budget() -> None:
 @click.option("--period", type=click.Choice(PERIODS), default="month", show_default=True)
 @click.option("--soft", is_flag=True, help="Only record when it is reached.")
 def set_(
-    data_dir: Path | None,
-    config: Path | None,
-    org: str,
-    limit_nusd: int,
-    project: str | None,
-    key_id: int | None,
-    period: Period,
-    soft: bool,
+    place: Place, org: str, limit_nusd: int, project: str | None, key_id: int | None, period: Period, soft: bool
 ) -> None:
     """Make or change the budget of an organisation, or of a project or key of it."""
     if project is not None and key_id is not None:
@@ -160,30 +150,30 @@ def set_(
         _note(session, org_id, "budget_set", f"{scope}:{scope_id}", limit_nusd=limit_nusd, period=period, hard=not soft)
         return made.id
 
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         counted = count(session, *meant(session), period)
-    click.echo(change(data_dir, config, write))
+    click.echo(change(place, write))
 
 
 @budget.command("list")
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
+def list_(place: Place, org: str) -> None:
     """Show the budgets of an organisation, with what is spent, held and left of each."""
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         for state in states(session, organisation(session, org).id):
             of = state.budget
             spent, held, left = (usd(n) for n in (state.spent_nusd, state.held_nusd, state.left_nusd))
             kind = "hard" if of.hard else "soft"
-            place = f"{of.id}\t{of.scope} {of.scope_id}\t{of.period}\t{kind}"
-            click.echo(f"{place}\tlimit {usd(of.limit_nusd)}\tspent {spent}\theld {held}\tleft {left}")
+            which = f"{of.id}\t{of.scope} {of.scope_id}\t{of.period}\t{kind}"
+            click.echo(f"{which}\tlimit {usd(of.limit_nusd)}\tspent {spent}\theld {held}\tleft {left}")
 
 
 @budget.command()
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("budget_id")
-def remove(data_dir: Path | None, config: Path | None, org: str, budget_id: str) -> None:
+def remove(place: Place, org: str, budget_id: str) -> None:
     """Remove a budget."""
 
     def write(session: Session) -> bool:
@@ -193,7 +183,7 @@ def remove(data_dir: Path | None, config: Path | None, org: str, budget_id: str)
             _note(session, org_id, "budget_removed", budget_id)
         return removed
 
-    if not change(data_dir, config, write):
+    if not change(place, write):
         refuse(f"no budget {budget_id!r} of {org}: see weftd budget list")
 
 
@@ -207,7 +197,7 @@ def billing() -> None:
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("mode", type=click.Choice(MODES))
 @click.option("--overdraft", "overdraft_nusd", callback=_amount, default="0", help="Dollars that may be owed.")
-def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overdraft_nusd: int) -> None:
+def mode(place: Place, org: str, mode: Mode, overdraft_nusd: int) -> None:
     """Have an organisation pay before (prepaid), after (postpaid, up to --overdraft) or not be limited at all. Where
     payments are enabled, one that pays after becomes a customer at Stripe first."""
 
@@ -221,11 +211,11 @@ def mode(data_dir: Path | None, config: Path | None, org: str, mode: Mode, overd
             click.echo(f"weftd: all that {org} asks for is refused until it may spend something: {needed}", err=True)
         return f"{org}\t{mode}\tbalance {usd(wallet.balance_nusd)}\tavailable {'any' if left is None else usd(left)}"
 
-    payments = settings_of(config, data_dir).payments
+    payments = settings_of(place).payments
     if mode == "postpaid" and payments.enabled:
-        with database_of(config, data_dir) as database:
+        with database_of(place) as database:
             _enrol(database, payments, org)
-    click.echo(change(data_dir, config, write))
+    click.echo(change(place, write))
 
 
 def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
@@ -251,9 +241,9 @@ def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
 @where
 @click.option("--org", help="Only this organisation.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def reconcile(data_dir: Path | None, config: Path | None, org: str | None, as_json: bool) -> None:
+def reconcile(place: Place, org: str | None, as_json: bool) -> None:
     """Hold the books against themselves. Exit code 1 if anything differs by a nano-dollar."""
-    with database_of(config, data_dir) as database:
+    with database_of(place) as database:
         with database.read() as session:
             org_id = organisation(session, org).id if org else None
         drifts = check(database, org_id)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
-from api.commands.places import refuse, settings_of, where
+from api.commands.places import Place, refuse, settings_of, where
 from store.settings import SettingsError
 
 
@@ -18,14 +17,14 @@ def payments() -> None:
 
 @payments.command()
 @where
-def setup(data_dir: Path | None, config: Path | None) -> None:
+def setup(place: Place) -> None:
     """Make Weft's meters and prices in the Stripe account, unless they are there; print the line for the settings."""
     import stripe
 
     from billing.payments.client import stripe_client
     from billing.payments.setup import set_up
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     try:
         prices = set_up(stripe_client(settings.payments))
     except SettingsError as error:

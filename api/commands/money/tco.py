@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from api.commands.places import Finite, database_of, settings_of, where
+from api.commands.places import Finite, Place, database_of, settings_of, where
 
 if TYPE_CHECKING:
     from billing.reports.ownership import Ownership
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
 @click.option("--gpus", type=click.IntRange(1, 100_000), help="GPUs that are paid for ([ownership] in the settings).")
 @click.option("--gpu-hour", type=Finite(0, 1e6, min_open=True), help="Dollars per GPU-hour, instead of computed.")
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
-def tco(
-    data_dir: Path | None,
-    config: Path | None,
-    days: int | None,
-    gpus: int | None,
-    gpu_hour: float | None,
-    as_json: bool,
-) -> None:
+def tco(place: Place, days: int | None, gpus: int | None, gpu_hour: float | None, as_json: bool) -> None:
     """What a token costs to make, and what is left of its price."""
     from sqlalchemy import select
 
@@ -38,7 +30,7 @@ def tco(
     from billing.reports.tco import GpuHour, Server
     from store.tables import Organisation
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     try:
         days = days_back(days, settings.limits.sample_days)
     except ValueError as error:
@@ -47,7 +39,7 @@ def tco(
     hour = Server(owned).gpu_hour if gpu_hour is None else GpuHour(0.0, gpu_hour)
     until = datetime.now(UTC)
     since = (until - timedelta(days=days)).replace(minute=0, second=0, microsecond=0)
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         found = ownership(session, since, until, gpu_hour=hour, gpus=gpus or owned.gpus, machines=owned.machines)
         names = {org.id: org.name for org in session.scalars(select(Organisation))}
     click.echo(json.dumps(_facts(found)) if as_json else _table(found, names))

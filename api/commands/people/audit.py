@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 from sqlalchemy import select
 
 from api.commands.changes import organisation
-from api.commands.places import database_of, refuse, where
+from api.commands.places import Place, database_of, refuse, where
 from store.database import audit as log
 from store.tables import Organisation
 
@@ -23,13 +22,13 @@ def audit() -> None:
 @where
 @click.option("--org", help="One organisation only.")
 @click.option("--head", help="A hash that was printed before, and must still be in the log of --org.")
-def verify(data_dir: Path | None, config: Path | None, org: str | None, head: str | None) -> None:
+def verify(place: Place, org: str | None, head: str | None) -> None:
     """Recompute the chain of every organisation's entries, and print its head: keep it elsewhere, and give it back with
     --head to see that nothing was cut off the end. Exit code 1 when something is wrong."""
     if head is not None and org is None:
         refuse("--head needs --org: every organisation has a chain of its own")
     good = True
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         query = select(Organisation).order_by(Organisation.created_at, Organisation.id)
         orgs = [organisation(session, org)] if org is not None else list(session.scalars(query))
         for row in orgs:

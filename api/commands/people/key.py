@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, member_id
-from api.commands.places import database_of, is_new, refuse, settings_of, where
+from api.commands.places import Place, database_of, is_new, refuse, settings_of, where
 from store.people import keys, organisations
 from store.people.roles import ADMIN, SCOPES
 from store.tables import ApiKey
@@ -30,14 +29,7 @@ def key() -> None:
 @click.option("--user", "email", help="E-mail of the member that the key belongs to.")
 @click.option("--days", type=click.IntRange(1, 3660), help="Days until the key expires.")
 def create(
-    data_dir: Path | None,
-    config: Path | None,
-    org: str,
-    name: str,
-    scopes: tuple[str, ...],
-    project: str | None,
-    email: str | None,
-    days: int | None,
+    place: Place, org: str, name: str, scopes: tuple[str, ...], project: str | None, email: str | None, days: int | None
 ) -> None:
     """Print a new key. It cannot be shown again."""
     check_org_name(org)
@@ -59,9 +51,9 @@ def create(
         )
         return secret
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     fresh = is_new(settings)
-    click.echo(change(data_dir, config, write, may_be_new=True))
+    click.echo(change(place, write, may_be_new=True))
     if fresh:
         click.echo(f"weftd: {settings.data_dir} is new: the key is good for a server that is started on it", err=True)
 
@@ -69,9 +61,9 @@ def create(
 @key.command()
 @where
 @click.argument("prefix")
-def revoke(data_dir: Path | None, config: Path | None, prefix: str) -> None:
+def revoke(place: Place, prefix: str) -> None:
     """Revoke the key that starts with PREFIX, as `key list` shows it."""
-    if not change(data_dir, config, lambda session: keys.revoke(session, prefix)):
+    if not change(place, lambda session: keys.revoke(session, prefix)):
         refuse(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
 
 
@@ -79,7 +71,7 @@ def revoke(data_dir: Path | None, config: Path | None, prefix: str) -> None:
 @where
 @click.argument("prefix")
 @click.option("--overlap-hours", type=click.IntRange(0, 720), default=24, show_default=True, help="For the old secret.")
-def rotate(data_dir: Path | None, config: Path | None, prefix: str, overlap_hours: int) -> None:
+def rotate(place: Place, prefix: str, overlap_hours: int) -> None:
     """Print another secret for the key that starts with PREFIX."""
 
     def write(session: Session) -> str:
@@ -89,14 +81,14 @@ def rotate(data_dir: Path | None, config: Path | None, prefix: str, overlap_hour
             raise organisations.NoSuch(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
         return keys.rotate(session, good[0], timedelta(hours=overlap_hours))
 
-    click.echo(change(data_dir, config, write))
+    click.echo(change(place, write))
 
 
 @key.command("list")
 @where
-def list_(data_dir: Path | None, config: Path | None) -> None:
+def list_(place: Place) -> None:
     """Show the prefix, organisation, date and state of every key."""
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         for org, row in keys.list_keys(session):
             click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{_state(row)}")
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, organisation
 from api.commands.people import org_data
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import Place, database_of, refuse, settings_of, where
 from billing.metering.quotas import QUOTAS, Standing, standings
 from store.people import organisations
 from store.tables import Organisation
 
-#: What a limit may be at most, as in the API.
-_MOST = 2**31 - 1
+_REQUESTS, _TOKENS, _IN_FLIGHT = (click.IntRange(0, most) for most in organisations.LIMITS.values())
 
 
 @click.group()
@@ -31,17 +28,17 @@ org.add_command(org_data.delete)
 @org.command()
 @where
 @click.argument("name")
-def create(data_dir: Path | None, config: Path | None, name: str) -> None:
+def create(place: Place, name: str) -> None:
     """Make an organisation, and print its id. One that is there stays as it is."""
     check_org_name(name)
-    click.echo(change(data_dir, config, lambda session: organisations.organisation_named(session, name).id, True))
+    click.echo(change(place, lambda session: organisations.organisation_named(session, name).id, True))
 
 
 @org.command("list")
 @where
-def list_(data_dir: Path | None, config: Path | None) -> None:
+def list_(place: Place) -> None:
     """Show the id, name, state and weight of every organisation."""
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         for row in session.scalars(select(Organisation).order_by(Organisation.created_at, Organisation.id)):
             click.echo(f"{row.id}\t{row.name}\t{row.status}\t{row.weight}")
 
@@ -50,51 +47,41 @@ def list_(data_dir: Path | None, config: Path | None) -> None:
 @where
 @click.argument("name")
 @click.argument("status", type=click.Choice(organisations.STATUSES))
-def status(data_dir: Path | None, config: Path | None, name: str, status: str) -> None:
+def status(place: Place, name: str, status: str) -> None:
     """Set the state of an organisation; suspended and closed ones are refused everything, within seconds."""
-    change(data_dir, config, lambda session: organisations.set_status(session, organisation(session, name), status))
+    change(place, lambda session: organisations.set_status(session, organisation(session, name), status))
 
 
 @org.command()
 @where
 @click.argument("name")
 @click.argument("weight", type=click.IntRange(1, 1000))
-def weight(data_dir: Path | None, config: Path | None, name: str, weight: int) -> None:
+def weight(place: Place, name: str, weight: int) -> None:
     """Set an organisation's fair share of the machines, relative to others'."""
-    change(data_dir, config, lambda session: organisations.set_weight(session, organisation(session, name), weight))
+    change(place, lambda session: organisations.set_weight(session, organisation(session, name), weight))
 
 
 @org.command()
 @where
 @click.argument("name")
 @click.argument("how", type=click.Choice(("required", "optional")))
-def sso(data_dir: Path | None, config: Path | None, name: str, how: str) -> None:
+def sso(place: Place, name: str, how: str) -> None:
     """Whether members sign in to the console by the OpenID provider alone. The operator's own links always work."""
     required = how == "required"
-    if required and not settings_of(config, data_dir).oidc.on:
+    if required and not settings_of(place).oidc.on:
         refuse("no oidc.issuer is set, so nobody could sign in: set it first, or name its --config (docs/sign-in.md)")
-    change(data_dir, config, lambda session: organisations.require_sso(session, organisation(session, name), required))
+    change(place, lambda session: organisations.require_sso(session, organisation(session, name), required))
 
 
 @org.command()
 @where
 @click.argument("name")
-@click.option("--requests-per-minute", type=click.IntRange(0, _MOST), help="0: no limit; not given: as it is.")
-@click.option("--tokens-per-minute", type=click.IntRange(0, 2**53), help="Likewise.")
-@click.option("--max-in-flight", type=click.IntRange(0, _MOST), help="Samples and runs at a time. Likewise.")
-def limits(
-    data_dir: Path | None,
-    config: Path | None,
-    name: str,
-    requests_per_minute: int | None,
-    tokens_per_minute: int | None,
-    max_in_flight: int | None,
-) -> None:
+@click.option("--requests-per-minute", type=_REQUESTS, help="0: no limit; not given: as it is.")
+@click.option("--tokens-per-minute", type=_TOKENS, help="Likewise.")
+@click.option("--max-in-flight", type=_IN_FLIGHT, help="Samples and runs at a time. Likewise.")
+def limits(place: Place, name: str, **given: int | None) -> None:
     """Set the rate limits of an organisation, and print them."""
-    given = (requests_per_minute, tokens_per_minute, max_in_flight)
-    values = {
-        limit: value or None for limit, value in zip(organisations.LIMITS, given, strict=True) if value is not None
-    }
+    values = {limit: value or None for limit, value in given.items() if value is not None}
 
     def write(session: Session) -> Organisation:
         row = organisation(session, name)
@@ -102,7 +89,7 @@ def limits(
             organisations.set_limits(session, row, values)
         return row
 
-    row = change(data_dir, config, write)
+    row = change(place, write)
     for limit in organisations.LIMITS:
         click.echo(f"{limit}\t{getattr(row, limit) or 'none'}")
 
@@ -111,10 +98,10 @@ def limits(
 @where
 @click.argument("name")
 @click.option("--set", "changes", multiple=True, metavar="QUOTA=VALUE", help="A number, or `default`. May be repeated.")
-def quota(data_dir: Path | None, config: Path | None, name: str, changes: tuple[str, ...]) -> None:
+def quota(place: Place, name: str, changes: tuple[str, ...]) -> None:
     """Set what an organisation may keep at a time; print each quota, what is used of it, and whose it is."""
     values = dict(_quota(text) for text in changes)
-    limits = settings_of(config, data_dir).limits
+    limits = settings_of(place).limits
 
     def write(session: Session) -> list[str]:
         row = organisation(session, name)
@@ -123,7 +110,7 @@ def quota(data_dir: Path | None, config: Path | None, name: str, changes: tuple[
             session.flush()
         return [_shown(row, standing) for standing in standings(session, row.id, limits)]
 
-    click.echo("\n".join(change(data_dir, config, write)))
+    click.echo("\n".join(change(place, write)))
 
 
 def _shown(row: Organisation, standing: Standing) -> str:

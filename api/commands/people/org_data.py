@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from sqlalchemy import delete as delete_rows
-from sqlalchemy import func, or_, select
+from sqlalchemy import delete as delete_rows, func, or_, select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
-from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
+from api.commands.places import Place, blobs_to_change, database_of, refuse, settings_of, where
 from api.http.archives import archive_ref
 from billing.metering import storage
 from scheduler.journal.ending.outcomes import payload_of
@@ -51,11 +50,11 @@ SHA256SUMS    of every file, for sha256sum --check
 @where
 @click.argument("name")
 @click.argument("target", type=click.Path(path_type=Path))
-def export(data_dir: Path | None, config: Path | None, name: str, target: Path) -> None:
+def export(place: Place, name: str, target: Path) -> None:
     """Write all that organisation NAME owns into the folder TARGET, which must not be there. The service may run.
 
     TARGET is there only once it is whole."""
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     if target.exists():
         refuse(f"{target} is there already: name a new folder")
     partial = target.with_name(f"{target.name}.partial")
@@ -64,7 +63,7 @@ def export(data_dir: Path | None, config: Path | None, name: str, target: Path) 
     except OSError as error:
         refuse(f"cannot write to {partial}: {error.strerror}")
     try:
-        with database_of(config, data_dir) as database, database.read() as session:
+        with database_of(place) as database, database.read() as session:
             rows, missing = _export_rows_and_files(session, settings, name, partial)
         files = files_of(partial)
         write_sums(partial, {file: digest_of(partial / file) for file in files})
@@ -171,16 +170,16 @@ class _Gone:
 @where
 @click.argument("name")
 @click.option("--confirm", required=True, metavar="NAME", help="The name once more: this cannot be undone.")
-def delete(data_dir: Path | None, config: Path | None, name: str, confirm: str) -> None:
+def delete(place: Place, name: str, confirm: str) -> None:
     """Delete the data of the closed organisation NAME: runs, weights, operations, sessions, members, names of keys.
 
     What is paid and who did what stays, for as long as the law wants it (docs/tenancy.md). Prints what was deleted."""
     if confirm != name:
         refuse(f"--confirm must be the name again, {name!r}")
-    settings = settings_of(config, data_dir)
-    with database_of(config, data_dir) as database:
+    settings = settings_of(place)
+    with database_of(place) as database:
         blobs = blobs_to_change(settings, database)
-    gone = change(data_dir, config, lambda session: _delete(session, organisation(session, name), blobs))
+    gone = change(place, lambda session: _delete(session, organisation(session, name), blobs))
     for ref in gone.trees:
         blobs.delete_tree(ref)
     for file in settings.data_dir.glob(f"telemetry/*/{gone.org_id}.jsonl"):

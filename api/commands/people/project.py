@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
-from api.commands.places import database_of, where
+from api.commands.places import Place, database_of, where
 from store.people import organisations
 from store.tables import Project
 
@@ -23,9 +21,9 @@ def project() -> None:
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("name")
-def create(data_dir: Path | None, config: Path | None, org: str, name: str) -> None:
+def create(place: Place, org: str, name: str) -> None:
     """Make a project, and print its id."""
-    click.echo(change(data_dir, config, lambda s: organisations.create_project(s, organisation(s, org).id, name).id))
+    click.echo(change(place, lambda s: organisations.create_project(s, organisation(s, org).id, name).id))
 
 
 @project.command()
@@ -33,22 +31,22 @@ def create(data_dir: Path | None, config: Path | None, org: str, name: str) -> N
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("project_id")
 @click.option("--restore", is_flag=True, help="Take it out of the archive again.")
-def archive(data_dir: Path | None, config: Path | None, org: str, project_id: str, restore: bool) -> None:
+def archive(place: Place, org: str, project_id: str, restore: bool) -> None:
     """Let a project take no more sessions."""
 
     def write(session: Session) -> None:
         row = organisations.project_by_id(session, organisation(session, org).id, project_id)
         organisations.archive_project(session, row, not restore)
 
-    change(data_dir, config, write)
+    change(place, write)
 
 
 @project.command("list")
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
+def list_(place: Place, org: str) -> None:
     """Show the id, name and state of an organisation's projects."""
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         org_id = organisation(session, org).id
         for row in session.scalars(select(Project).filter_by(org_id=org_id).order_by(Project.name)):
             click.echo(f"{row.id}\t{row.name}\t{'archived' if row.archived_at else 'active'}")

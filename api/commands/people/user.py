@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, check_org_name, member_id, organisation
-from api.commands.places import database_of, settings_of, where
+from api.commands.places import Place, database_of, settings_of, where
 from store.people import identities, organisations
 from store.people.roles import ROLES
 
@@ -23,7 +21,7 @@ def user() -> None:
 @click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
 @click.option("--email", required=True, help="Address of the person.")
 @click.option("--role", type=click.Choice(ROLES), default="member", show_default=True)
-def create(data_dir: Path | None, config: Path | None, org: str, email: str, role: str) -> None:
+def create(place: Place, org: str, email: str, role: str) -> None:
     """Make a person a member, and print the user's id. Who is a member already gets that role."""
     check_org_name(org)
 
@@ -35,15 +33,15 @@ def create(data_dir: Path | None, config: Path | None, org: str, email: str, rol
                 return member.id
         return organisations.add_member(session, row.id, email, role).id
 
-    click.echo(change(data_dir, config, write, may_be_new=True))
+    click.echo(change(place, write, may_be_new=True))
 
 
 @user.command("list")
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
+def list_(place: Place, org: str) -> None:
     """Show the id, e-mail and role of an organisation's members."""
-    with database_of(config, data_dir) as database, database.read() as session:
+    with database_of(place) as database, database.read() as session:
         for member, person in organisations.members(session, organisation(session, org).id):
             click.echo(f"{person.id}\t{person.email}\t{member.role}")
 
@@ -52,25 +50,25 @@ def list_(data_dir: Path | None, config: Path | None, org: str) -> None:
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--email", required=True, help="Address of the person.")
-def remove(data_dir: Path | None, config: Path | None, org: str, email: str) -> None:
+def remove(place: Place, org: str, email: str) -> None:
     """End a membership, and revoke the member's keys."""
 
     def write(session: Session) -> None:
         row = organisation(session, org)
         organisations.remove_member(session, row.id, member_id(session, row.id, email))
 
-    change(data_dir, config, write)
+    change(place, write)
 
 
 @user.command()
 @where
 @click.option("--email", required=True, help="Address of the person.")
-def unlink(data_dir: Path | None, config: Path | None, email: str) -> None:
+def unlink(place: Place, email: str) -> None:
     """Forget which accounts of the OpenID provider are this person's: the next with their verified address will be.
 
     Ends their sessions of the console. Memberships and keys stay: where the address is somebody else's now, end those
     first (weftd user remove)."""
-    click.echo(change(data_dir, config, lambda session: identities.unlink(session, email)))
+    click.echo(change(place, lambda session: identities.unlink(session, email)))
 
 
 @user.command("login-link")
@@ -79,14 +77,12 @@ def unlink(data_dir: Path | None, config: Path | None, email: str) -> None:
 @click.option("--email", required=True, help="Which of its members.")
 @click.option("--operator", is_flag=True, help="Show the operator's pages too: all organisations, cost of ownership.")
 @click.option("--url", help="Where browsers find the server (default: host and port of the settings).")
-def login_link(
-    data_dir: Path | None, config: Path | None, org: str, email: str, operator: bool, url: str | None
-) -> None:
+def login_link(place: Place, org: str, email: str, operator: bool, url: str | None) -> None:
     """Print a link that signs a member in to the console, once, within a quarter of an hour."""
     from api.console.security import PREFIX
     from api.console.sessions import new_link
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
 
     def write(session: Session) -> str:
@@ -94,4 +90,4 @@ def login_link(
         user_id = member_id(session, row.id, email, "make one with weftd user create")
         return new_link(session, row.id, user_id, operator=operator)
 
-    click.echo(f"{base}{PREFIX}/login/{change(data_dir, config, write)}")
+    click.echo(f"{base}{PREFIX}/login/{change(place, write)}")

@@ -32,11 +32,12 @@ def plan(
     """Print a table of memory and the settings that fit, or, with exit code 2, the one that does not. Of the model only
     config.json is read."""
     from api.server.workers.memory_plan import devices_here, plan_on
-    from api.server.workers.vllm_places import gpus_of_one, started_here, vllm_table
+    from api.server.workers.vllm_places import options_of, started_here, vllm_table
     from store.load_settings import load_settings
     from store.settings import SettingsError
     from workers.model.card import UnsupportedModel, config_card
     from workers.model.planning.plan import Device, DoesNotFit
+    from workers.model.planning.vllm_options import Layout
 
     try:
         settings = load_settings(config, data_dir=Path())
@@ -54,7 +55,7 @@ def plan(
         if gpu_gib and started_here(settings):
             for card in cards.values():
                 click.echo()
-                each = Device(f"GPU of {gpu_gib:g} GiB", size, gpus_of_one(settings))
+                each = Device(f"GPU of {gpu_gib:g} GiB", size, Layout.of(options_of(settings)).gpus)
                 click.echo(vllm_table(settings, card, each))
     except (SettingsError, UnsupportedModel, DoesNotFit) as error:
         refuse(str(error))

@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from weft import types
 
 from api.commands.changes import change
+from api.commands.places import Place
 from scheduler.simulator.calibration import Batch, calibrate
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Simulation
@@ -187,7 +188,7 @@ def _service() -> Iterator[list[_Client]]:
         ready = server.stdout.readline().split()
         if ready[:1] != ["ready"]:
             raise RuntimeError(f"the service did not start:\n{(Path(folder) / 'log').read_text()}")
-        made = [change(data_dir, config, partial(_key, f"tenant-{i}")) for i in range(TENANTS)]
+        made = [change(Place(data_dir, config), partial(_key, f"tenant-{i}")) for i in range(TENANTS)]
         services = [stack.enter_context(weft.ServiceClient(base_url=ready[1], api_key=key)) for key in made]
         yield [_Client(service) for service in services]
 

@@ -11,7 +11,7 @@ import click
 from sqlalchemy.orm import Session
 
 from api.commands.changes import organisation
-from api.commands.places import blobs_to_change, database_of, refuse, settings_of, where
+from api.commands.places import Place, blobs_to_change, database_of, refuse, settings_of, where
 from billing.metering import storage
 from store import tables
 from store.database import audit
@@ -31,7 +31,7 @@ def adapter() -> None:
 @click.option("--model", help="Base model it belongs to, as clients know it (default: the built-in one).")
 @click.option("--name", default="imported", show_default=True, help="Name of the checkpoint.")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-def import_(data_dir: Path | None, config: Path | None, org: str, model: str | None, name: str, folder: Path) -> None:
+def import_(place: Place, org: str, model: str | None, name: str, folder: Path) -> None:
     """Make a checkpoint of a PEFT adapter in FOLDER and print its tinker:// path.
 
     Train on from it with create_training_client_from_state. Experts keep a pair of factors each where the adapter has
@@ -40,7 +40,7 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
     from api.paths import check_name
     from api.server.serve import CannotServe, read_cards
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     try:
         cards = read_cards(settings.models)
         card = cards[model or next(iter(cards))]
@@ -53,7 +53,7 @@ def import_(data_dir: Path | None, config: Path | None, org: str, model: str | N
     except ApiError as error:
         refuse(error.detail)
     ref = f"weights/{uuid.uuid4().hex}"
-    with database_of(config, data_dir) as database, acting_as(OPERATOR):
+    with database_of(place) as database, acting_as(OPERATOR):
         with database.read() as session:
             org_id = organisation(session, org).id
         blobs = blobs_to_change(settings, database)

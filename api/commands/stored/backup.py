@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from weft.version import __version__
 
-from api.commands.places import refuse, settings_of, where
+from api.commands.places import Place, refuse, settings_of, where
 from store.backup.databases import file_name, is_empty, opened, put_back, rows_of, saved
 from store.backup.files import RESTORING, BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
 from store.logs import in_a_line
@@ -53,12 +53,12 @@ class About:
 @click.command()
 @where
 @click.argument("target", type=click.Path(path_type=Path))
-def backup(data_dir: Path | None, config: Path | None, target: Path) -> None:
+def backup(place: Place, target: Path) -> None:
     """Copy database, blobs and secret into the folder TARGET, which must not be there; the service may run.
 
     TARGET is there only once it is whole. Prints what is in it. Exit code 1: files that the database names were missing
     in the data folder (or the bucket) itself, and are listed; all else is in the backup."""
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     if not target.name:
         refuse("TARGET: name a new folder")
     partial = target.with_name(f"{target.name}.partial")
@@ -117,11 +117,11 @@ def _filled(settings: Settings, bucket: Bucket | None, target: Path) -> tuple[Ab
 @click.command()
 @where
 @click.argument("source", type=click.Path(path_type=Path))
-def restore(data_dir: Path | None, config: Path | None, source: Path) -> None:
+def restore(place: Place, source: Path) -> None:
     """Put the backup SOURCE back into a new data folder (and a PostgreSQL without tables, where the settings name one).
 
     Every file is checked against the SHA-256 that was written down, and every table's rows are counted."""
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     about = _told(lambda: _restore(settings, source), settings.data_dir)
     click.echo(f"{settings.data_dir} is as of {about.made_at}\t{sum(about.rows.values())} rows")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.places import database_of, refuse, settings_of, where
+from api.commands.places import Place, database_of, refuse, settings_of, where
 from scheduler.journal.ending.references import broken_because
 from store import tables
 from store.database.commit_mark import CommitMark
@@ -18,14 +16,14 @@ _LOST = "the server's database has lost what was committed last, and with it ope
 
 @click.command()
 @where
-def repair(data_dir: Path | None, config: Path | None) -> None:
+def repair(place: Place) -> None:
     """Accept that the database has lost commits, and end the runs that may have lost operations.
 
     Only for a server that does not start because of it, and when the right files cannot be put back. Every run that was
     live is ended; its user is told why, and its last checkpoint. Prints the runs."""
     from api.server.serve import CannotServe, only_one
 
-    settings = settings_of(config, data_dir)
+    settings = settings_of(place)
     mark = CommitMark.of(settings.effective_database_url)
     if mark is None:
         refuse("this service's database looks after itself; there is nothing to repair")
@@ -35,7 +33,7 @@ def repair(data_dir: Path | None, config: Path | None) -> None:
         with only_one(settings.data_dir):
             mark.accept()
             mark.close()
-            with database_of(config, data_dir) as database, database.read() as session:
+            with database_of(place) as database, database.read() as session:
                 live = session.scalars(select(tables.Run).filter_by(state="live", broken=None)).all()
                 why = {run.id: broken_because(session, run.id, _LOST) for run in live}
                 database.write_now(lambda writing: _end(writing, why))

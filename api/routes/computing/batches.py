@@ -13,7 +13,8 @@ from fastapi import APIRouter, Request
 from weft.wire import UntypedAPIFuture
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.arrays import write_tensor
-from weft.wire.binary.codec import WireError, decode_train_request
+from weft.wire.binary.train_codec import decode_train_request
+from weft.wire.error import WireError
 
 from api.checks.batches import check_batch, costs
 from api.checks.custom_losses import uploaded_loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from fastapi import APIRouter, Request
 from weft.wire import (
     CreateModelRequest,
@@ -16,7 +18,7 @@ from weft.wire.checks.runs import ADAMW
 
 from api.checks.optimizers import CONFIGS, check_step, family_of
 from api.checks.priority import PriorityDep
-from api.checks.runs import ALPHA, check_lora, check_metadata, check_sequence, seed_of
+from api.checks.runs import ALPHA, check_lora, check_metadata, check_sequence
 from api.http.access import LOOKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_body, read_json
@@ -50,7 +52,8 @@ async def create_model(
         base_model=body.base_model,
         rank=lora.rank,
         alpha=ALPHA,
-        seed=seed_of(lora),
+        # The run's row keeps one that is drawn now, so a replay makes the same adapter.
+        seed=lora.seed if lora.seed is not None else secrets.randbelow(2**31),
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,

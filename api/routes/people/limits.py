@@ -22,19 +22,18 @@ from api.who.projects import visible_projects
 from store import tables
 from store.people import organisations
 from store.people.keys import good_at
+from store.people.organisations import LIMITS
 
 router = APIRouter(prefix="/api/v1/weft/rate_limits")
-
-PerMinute = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class NewLimits(BaseModel):
     """Null is no limit of its own; those of the organisation hold in any case."""
 
     model_config = ConfigDict(extra="forbid")
-    requests_per_minute: PerMinute | None = None
-    tokens_per_minute: Annotated[int, Field(ge=1, le=2**53)] | None = None
-    max_in_flight: PerMinute | None = None
+    requests_per_minute: Annotated[int, Field(ge=1, le=LIMITS["requests_per_minute"])] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=LIMITS["tokens_per_minute"])] | None = None
+    max_in_flight: Annotated[int, Field(ge=1, le=LIMITS["max_in_flight"])] | None = None
 
 
 @router.get("", **declare(scope="any", limit="call"))
@@ -76,7 +75,7 @@ async def set_rate_limits(
 
 
 def _limited(table: type[tables.Project | tables.ApiKey]) -> ColumnElement[bool]:
-    return or_(*(getattr(table, name).is_not(None) for name in organisations.LIMITS))
+    return or_(*(getattr(table, name).is_not(None) for name in LIMITS))
 
 
 async def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:

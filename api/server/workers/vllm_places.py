@@ -27,10 +27,6 @@ def options_of(settings: Settings) -> dict[str, object]:
         raise SettingsError(str(error)) from None
 
 
-def gpus_of_one(settings: Settings) -> int:
-    return Layout.of(options_of(settings)).gpus
-
-
 def started_here(settings: Settings, alone: str = "") -> int:
     """Generators whose vLLM is started here; `alone`: of a worker of that role by itself."""
     kinds = settings.generator.kinds[:1] if alone else settings.generator.kinds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from weft.cli.shell import Server, command, main
+from weft.cli.shell import Server, main
 from weft.errors import WeftError
 from weft.exports.layout import REFERENCE, Layout
 
@@ -26,7 +26,6 @@ from weft.exports.layout import REFERENCE, Layout
 @click.option("--leave-out-unembedding", is_flag=True, help="For vLLM: without what was trained of the unembedding.")
 @click.option("--no-reference", is_flag=True, help="No log-probabilities for `weft verify` (billed as prefill).")
 @click.pass_obj
-@command
 def download(
     server: Server, path: str, folder: Path | None, layout: Layout, leave_out_unembedding: bool, no_reference: bool
 ) -> None:
@@ -54,7 +53,6 @@ def download(
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--base", help="Folder, or name on the hub, of the base model; else the name that it is served by.")
-@command
 def verify(folder: Path, base: str | None) -> None:
     """Whether the adapter in FOLDER, as peft and transformers load it here, gives the server's log-probabilities."""
     from weft.exports import verify as verifying

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 import click
-from rich.live import Live
 
 from weft.cli import tables
-from weft.cli.shell import RunParameter, Server, as_json, command, main, show
+from weft.cli.shell import RunParameter, Server, as_json, main, show
 from weft.version import __version__
 
 WATCH_S = 2.0
@@ -19,13 +18,14 @@ WATCH_S = 2.0
 @click.option("--watch", is_flag=True, help="Keep showing it.")
 @as_json
 @click.pass_obj
-@command
 def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
     """Tokens and dollars, by run and kind."""
     client = rest()
     if not watch:
         show(client.get_usage(run_id).result(), json_, tables.usage)
         return
+    from rich.live import Live
+
     with Live(console=tables.console(), auto_refresh=False) as live:
         while True:
             live.update(tables.usage(client.get_usage(run_id).result()), refresh=True)
@@ -36,7 +36,6 @@ def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
 @click.argument("run_id", metavar="RUN", type=RunParameter())
 @as_json
 @click.pass_obj
-@command
 def cost(rest: Server, run_id: str, json_: bool) -> None:
     """What RUN has cost so far."""
     show(rest().get_usage(run_id).result(), json_, tables.usage)
@@ -45,7 +44,6 @@ def cost(rest: Server, run_id: str, json_: bool) -> None:
 @main.command()
 @as_json
 @click.pass_obj
-@command
 def balance(rest: Server, json_: bool) -> None:
     """What you have spent, this month and ever, and what is left if the server keeps credits."""
     show(rest().get_balance().result(), json_, tables.balance)
@@ -54,7 +52,6 @@ def balance(rest: Server, json_: bool) -> None:
 @main.command()
 @as_json
 @click.pass_obj
-@command
 def budget(rest: Server, json_: bool) -> None:
     """Your budgets: what is spent, held for running operations and left of each now."""
     show(rest().get_budgets().result(), json_, tables.budgets)
@@ -64,7 +61,6 @@ def budget(rest: Server, json_: bool) -> None:
 @click.option("--before", type=int, help="Entries before this one, by its number.")
 @as_json
 @click.pass_obj
-@command
 def ledger(rest: Server, before: int | None, json_: bool) -> None:
     """Movements of your balance, the newest first."""
     show(rest().get_ledger(before).result(), json_, tables.ledger)
@@ -74,7 +70,6 @@ def ledger(rest: Server, before: int | None, json_: bool) -> None:
 @click.argument("model")
 @as_json
 @click.pass_obj
-@command
 def prices(rest: Server, model: str, json_: bool) -> None:
     """What a million tokens of MODEL cost now."""
     show(rest().get_prices(model).result(), json_, tables.prices)
@@ -83,7 +78,6 @@ def prices(rest: Server, model: str, json_: bool) -> None:
 @main.command()
 @as_json
 @click.pass_obj
-@command
 def models(rest: Server, json_: bool) -> None:
     """Base models that the server serves."""
     show(rest().get_server_capabilities().result(), json_, tables.models)
@@ -93,7 +87,6 @@ def models(rest: Server, json_: bool) -> None:
 @click.option("--limit", default=20, show_default=True, help="How many, newest first.")
 @as_json
 @click.pass_obj
-@command
 def runs(rest: Server, limit: int, json_: bool) -> None:
     """Training runs."""
     show(rest().list_training_runs(limit=limit).result(), json_, tables.runs)
@@ -104,7 +97,6 @@ def runs(rest: Server, limit: int, json_: bool) -> None:
 @click.option("--window", default=3600.0, show_default=True, help="Seconds to look back.")
 @as_json
 @click.pass_obj
-@command
 def health(rest: Server, run_id: str, window: float, json_: bool) -> None:
     """How RUN's loop is doing, and what it waits for."""
     show(rest().get_run_health(run_id, window).result(), json_, tables.health)
@@ -113,7 +105,6 @@ def health(rest: Server, run_id: str, window: float, json_: bool) -> None:
 @main.command()
 @as_json
 @click.pass_obj
-@command
 def stats(rest: Server, json_: bool) -> None:
     """How the server is doing: passes, shared passes, slot occupancy, queue."""
     show(rest().get_stats().result().model_dump(mode="json", exclude_unset=True), json_, tables.stats)

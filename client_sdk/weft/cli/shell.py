@@ -4,12 +4,10 @@ A command imports what it needs: help, completion and a wrong word need none of 
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from weft.rest_client import RestClient
     from weft.service_client import ServiceClient
 
-P = ParamSpec("P")
 A = TypeVar("A", bound="BaseModel | dict[str, Any]")
 
 #: A person waits: give up on a dead server soon, and do not wait for money.
@@ -80,16 +77,6 @@ class Server:
         return ServiceClient(base_url=self.base_url, api_key=self.api_key, retry=POLICY, display_name="weft command")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="weft", message="%(prog)s %(version)s")
-@click.option("--base-url", help="Address of the server; else WEFT_BASE_URL or TINKER_BASE_URL.")
-@click.option("--api-key", help="API key; else WEFT_API_KEY or TINKER_API_KEY.")
-@click.pass_context
-def main(context: click.Context, base_url: str | None, api_key: str | None) -> None:
-    """Weft: runs, checkpoints and costs on a fine-tuning server."""
-    context.obj = Server(base_url, api_key)
-
-
 class Failed(click.ClickException):
     """One line on stderr, and an exit code."""
 
@@ -106,8 +93,7 @@ class RunParameter(click.ParamType):  # type: ignore[type-arg]  # has no paramet
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ":" in value or ctx is None:
             return value
-        with _as_exit():
-            listed = ctx.obj().list_training_runs(limit=NAMES_AMONG, access_scope="accessible").result()
+        listed = ctx.obj().list_training_runs(limit=NAMES_AMONG, access_scope="accessible").result()
         found = [run.training_run_id for run in listed.training_runs if run.name == value]
         if len(found) > 1:
             self.fail(f"{len(found)} runs are called {value!r}; give the id of one: {', '.join(found)}", param, ctx)
@@ -119,32 +105,32 @@ class RunParameter(click.ParamType):  # type: ignore[type-arg]  # has no paramet
         return str(found[0])
 
 
-@contextmanager
-def _as_exit() -> Iterator[None]:
-    """Errors as one line on stderr and an exit code of their kind."""
-    try:
-        yield
-    except BrokenPipeError:  # who reads has seen enough: click ends quietly
-        raise
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        raise Failed(f"{place}{error.strerror or error}: name a place that can be read and written", 1) from error
-    except (WeftError, ValueError) as error:
-        code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
-        raise Failed(" ".join(str(error).split()), code) from error
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+class _Guarded(click.Group):
+    """Commands whose errors are one line on stderr and an exit code of their kind."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # who reads has seen enough: click ends quietly
+            raise
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            raise Failed(f"{place}{error.strerror or error}: name a place that can be read and written", 1) from error
+        except (WeftError, ValueError) as error:
+            code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
+            raise Failed(" ".join(str(error).split()), code) from error
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """A command whose errors are one line on stderr and an exit code of their kind."""
-
-    @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        with _as_exit():
-            function(*args, **kwargs)
-
-    return guarded
+@click.group(cls=_Guarded, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="weft", message="%(prog)s %(version)s")
+@click.option("--base-url", help="Address of the server; else WEFT_BASE_URL or TINKER_BASE_URL.")
+@click.option("--api-key", help="API key; else WEFT_API_KEY or TINKER_API_KEY.")
+@click.pass_context
+def main(context: click.Context, base_url: str | None, api_key: str | None) -> None:
+    """Weft: runs, checkpoints and costs on a fine-tuning server."""
+    context.obj = Server(base_url, api_key)
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import click
 
 from weft.cli import tables
-from weft.cli.shell import RunParameter, Server, as_json, command, main, show
+from weft.cli.shell import RunParameter, Server, as_json, main, show
 
 
 @main.command()
@@ -16,7 +15,6 @@ from weft.cli.shell import RunParameter, Server, as_json, command, main, show
 @click.option("--limit", default=100, show_default=True, help="How many, newest first.")
 @as_json
 @click.pass_obj
-@command
 def checkpoints(rest: Server, run_id: str | None, limit: int, json_: bool) -> None:
     """Saved weights."""
     client = rest()
@@ -27,7 +25,6 @@ def checkpoints(rest: Server, run_id: str | None, limit: int, json_: bool) -> No
 @main.command()
 @click.argument("path")
 @click.pass_obj
-@command
 def publish(rest: Server, path: str) -> None:
     """Let everybody on the server load the checkpoint at PATH."""
     rest().publish_checkpoint_from_tinker_path(path).result()
@@ -37,7 +34,6 @@ def publish(rest: Server, path: str) -> None:
 @main.command()
 @click.argument("path")
 @click.pass_obj
-@command
 def unpublish(rest: Server, path: str) -> None:
     """Keep the checkpoint at PATH to yourself again."""
     rest().unpublish_checkpoint_from_tinker_path(path).result()
@@ -49,7 +45,6 @@ def unpublish(rest: Server, path: str) -> None:
 @click.option("--seconds", type=int, help="Expire so long from now: an hour to ten years.")
 @click.option("--never", is_flag=True, help="Keep it for ever.")
 @click.pass_obj
-@command
 def set_ttl(rest: Server, path: str, seconds: int | None, never: bool) -> None:
     """Let the checkpoint at PATH expire, or not."""
     if (seconds is None) != never:
@@ -62,7 +57,6 @@ def set_ttl(rest: Server, path: str, seconds: int | None, never: bool) -> None:
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @click.pass_obj
-@command
 def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
     """Delete the checkpoints at PATHS. There is no undo."""
     from weft.wire.rest import parse_checkpoint_path
@@ -81,9 +75,10 @@ def delete(rest: Server, paths: tuple[str, ...], yes: bool) -> None:
 @click.argument("session_id", metavar="SESSION")
 @click.option("--to", "file", type=click.Path(dir_okay=False, path_type=Path), help="File; default: SESSION.pftrace.")
 @click.pass_obj
-@command
 def trace(rest: Server, session_id: str, file: Path | None) -> None:
     """Fetch a trace of SESSION's operations, to be opened in ui.perfetto.dev."""
+    import asyncio
+
     from weft.transport.download import download_files
 
     url = rest().export_session_trace(session_id).result()

@@ -7,13 +7,12 @@ from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from weft.money import usd
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from weft.wire.account.limits import BalanceResponse, PricesResponse
     from weft.wire.account.money import BudgetsResponse, LedgerResponse
     from weft.wire.account.usage import UsageResponse, UsageRow
@@ -24,10 +23,15 @@ if TYPE_CHECKING:
 
 def console(width: int | None = None) -> Console:
     """Plain: a run id is not markup, and the `:train:` in it is not an emoji."""
+    from rich.console import Console
+
     return Console(emoji=False, markup=False, highlight=False, width=width)
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")

@@ -10,65 +10,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.rl import losses as losses
-    from weft.rl import sandboxes as sandboxes
-    from weft.rl.chat.chat import Chat as Chat
-    from weft.rl.chat.chat import Policy as Policy
-    from weft.rl.chat.chat import Reply as Reply
-    from weft.rl.chat.render import TemplateRenderer as TemplateRenderer
-    from weft.rl.chat.render import ToolCall as ToolCall
-    from weft.rl.envs.environment import Reward as Reward
-    from weft.rl.envs.environment import function as function
-    from weft.rl.envs.environment import prompts as prompts
+    from weft.rl import losses as losses, sandboxes as sandboxes
+    from weft.rl.chat.chat import Chat as Chat, Policy as Policy, Reply as Reply
+    from weft.rl.chat.render import TemplateRenderer as TemplateRenderer, ToolCall as ToolCall
+    from weft.rl.envs.environment import Reward as Reward, function as function, prompts as prompts
     from weft.rl.envs.reasoning_gym import reasoning_gym as reasoning_gym
-    from weft.rl.envs.trajectories import trajectories as trajectories
-    from weft.rl.envs.trajectories import trajectories_async as trajectories_async
+    from weft.rl.envs.trajectories import trajectories as trajectories, trajectories_async as trajectories_async
     from weft.rl.envs.verifiers import verifiers as verifiers
     from weft.rl.loops.batch import Batch as Batch
     from weft.rl.loops.checkpoint import Checkpoints as Checkpoints
     from weft.rl.loops.conversations import conversations as conversations
-    from weft.rl.loops.distill import distill as distill
-    from weft.rl.loops.distill import distill_async as distill_async
-    from weft.rl.loops.dpo import dpo as dpo
-    from weft.rl.loops.dpo import pairs as pairs
-    from weft.rl.loops.evaluate import Evaluation as Evaluation
-    from weft.rl.loops.evaluate import evaluate as evaluate
+    from weft.rl.loops.distill import distill as distill, distill_async as distill_async
+    from weft.rl.loops.dpo import dpo as dpo, pairs as pairs
+    from weft.rl.loops.evaluate import Evaluation as Evaluation, evaluate as evaluate
     from weft.rl.loops.failures import RolloutsFailedError as RolloutsFailedError
     from weft.rl.loops.money import estimate as estimate
-    from weft.rl.loops.rate import constant as constant
-    from weft.rl.loops.rate import cosine as cosine
-    from weft.rl.loops.rate import linear as linear
-    from weft.rl.loops.rollouts import Groups as Groups
-    from weft.rl.loops.rollouts import Rollouts as Rollouts
+    from weft.rl.loops.rate import constant as constant, cosine as cosine, linear as linear
+    from weft.rl.loops.rollouts import Groups as Groups, Rollouts as Rollouts
     from weft.rl.loops.sft import sft as sft
-    from weft.rl.loops.sinks import JsonLines as JsonLines
-    from weft.rl.loops.sinks import Progress as Progress
-    from weft.rl.loops.sinks import TensorBoard as TensorBoard
-    from weft.rl.loops.sinks import Trackio as Trackio
-    from weft.rl.loops.sinks import Wandb as Wandb
-    from weft.rl.loops.train import Report as Report
-    from weft.rl.loops.train import train as train
-    from weft.rl.loops.train import train_async as train_async
-    from weft.rl.rollout import Group as Group
-    from weft.rl.rollout import Rollout as Rollout
-    from weft.rl.rollout import Turn as Turn
-    from weft.rl.rollout import data_of as data_of
+    from weft.rl.loops.sinks import (
+        JsonLines as JsonLines,
+        Progress as Progress,
+        TensorBoard as TensorBoard,
+        Trackio as Trackio,
+        Wandb as Wandb,
+    )
+    from weft.rl.loops.train import Report as Report, train as train, train_async as train_async
+    from weft.rl.rollout import Group as Group, Rollout as Rollout, Turn as Turn, data_of as data_of
     from weft.rl.schedule.concurrency import Concurrency as Concurrency
-    from weft.rl.schedule.schedules import Async as Async
-    from weft.rl.schedule.schedules import Partial as Partial
-    from weft.rl.schedule.schedules import Sync as Sync
-    from weft.rl.signal import filters as filters
-    from weft.rl.signal import lengths as lengths
-    from weft.rl.signal.advantages import RunningBaseline as RunningBaseline
-    from weft.rl.signal.advantages import dr_grpo as dr_grpo
-    from weft.rl.signal.advantages import grpo as grpo
-    from weft.rl.signal.advantages import maxrl as maxrl
-    from weft.rl.signal.advantages import reinforce as reinforce
-    from weft.rl.signal.advantages import rloo as rloo
+    from weft.rl.schedule.schedules import Async as Async, Partial as Partial, Sync as Sync
+    from weft.rl.signal import filters as filters, lengths as lengths
+    from weft.rl.signal.advantages import (
+        RunningBaseline as RunningBaseline,
+        dr_grpo as dr_grpo,
+        grpo as grpo,
+        maxrl as maxrl,
+        reinforce as reinforce,
+        rloo as rloo,
+    )
     from weft.rl.signal.lengths import Size as Size
-    from weft.rl.tasks.sources import DifficultyPools as DifficultyPools
-    from weft.rl.tasks.sources import Pool as Pool
-    from weft.rl.tasks.sources import Shuffled as Shuffled
+    from weft.rl.tasks.sources import DifficultyPools as DifficultyPools, Pool as Pool, Shuffled as Shuffled
 
 #: Where names are, by module below `weft.rl`.
 _HOMES = {

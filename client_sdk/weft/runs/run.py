@@ -53,14 +53,14 @@ class Run:
         #: The caller had been told of all failures up to this number, and went on.
         self.heard_of = 0
 
-    async def make(self, request: Callable[[str, int], CreateModelRequest | LoadWeightsRequest]) -> None:
-        """Make the run on the server, before any of its operations. `request` is told session id and model number."""
+    async def make(self, request: Callable[..., CreateModelRequest | LoadWeightsRequest]) -> None:
+        """Make the run on the server, before any of its operations. `request` lacks `session_id` and `model_seq_id`."""
         async with self._lane.turn():
             try:
                 session_id = await self.session.id()
                 number = next(self.session.model_numbers)
                 self.model_id = f"{session_id}:train:{number}"
-                await self._make(request(session_id, number))
+                await self._make(request(session_id=session_id, model_seq_id=number))
                 body = GetInfoRequest(model_id=self.model_id).model_dump_json().encode()
                 self.info = await self.session.transport.ask("POST", "/get_info", GetInfoResponse, body)
             except BaseException as error:

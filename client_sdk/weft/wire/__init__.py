@@ -9,5 +9,4 @@ generated, in client_sdk/, by
 
 from __future__ import annotations
 
-from weft.wire.binary.codec import *  # noqa: F403
 from weft.wire.types import *  # noqa: F403

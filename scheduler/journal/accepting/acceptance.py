@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -176,7 +175,7 @@ class Acceptance:
 def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | QuotaReached | None]:
     """Insert operations with their holds; those that cannot be paid for, or are beyond a quota, are answered with why,
     and leave nothing. To be run by `Database.write_batched`, in the locks of their organisations."""
-    payers = [payer_of(taking.row) for taking in takings]
+    payers = [Payer(t.row["org_id"], t.row["project_id"], t.row["key_id"]) for t in takings]
     times = {taking.row["accepted_at"] for taking in takings}
     accounts = Accounts(session, set(payers), times, datetime.now(UTC))
     refusals: list[OutOfMoney | QuotaReached | None] = []
@@ -210,10 +209,6 @@ def _take(
         session.add(other)
         session.flush()
     return None
-
-
-def payer_of(row: Mapping[str, Any]) -> Payer:
-    return Payer(row["org_id"], row["project_id"], row["key_id"])
 
 
 def most_nusd(prices: PriceList, op: Operation) -> int:

@@ -10,8 +10,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Protocol
 
-from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.exc import IntegrityError, OperationalError, TimeoutError as PoolTimeout
 
 from billing.metering.quotas import QuotaReached
 from billing.money.accounts import OutOfMoney

@@ -7,8 +7,7 @@ import logging
 from datetime import UTC, datetime
 
 from sqlalchemy import Update, update
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
 
 from scheduler.links.messages import STEPS_COUNT_ON, FailureTold
 from store import logs

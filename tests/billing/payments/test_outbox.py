@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import stripe
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from sqlalchemy import select
 
 from billing.money.alerts import read_gauges

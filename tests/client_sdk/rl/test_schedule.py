@@ -6,8 +6,7 @@ import json
 from collections import deque
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Async, Partial, Schedule, Sync

@@ -8,8 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft.rl.loops.checkpoint import MAX_STATE_BYTES, packed
 from weft.rl.tasks.sources import DifficultyPools, Pool, Ratios, Shuffled
 

@@ -10,18 +10,20 @@ from tinker.proto import tinker_public_pb2 as tinker_pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from weft.wire.binary import weft_wire_pb2 as pb
-from weft.wire.binary.codec import (
-    ArrayDatum,
+from weft.wire.binary.sample_codec import (
+    PolicySpan,
     SequenceResult,
     TopkLogprobs,
-    TrainBatch,
     decode_sample_response,
-    decode_train_request,
     encode_sample_response,
+)
+from weft.wire.binary.train_codec import (
+    ArrayDatum,
+    TrainBatch,
+    decode_train_request,
     encode_train_output,
     encode_train_request,
 )
-from weft.wire.binary.sample_codec import PolicySpan
 
 MESSAGES = [
     "ForwardBackwardRequest",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.wire.account.limits import LimitsResponse, ModelLimits
-from weft.wire.binary.codec import ArrayDatum, TrainBatch
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch
 from weft.wire.checks.batches import BatchRules, Reads, batch_problems, refusal, size_problems
 from weft.wire.checks.losses import WITH_CUSTOM
 

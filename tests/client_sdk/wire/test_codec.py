@@ -9,24 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from packaging.requirements import Requirement
 from weft.wire import TensorData
 from weft.wire.binary import weft_wire_pb2 as pb
-from weft.wire.binary.codec import (
+from weft.wire.binary.sample_codec import SequenceResult, TopkLogprobs, decode_sample_response, encode_sample_response
+from weft.wire.binary.train_codec import (
     ArrayDatum,
-    SequenceResult,
-    TopkLogprobs,
     TrainBatch,
-    WireError,
-    decode_sample_response,
     decode_train_output,
     decode_train_request,
-    encode_sample_response,
     encode_train_output,
     encode_train_request,
 )
+from weft.wire.error import WireError
 
 from tests.search import examples
 

@@ -21,9 +21,13 @@ import redis
 from api.state.rates import Charge
 from api.state.shared_rates import SharedRates
 from scheduler.cluster.shared_limits import BacklogBoard
-from scheduler.links import broadcasts as broadcast_module
-from scheduler.links import leading, redis_queue, train_link
-from scheduler.links import sample_link as sample_links
+from scheduler.links import (
+    broadcasts as broadcast_module,
+    leading,
+    redis_queue,
+    sample_link as sample_links,
+    train_link,
+)
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Listener, ToWorker
 from scheduler.links.contract import LEFT_S, LIVES, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, parcel_of, whole

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import redis
 import torch
-from weft.wire import ModelInput, SampleRequest, SamplingParams, decode_sample_response
+from weft.wire import ModelInput, SampleRequest, SamplingParams
+from weft.wire.binary.sample_codec import decode_sample_response
 
 import workers.model.tiny
 from scheduler.cluster import policy_desk

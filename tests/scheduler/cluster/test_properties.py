@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from scheduler.links.contract import LEFT_S, LIVES, Expired, FairQueue, Item
 from scheduler.links.redis_queue import RedisQueue

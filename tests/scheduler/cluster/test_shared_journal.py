@@ -21,7 +21,7 @@ import redis
 from msgspec.structs import replace
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError, NoResultFound, OperationalError
-from weft.wire import SequenceResult, decode_sample_response, encode_sample_response
+from weft.wire.binary.sample_codec import SequenceResult, decode_sample_response, encode_sample_response
 
 from api.state.fetched import Fetched
 from api.state.rates import check_in_flight
@@ -36,8 +36,7 @@ from scheduler.cluster.stored import StoredOperations
 from scheduler.cluster.term import Shared, Term
 from scheduler.journal.accepting.acceptance import Taking
 from scheduler.journal.ending.results import FETCHED_LAST, Results
-from scheduler.journal.rows import SMALL_BYTES, from_row
-from scheduler.journal.rows import pack as pack_op
+from scheduler.journal.rows import SMALL_BYTES, from_row, pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links import loading, redis_queue
 from scheduler.links.broadcasts import Accepted, Broadcasts, Listener

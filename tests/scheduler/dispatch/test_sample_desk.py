@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 from weft.wire.binary.sample_codec import decode_sample_response

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from scheduler.order.homes import GUESS, HALF_LIFE_S, LOOK_S, MARGIN, MOST_MOVES, PAID_PASSES, STAY_S, Claim, Homes
 from tests.scheduler.order.closed_loops import Client, Loops

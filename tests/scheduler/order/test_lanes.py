@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weft.wire.checks.runs import step_not_taken
 
 from scheduler.links.messages import OpKind, RunSpec, Snapshot, TrainOp

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from api.checks.adapter_sizes import sizes_of
 from scheduler.links.messages import OpKind, RunSpec

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from scheduler.simulator.calibration import Batch, calibrate, calibrate_trainer, non_negative
 from scheduler.simulator.cluster import Cluster

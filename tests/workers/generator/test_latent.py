@@ -21,8 +21,7 @@ from workers.model.logprobs import target_logprobs
 from workers.model.planning.check import check_model
 
 from .conftest import VOCAB, four_adapters, run
-from .test_devices import TARGETS
-from .test_devices import test_sampler_and_trainer_agree as sampler_and_trainer_agree
+from .test_devices import TARGETS, test_sampler_and_trainer_agree as sampler_and_trainer_agree
 from .test_engine_contract import (  # noqa: F401
     test_a_resumed_sample_goes_on_as_the_first_would_have,
     test_a_seeded_request_is_the_same_alone_and_in_a_crowd,

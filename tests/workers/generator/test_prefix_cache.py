@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from workers.generator.cache.prefix_cache import BLOCK_TOKENS, BlockIndex, Chain
 from workers.generator.engine import Engine, Finished, GenerateRequest, SamplingParams

@@ -7,9 +7,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from weft.wire import ModelInput, SampleRequest, SequenceResult, TensorData, decode_sample_response
-from weft.wire import SamplingParams as WireSamplingParams
-from weft.wire.binary.sample_codec import PolicySpan
+from weft.wire import ModelInput, SampleRequest, SamplingParams as WireSamplingParams, TensorData
+from weft.wire.binary.sample_codec import PolicySpan, SequenceResult, decode_sample_response
 
 from scheduler.links.messages import Done, Failure, SampleOp
 from store.blobs.ahead import Ahead

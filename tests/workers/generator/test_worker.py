@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from weft.wire import ModelInput, SampleRequest, decode_sample_response
-from weft.wire import SamplingParams as WireSamplingParams
+from weft.wire import ModelInput, SampleRequest, SamplingParams as WireSamplingParams
+from weft.wire.binary.sample_codec import decode_sample_response
 
 import workers.model.tiny
 from scheduler.links.configs import Basics, GeneratorConfig

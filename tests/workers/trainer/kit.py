@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from weft.wire import AdamParams, OptimStepRequest
-from weft.wire.binary.codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, decode_train_output, encode_train_request
 from weft.wire.checks.losses import CUSTOM, LOSSES
 
 from scheduler.links.configs import TrainerBounds

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 
 from scheduler.links.messages import SetAside
 from tests.workers.trainer.kit import Bench, ce_data, replayed, rl_data

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
-from weft.wire.binary.codec import ArrayDatum, TrainBatch
+from weft.wire.binary.train_codec import ArrayDatum, TrainBatch
 from weft.wire.checks.batches import BatchRules, batch_problems, refusal
 from weft.wire.checks.custom_cost import check_upload
 from weft.wire.checks.custom_format import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 
 from scheduler.links.messages import OpKind, Pass
 from tests.workers.trainer.kit import MODEL, Bench, arenas, ce_data, output, rl_data, sliced

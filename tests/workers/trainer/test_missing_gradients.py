@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 from weft.wire.checks.runs import step_not_taken
 
 from scheduler.links.messages import Failure, OpKind, TrainOp

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule, run_state_machine_as_test
 
 from scheduler.links.messages import OpKind, Pass, TrainOp

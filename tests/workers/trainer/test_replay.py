@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 from weft.wire.checks.losses import ROUTES
 
 from tests.workers.trainer.kit import Bench, ce_data, output

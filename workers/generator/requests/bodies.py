@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import numpy as np
-from weft.wire import SampleRequest, TensorData
-from weft.wire import SamplingParams as WireSamplingParams
+from weft.wire import SampleRequest, SamplingParams as WireSamplingParams, TensorData
 from weft.wire.binary.sample_codec import SampleUsage, encode_sample_response
 
 from scheduler.links.messages import Declined, Done, Failure, SampleOp

@@ -19,8 +19,7 @@ from workers.generator.adapters import GONE, AdapterUnusable
 from workers.model.adapters.adapter import Adapter, AdapterFileError, load_adapter, version_of
 from workers.model.adapters.peft_format import write_peft
 from workers.model.config import DecoderConfig
-from workers.model.families.table import FAMILIES as TABLE
-from workers.model.families.table import Layout
+from workers.model.families.table import FAMILIES as TABLE, Layout
 
 #: The ranks vLLM makes room for; an adapter of another rank takes as much as the next higher one.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -20,8 +20,7 @@ from typing import Any
 
 from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
-from workers.model.planning.vllm_options import Layout, mixing_connector, other_numbers
-from workers.model.planning.vllm_options import words as option_words
+from workers.model.planning.vllm_options import Layout, mixing_connector, other_numbers, words as option_words
 
 log = logging.getLogger(__name__)
 

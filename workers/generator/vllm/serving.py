@@ -168,7 +168,7 @@ class Serving:
                 "priority": -request.priority,
                 "cache_salt": translate.cache_salt(request.tenant, pushed.salt if pushed else ""),
             }
-            if translate.reads_text(request):
+            if any(request.sampling.stop_strings):  # its tokens must be decoded as they come
                 answer = await generate_watched(self._server.client, body, progress.rule)
             else:
                 answer = await self._server.client.generate(body)

@@ -52,18 +52,9 @@ def params_of(request: GenerateRequest, sample: int, limit: int, eos: Sequence[i
     }
     if sampling.seed is not None:
         params["seed"] = sequence_seed(sampling.seed, sample)
-    if sample == 0 and asks_prompt(request):
+    if sample == 0 and (request.prompt_logprobs or request.topk_prompt_logprobs > 0):
         params["prompt_logprobs"] = request.topk_prompt_logprobs
     return params
-
-
-def asks_prompt(request: GenerateRequest) -> bool:
-    return request.prompt_logprobs or request.topk_prompt_logprobs > 0
-
-
-def reads_text(request: GenerateRequest) -> bool:
-    """Whether it has stop strings, for which its tokens must be decoded as they come."""
-    return any(request.sampling.stop_strings)
 
 
 def cache_salt(tenant: str, weights: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 from weft.wire.checks.custom_cost import DatumPlan, input_shapes, most_work, plan_datum
 from weft.wire.checks.custom_format import CustomLoss, decode_custom_loss
 from weft.wire.checks.custom_shapes import CustomLossError, Shape

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.wire.binary.codec import TrainBatch
+from weft.wire.binary.train_codec import TrainBatch
 
 from scheduler.links.messages import Failure, RunSpec, TrainOp
 from workers.model.adapters.adapter import Adapter

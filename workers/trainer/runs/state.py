@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from torch import Tensor
 from weft.wire import SaveWeightsExternalRequest
-from weft.wire.binary.codec import decode_train_output, encode_train_output
+from weft.wire.binary.train_codec import decode_train_output, encode_train_output
 
 from scheduler.links.messages import RunSpec
 from store.blobs.contract import Blobs, Damaged, is_lasting

@@ -161,6 +161,7 @@ def decode_sample_response(body: bytes) -> SampleResult:
             read_tensor(alt.tokens, "prompt_alt_tokens.tokens"),
             read_tensor(alt.logprobs, "prompt_alt_tokens.logprobs"),
         )
+    usage = message.usage
     return SampleResult(
         sequences=[_read_sequence(item, f"sequences[{index}]") for index, item in enumerate(message.sequences)],
         prompt_logprobs=_read_logprobs(message.prompt_logprobs, "prompt_logprobs"),
@@ -176,12 +177,8 @@ def decode_sample_response(body: bytes) -> SampleResult:
             else None
         ),
         prompt_alt_tokens=alternatives,
-        usage=_read_usage(message.usage) if message.HasField("usage") else None,
+        usage=SampleUsage(usage.prefill, usage.cached_prefill, usage.sample) if message.HasField("usage") else None,
     )
-
-
-def _read_usage(message: pb.SampleUsage) -> SampleUsage:
-    return SampleUsage(message.prefill, message.cached_prefill, message.sample)
 
 
 def _read_sequence(message: pb.SampledSequence, where: str) -> SequenceResult:

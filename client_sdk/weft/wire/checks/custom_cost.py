@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.wire.binary.codec import ArrayDatum
+from weft.wire.binary.train_codec import ArrayDatum
 from weft.wire.checks.custom_format import CustomLoss, Node
 from weft.wire.checks.custom_index import indexed
 from weft.wire.checks.custom_names import DTYPES, FUNCTIONS, METHODS, Form, Parameter

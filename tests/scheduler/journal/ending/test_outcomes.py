@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from sqlalchemy.orm import Session
 
 from scheduler.journal.ending.outcomes import (

@@ -24,9 +24,7 @@ from workers.generator.cache import prefix_cache
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache, copy_pages
 from workers.generator.cache.prefix_cache import PrefixCache
 from workers.generator.forward import DecodePlan
-from workers.generator.gpu import ahead as ahead_module
-from workers.generator.gpu import step as step_module
-from workers.generator.gpu import steps as steps_module
+from workers.generator.gpu import ahead as ahead_module, step as step_module, steps as steps_module
 from workers.generator.gpu.ahead import Ahead, Flight
 from workers.generator.gpu.step import Step
 from workers.generator.gpu.steps import Computed, DecodeSteps

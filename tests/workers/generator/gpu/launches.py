@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
-from workers.generator.gpu import kernels as decode_kernels
-from workers.generator.gpu import prefill_kernels
-from workers.model.gpu import fused_kernels, single_kernels
-from workers.model.gpu import kernels as adapter_kernels
+from workers.generator.gpu import kernels as decode_kernels, prefill_kernels
+from workers.model.gpu import fused_kernels, kernels as adapter_kernels, single_kernels
 
 KERNELS: dict[ModuleType, tuple[str, ...]] = {
     adapter_kernels: ("shrink", "expand", "experts", "expert_blocks", "sort_pairs"),

@@ -18,8 +18,7 @@ from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
-from workers.model.gpu import kernels as adapter_kernels
-from workers.model.gpu import single_kernels
+from workers.model.gpu import kernels as adapter_kernels, single_kernels
 from workers.model.gpu.segments import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -38,8 +38,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
-from workers.model.lora import base_mm
-from workers.model.lora import products as lora_products
+from workers.model.lora import base_mm, products as lora_products
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -23,8 +23,7 @@ from tests.workers.model.gpu_kit import CONFIG, DENSE, DEVICE, GROUPS, SINKS, ra
 from workers.generator import forward
 from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.engine import GenerateRequest, SamplingParams
-from workers.generator.gpu import step as module
-from workers.generator.gpu import steps
+from workers.generator.gpu import step as module, steps
 from workers.generator.gpu.ahead import Ahead
 from workers.generator.gpu.capture import Capture
 from workers.generator.gpu.step import Step
@@ -35,8 +34,7 @@ from workers.model.adapters.adapter import save_adapter
 from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
-from workers.model.lora import base_mm
-from workers.model.lora import products as lora_products
+from workers.model.lora import base_mm, products as lora_products
 from workers.model.native import gate
 
 CONTEXT, SLOTS = 96, 6

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from weft.wire import SaveWeightsExternalRequest
-from weft.wire.binary.codec import decode_train_output
+from weft.wire.binary.train_codec import decode_train_output
 from weft.wire.checks.custom_format import encode_custom_loss
 
 from scheduler.links.configs import Basics, TrainerConfig
