@@ -114,8 +114,8 @@ def test_the_limit_is_of_each_organisation(world: World) -> None:
 
 
 def test_six_tenants_who_fetch_what_they_make_stay_bounded(world: World) -> None:
-    """Each makes a result of 1,000 bytes in every minute of three quarters of an hour, and fetches it at once: what is kept is what
-    was fetched within FETCHED_LAST, and never more than the limit."""
+    """Each makes a result of 1,000 bytes in every minute of three quarters of an hour, and fetches it at once: what is
+    kept is what was fetched within FETCHED_LAST, and never more than the limit."""
     most = 0
     for minute in range(45):
         at = minute * MINUTE
