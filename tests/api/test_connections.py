@@ -55,8 +55,8 @@ def app() -> FastAPI:
         return "no"
 
     @found.get("/slow")
-    async def slow() -> str:
-        await asyncio.sleep(2.5)
+    async def slow(seconds: float = 2.5) -> str:
+        await asyncio.sleep(seconds)
         return "late"
 
     @found.get("/large")
@@ -137,19 +137,19 @@ def test_half_a_second_request_is_not_waited_for_either(listening: Callable[...,
 
 def test_a_connection_that_is_idle_is_closed_and_one_that_is_used_is_not(listening: Callable[..., Listening]) -> None:
     here = listening()
-    here.server.config.timeout_keep_alive = 2
+    here.server.config.timeout_keep_alive = 1
     with here.connect() as used, here.connect() as idle:
         for connection in (used, idle):
             connection.sendall(GET)
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
-        used.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")  # for longer than that
+        used.sendall(b"GET /slow?seconds=1.5 HTTP/1.1\r\nHost: x\r\n\r\n")  # for longer than that
         assert answer(idle) == b""
         assert used.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
 def test_waiting_for_an_answer_is_not_late(listening: Callable[..., Listening]) -> None:
     here = listening(header_timeout_s=0.2, body_timeout_s=0.2)
-    assert httpx.get(f"{here.url}/slow").json() == "late"
+    assert httpx.get(f"{here.url}/slow?seconds=0.8").json() == "late"
 
 
 def test_a_slow_line_has_the_time_that_it_needs(listening: Callable[..., Listening]) -> None:
@@ -289,7 +289,7 @@ def test_a_refusal_waits_for_the_answers_before_it(
 def test_a_long_answer_is_not_cut_off_by_a_refusal_behind_it(listening: Callable[..., Listening]) -> None:
     here = listening(header_timeout_s=0.5)
     with here.connect() as connection:
-        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + LONG)
+        connection.sendall(b"GET /slow?seconds=1 HTTP/1.1\r\nHost: x\r\n\r\n" + LONG)
         slow, refused = answer(connection).split(b"HTTP/1.1 ")[1:]
     assert slow.startswith(b"200")
     assert slow.endswith(b'"late"')

@@ -170,7 +170,7 @@ def check_agreement(loss: str, config: dict[str, Any], batch: list[Datum]) -> bo
 
 
 @given(operations())
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_validate_agrees_with_what_is_refused(operation: tuple[str, dict[str, Any], list[Datum]]) -> None:
     event(f"refused: {check_agreement(*operation)}")
 

@@ -66,7 +66,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=3, max_size=15), lag_s=st.sampled_from([0.0, 60.0, 5 * HOUR]))
 def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tuple[Any, ...]], lag_s: float) -> None:
     payments.forget_others()

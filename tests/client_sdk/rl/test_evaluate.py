@@ -73,7 +73,7 @@ def test_an_environment_that_fails_as_a_whole_has_failed_rollouts() -> None:
 def test_tasks_wait_for_a_place() -> None:
     async def go() -> None:
         home = rl.sandboxes.Local(most=4)
-        evaluation = rl.Evaluation(rl.function(solve, range(7), sandboxes=home), size=2)
+        evaluation = rl.Evaluation(rl.function(solve, range(3), sandboxes=home), size=2)
         assert await rl.evaluate(POLICY, evaluation) == {"eval/reward": 1.0}
         room = await places(evaluation, kept=2)
         assert await most_at_a_time(home, evaluation, room) == 2

@@ -67,7 +67,15 @@ def of_loops(step_s: float) -> list[tuple[float, str]]:
     )
 
 
-@pytest.mark.parametrize(("busy", "most"), [(0.3, 0.6), (0.8, 0.85), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("make_queue", "busy", "most"),
+    [
+        *(("local", 0.3, 0.6), ("local", 0.8, 0.85), ("local", 2.0, 1.0), ("redis", 0.8, 0.85)),
+        pytest.param("redis", 0.3, 0.6, marks=pytest.mark.long),
+        pytest.param("redis", 2.0, 1.0, marks=pytest.mark.long),
+    ],
+    indirect=["make_queue"],
+)
 def test_fewer_adapters_are_read_and_nobody_waits_longer_for_it(make_queue: Make, busy: float, most: float) -> None:
     """At these shares of all slots, `most` of the reads that there are without affinity."""
     requests = of_loops(step_s=ADAPTERS * GROUPS * 1.0 / (2 * SLOTS * busy))

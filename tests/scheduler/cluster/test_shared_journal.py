@@ -123,8 +123,10 @@ class Replica:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.journal.flush()
             self.listener.stop()
-            await asyncio.to_thread(self.listener.join)
-            await asyncio.to_thread(self.threads.shutdown)
+
+    def ended(self) -> None:
+        self.listener.join()
+        self.threads.shutdown()
 
     async def lead(self) -> None:
         self.leadership.start()
@@ -155,10 +157,19 @@ def play(postgres_database: Database, blobs: FolderBlobs, url: str, monkeypatch:
     monkeypatch.setattr(tables, "LEADS_S", 2.0)
     monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
 
+    def end(replicas: list[Replica]) -> None:
+        """Nobody waits in Redis any more for what does not come: each would for a second."""
+        with redis.Redis.from_url(url) as client:
+            for kind in ("normal", "pubsub"):
+                client.client_kill_filter(_type=kind, skipme=True)
+        for replica in replicas:
+            replica.ended()
+
     def run(scenario: Callable[[Replica, Replica], Awaitable[None]]) -> None:
         async def both() -> None:
             async with AsyncExitStack() as stack:
                 replicas = [Replica(name, postgres_database, blobs, url) for name in ("one", "two")]
+                stack.callback(end, replicas)
                 for replica in replicas:
                     await stack.enter_async_context(replica.running())
                 await scenario(*replicas)

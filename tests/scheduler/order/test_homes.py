@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from scheduler.order.homes import GUESS, HALF_LIFE_S, LOOK_S, MARGIN, MOST_MOVES, PAID_PASSES, STAY_S, Claim, Homes
 from tests.scheduler.order.closed_loops import Client, Loops
+from tests.search import examples
 
 PASS = 100
 
@@ -346,7 +347,7 @@ def played(clients: Sequence[Client], crowded: int, trainers: int = 2, seconds: 
     return loops
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.integers(1, 12), st.integers(2, 3), st.data())
 def test_equal_clients_are_split_evenly_wherever_they_begin(count: int, trainers: int, data: st.DataObject) -> None:
     client = Client(data.draw(st.sampled_from([64, 256, 1024])), data.draw(st.integers(1, 2)), data.draw(THINKS_S))
@@ -365,7 +366,7 @@ uneven = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(uneven, st.data())
 def test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out(
     clients: list[Client], data: st.DataObject

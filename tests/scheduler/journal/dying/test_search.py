@@ -349,7 +349,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.search
 def test_whatever_dies_the_books_agree(make: Make) -> None:
     draw = chance(1)
-    for _ in range(examples(2)):
+    for _ in range(examples(1)):
         seed = draw.getrandbits(64)
         print(f"program {seed}")
         with make(Random(seed), 0.25) as (program, cuts):
@@ -367,7 +367,7 @@ def test_whatever_dies_the_books_agree(make: Make) -> None:
 @pytest.mark.search
 def test_one_at_a_time_the_answers_are_those_of_an_oracle(make: Make) -> None:
     draw = chance(2)
-    for _ in range(examples(2)):
+    for _ in range(examples(1)):
         seed = draw.getrandbits(64)
         print(f"program {seed}")
         with make(Random(seed), 0.25) as (program, _):
