@@ -80,7 +80,18 @@ class Server:
         return ServiceClient(base_url=self.base_url, api_key=self.api_key, retry=POLICY, display_name="weft command")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Shell(click.Group):
+    """What is printed outside of commands, as help is, may find no room either."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            click.echo(f"Error: the output cannot be written: {error.strerror or error}", err=True)
+            raise SystemExit(1) from None
+
+
+@click.group(cls=Shell, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="weft", message="%(prog)s %(version)s")
 @click.option("--base-url", help="Address of the server; else WEFT_BASE_URL or TINKER_BASE_URL.")
 @click.option("--api-key", help="API key; else WEFT_API_KEY or TINKER_API_KEY.")
