@@ -6,6 +6,7 @@ prints one key. Everything else, logs and errors, goes to stderr. A mistake of t
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -127,9 +128,9 @@ def main() -> None:
     except UnicodeEncodeError as error:
         refuse(f"{error.object[:80]!r} is not UTF-8")
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 from store.environment import SettingsError, from_environment, over, variable_of
 from store.settings import Settings
 
+#: Of a config file. What is no file (a device) may have no end.
+MAX_CHARACTERS = 1 << 20
 #: Of faults of numbers, of yes or no, and of a choice.
 _SHOWN = ("greater_than", "less_than", "int_", "float_", "bool_", "finite_number", "literal_error")
 
@@ -76,7 +78,11 @@ def _got(fault: ErrorDetails) -> str:
 
 def _read(config_file: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(config_file.read_text())
+        with config_file.open() as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it has more than {MAX_CHARACTERS} characters: name a file of settings")
+        values = tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"cannot read the config file {config_file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # a number of 4,300 digits; lists in lists in lists

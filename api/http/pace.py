@@ -3,7 +3,8 @@ moment would otherwise all begin in one turn, which takes as long as all of them
 its end: other organisations, and the probes that watch whether this process lives.
 
 Whom a request is from is its organisation, where its key is one that was used in the last seconds; else its address, so
-that inventing keys gains nothing. What has begun is not paced: it goes on as its threads and its results come.
+that inventing keys gains nothing. Probes have turns of their own, by address alone: they wait for no other requests,
+and who sends many holds up their own. What has begun is not paced: it goes on as its threads and its results come.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from api.http.auth import carried_key
 from api.state.addresses import holder
 from store.people.secret import digest
 
-#: Requests that begin in one turn of the event loop; each takes a millisecond or two until it waits for something.
+#: Requests that begin in one turn of the event loop, and so many probes; each takes a millisecond or two until it waits
+#: for something.
 EACH_TURN = 8
-#: Never wait: they ask nothing.
+#: They ask nothing.
 PROBES = frozenset({"/health", "/healthz", "/api/v1/healthz"})
 
 #: The organisation of a key that is known, by the key's SHA-256.
@@ -32,30 +34,44 @@ class Pace:
 
     def __init__(self, app: ASGIApp, known: KnownOrg) -> None:
         self._app, self._known = app, known
+        self._requests, self._probes = Turns(), Turns()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            probes = scope["path"] in PROBES
+            turns = self._probes if probes else self._requests
+            if not turns.begins():
+                await turns.come(_address(scope) if probes else _from(scope, self._known))
+        await self._app(scope, receive, send)
+
+
+class Turns:
+    """A few in each turn of the event loop, one of each lane, again and again."""
+
+    def __init__(self) -> None:
         self._begun = 0  # in this turn
         #: Who waits, the first in front; and of each their requests, in order.
         self._lanes: dict[str, deque[asyncio.Future[None]]] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBES:
-            if self._begun >= EACH_TURN or self._lanes:
-                await self._turn(_from(scope, self._known))
-            else:
-                self._begin()
-        await self._app(scope, receive, send)
+    def begins(self) -> bool:
+        """Whether one more begins in this turn."""
+        if self._lanes or self._begun >= EACH_TURN:
+            return False
+        self._begin()
+        return True
+
+    async def come(self, lane: str) -> None:
+        """Wait for a later one."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._lanes.setdefault(lane, deque()).append(waiting)
+        await waiting
 
     def _begin(self) -> None:
         if not self._begun:
             asyncio.get_running_loop().call_soon(self._next)
         self._begun += 1
 
-    async def _turn(self, lane: str) -> None:
-        waiting = asyncio.get_running_loop().create_future()
-        self._lanes.setdefault(lane, deque()).append(waiting)
-        await waiting
-
     def _next(self) -> None:
-        """Another turn of the loop: one of each lane, again and again, until it has enough."""
         self._begun = 0
         while self._lanes and self._begun < EACH_TURN:
             lane = next(iter(self._lanes))
@@ -69,5 +85,8 @@ class Pace:
 
 
 def _from(scope: Scope, known: KnownOrg) -> str:
-    org_id = known(digest(carried_key(scope)))
-    return org_id or holder(str((scope.get("client") or ("",))[0]))
+    return known(digest(carried_key(scope))) or _address(scope)
+
+
+def _address(scope: Scope) -> str:
+    return holder(str((scope.get("client") or ("",))[0]))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from api.console.render import page
 from api.console.security import HEADERS, PREFIX
 from api.http.access import declare
 from api.server.openapi import document
+from api.state.threads import Threads
 
 router = APIRouter()
 _pages: dict[FastAPI, bytes] = {}
+#: One at a time is written: anybody may ask, and whoever comes meanwhile would write the same.
+_writing = Threads(1)
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ async def door() -> RedirectResponse:
 
 @router.get("/openapi.json", include_in_schema=False, **declare(scope="public", limit="poll"))
 async def openapi(request: Request) -> Response:
-    return Response(await run_in_threadpool(_json, request.app), media_type="application/json")
+    return Response(await _writing.run("reference", partial(_json, request.app)), media_type="application/json")
 
 
 @router.get("/docs", include_in_schema=False, **declare(scope="public", limit="poll"))
 async def docs(request: Request) -> Response:
-    return HTMLResponse(await run_in_threadpool(_html, request.app, request), headers=HEADERS)
+    return HTMLResponse(await _writing.run("reference", partial(_html, request.app, request)), headers=HEADERS)
 
 
 @cache

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from billing.payments.events import KIND_KEY, ORG_KEY, TOPUP
+from billing.payments.customers import ORG_KEY
+from billing.payments.events import KIND_KEY, TOPUP
 
 if TYPE_CHECKING:
     from stripe import StripeClient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -16,8 +17,12 @@ from store.database.db import Database
 from store.tables import Organisation
 
 if TYPE_CHECKING:
-    from stripe import RequestOptions, StripeClient, Subscription
+    from stripe import Customer, RequestOptions, StripeClient, Subscription
 
+log = logging.getLogger(__name__)
+
+#: Metadata of customers and of payments: whose they are.
+ORG_KEY = "weft_org"
 #: Metadata of the subscription to our meters, and of the invoices that it prints.
 OF_METERS = {"weft": "meters"}
 
@@ -28,22 +33,43 @@ def _once(what: str, now: datetime) -> RequestOptions:
 
 
 def customer_of(client: StripeClient, database: Database, org_id: str, now: datetime) -> str:
-    """The customer of an organisation, made on first use. Two who ask at once get the same one."""
+    """The customer of an organisation, made on first use, unless Stripe has one: a database that was restored may be
+    older than its customer. Two who ask at once get the same one."""
     with database.read() as session:
         org = session.get_one(Organisation, org_id)
     if org.stripe_customer_id is not None:
         return org.stripe_customer_id
-    made = client.v1.customers.create(
-        {"name": org.name, "metadata": {"weft_org": org_id}}, _once(f"customer-{org_id}", now)
+    named = {"name": org.name, "metadata": {ORG_KEY: org_id}}
+    customer = _customer_there(client, org_id) or client.v1.customers.create(
+        named,  # type: ignore[arg-type]
+        _once(f"customer-{org_id}", now),
     )
-    table = Organisation
-    claim = update(table).where(table.id == org_id, table.stripe_customer_id.is_(None))
 
     def keep(session: Session) -> str:
-        session.execute(claim.values(stripe_customer_id=made.id))
-        return session.scalars(select(table.stripe_customer_id).where(table.id == org_id)).one() or made.id
+        return claim(session, customer) or customer.id
 
     return database.write_now(keep)
+
+
+def _customer_there(client: StripeClient, org_id: str) -> Customer | None:
+    """The oldest that is named as this organisation's. A search misses those of the last minute: `_once` knows them."""
+    import stripe
+
+    try:
+        found = list(client.v1.customers.search({"query": f"metadata['{ORG_KEY}']:'{org_id}'"}).auto_paging_iter())
+    except stripe.InvalidRequestError as error:  # not every account has a search
+        log.warning("customers cannot be searched, so one made after a backup may be made again: %s", error)
+        return None
+    return min(found, key=lambda one: (one.created, one.id), default=None)
+
+
+def claim(session: Session, customer: Customer) -> str | None:
+    """Whose customer it is by its metadata, which nobody writes but who has a key of our account, is that from now on,
+    unless they have one. Returns the customer that they have then."""
+    table, org_id = Organisation, (customer.to_dict().get("metadata") or {}).get(ORG_KEY)
+    claimed = update(table).where(table.id == org_id, table.stripe_customer_id.is_(None))
+    session.execute(claimed.values(stripe_customer_id=customer.id))
+    return session.scalars(select(table.stripe_customer_id).where(table.id == org_id)).one_or_none()
 
 
 def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequence[str], now: datetime) -> str:

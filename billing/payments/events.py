@@ -16,12 +16,13 @@ from sqlalchemy.orm import Session
 
 from billing.money import ledger
 from billing.money.alerts import raise_alert
-from billing.payments import invoices
+from billing.payments import customers, invoices
 from billing.payments.client import NUSD_PER_CENT
+from billing.payments.customers import ORG_KEY
 from store.tables import LedgerEntry, Organisation
 
 if TYPE_CHECKING:
-    from stripe import StripeClient
+    from stripe import Customer, StripeClient
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 Effect = Callable[[Session, datetime], str]
 
 #: Metadata that Checkout puts on a payment of ours.
-KIND_KEY, ORG_KEY, TOPUP = "weft_kind", "weft_org", "topup"
+KIND_KEY, TOPUP = "weft_kind", "topup"
 
 #: A dispute that has not taken money yet.
 INQUIRIES = ("warning_needs_response", "warning_under_review", "warning_closed", "prevented")
@@ -101,8 +102,11 @@ def _credited(session: Session, payment: Any, reversal: Any) -> str | None:
 
 def _topup(client: StripeClient, payment_id: str) -> Effect:
     payment = client.v1.payment_intents.retrieve(payment_id)
+    customer = _named_customer(client, payment)
 
     def credit(session: Session, now: datetime) -> str:
+        if customer is not None:
+            customers.claim(session, customer)
         org_id = _owner(session, payment)
         if org_id is None:
             return "ignored: no top-up of an organisation here"
@@ -120,6 +124,20 @@ def _topup(client: StripeClient, payment_id: str) -> Effect:
         return "credited" if entry is not None else "credited before"
 
     return credit
+
+
+def _named_customer(client: StripeClient, payment: Any) -> Customer | None:
+    """Who made a payment that says that it is a top-up: a database that was restored may be older than they are."""
+    if payment.customer is None or (payment.to_dict().get("metadata") or {}).get(KIND_KEY) != TOPUP:
+        return None
+    import stripe
+
+    try:
+        return client.v1.customers.retrieve(payment.customer)
+    except stripe.InvalidRequestError as error:
+        if error.code != "resource_missing":
+            raise
+        return None
 
 
 def _declined(client: StripeClient, payment_id: str) -> Effect:

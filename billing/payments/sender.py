@@ -54,6 +54,8 @@ def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
     query = query.order_by(row.next_attempt_at, row.id).limit(limit).with_for_update(skip_locked=True)
     claimed = []
     for found in session.scalars(query):
+        if found.first_sent_at is not None:  # by a clock that was ahead, perhaps: this attempt is a later one
+            found.first_sent_at = min(found.first_sent_at, now)
         if found.first_sent_at is not None and now - found.first_sent_at >= RESEND_WINDOW:
             found.state, found.last_error = "reconcile", "not confirmed within the window of its identifier"
             continue

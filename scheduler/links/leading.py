@@ -26,10 +26,17 @@ class Looked:
 
     def __init__(self) -> None:
         self._late_at = time.monotonic() + LATE_S
+        self._away = False
+
+    def unreachable(self, error: Exception) -> None:
+        """Says it once, until there is something to look at again."""
+        if not self._away:
+            log.warning("%s; trying again", error)
+        self._away = True
 
     def found(self, leads: bool) -> None:
         """Says it once where nobody has led for long."""
-        now = time.monotonic()
+        now, self._away = time.monotonic(), False
         if leads:
             self._late_at = now + LATE_S
         elif now > self._late_at:

@@ -66,6 +66,7 @@ class TrainerLink:
         self._told_at, self._late = -math.inf, threading.Event()
         self._link, self._numbers = worker_name("trainer"), count(1)
         self._mail, self._unread = Reader(self._reader, _key("down", self._link)), deque[bytes]()
+        self._looked = Looked()
         self._leader = self._join(stopped)
         for work in (self._beat, self._tell_late):
             threading.Thread(target=work, name="trainer beats", daemon=True).start()
@@ -135,15 +136,17 @@ class TrainerLink:
         self._reader.close()
 
     def _join(self, stopped: Callable[[], bool]) -> bytes:
-        looked = Looked()
         while not stopped():
-            with suppress(QueueUnreachable), reaching():
-                leader: Any = self._redis.get(LEADER)
-                looked.found(bool(leader))
-                if leader:
-                    self._redis.set(_key("alive", self._link), self._held.client_id(), px=int(LEASE_S * 1000))
-                    self._redis.rpush(_key("joining", leader.decode()), self._link)
-                    return bytes(leader)
+            try:
+                with reaching():
+                    leader: Any = self._redis.get(LEADER)
+                    self._looked.found(bool(leader))
+                    if leader:
+                        self._redis.set(_key("alive", self._link), self._held.client_id(), px=int(LEASE_S * 1000))
+                        self._redis.rpush(_key("joining", leader.decode()), self._link)
+                        return bytes(leader)
+            except QueueUnreachable as error:
+                self._looked.unreachable(error)
             time.sleep(BEAT_S / 4)
         raise EOFError("told to stop before there was a leader")
 
@@ -158,8 +161,10 @@ class TrainerLink:
                     alive = self._held.set(_key("alive", self._link), sign, px=int(LEASE_S * 1000), xx=True)
                     if not alive or self._held.get(LEADER) != self._leader:
                         self._over.set()
+                self._looked.found(True)
                 pause_s, lasts_until = BEAT_S, now + LEASE_S
-            except QueueUnreachable:
+            except QueueUnreachable as error:
+                self._looked.unreachable(error)
                 if time.monotonic() > lasts_until:  # the sign is gone: what is said here reaches nobody
                     self._over.set()
         self._held.close()

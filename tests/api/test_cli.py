@@ -24,11 +24,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from weft.version import __version__
 
-from api.cli import COMMANDS, weftd as command
+from api.cli import COMMANDS, main, weftd as command
 from api.server.serve import CannotServe, _serve, only_one, open_database
 from billing.prices import load_prices
 from store import tables
@@ -412,6 +413,19 @@ def test_help_names_every_command_and_loads_none() -> None:
     out = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     told = re.findall(r"^  (\w+) {2,}\w.*\.$", out.stdout, re.MULTILINE)
     assert told == sorted([*COMMANDS, "serve"])
+
+
+def test_help_that_finds_no_room_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(click.decorators, "echo", full)
+    monkeypatch.setattr(sys, "argv", ["weftd", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "weftd: the output cannot be written: No space left on device\n"
 
 
 def test_its_version_is_its_client_s() -> None:

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from fastapi.routing import APIRoute
+from httpx import ASGITransport, AsyncClient
 
 from api.errors import ApiError
-from api.routes.server import probes
+from api.http.client_wheel import ClientWheel
+from api.routes.server import probes, sdk
 from api.server import reference
 from api.server.app import front
 from api.server.connections import CODES
@@ -22,6 +27,8 @@ from tests.tenancy.conftest import member, routes_of
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 #: Not of the API: pages for people, and the document itself.
 PAGES = {"/", "/docs", "/openapi.json", "/sdk"}
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -49,6 +56,26 @@ def test_what_anybody_may_fetch_is_written_once(world: World, monkeypatch: pytes
     monkeypatch.setattr(reference, "orjson", None)
     monkeypatch.setattr(reference, "page", None)
     assert [world.http.get(path).content for path in ("/openapi.json", "/docs")] == first
+
+
+def test_it_is_written_once_however_many_ask_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, app = list[str](), front()
+
+    def write(what: str, found: T) -> T:
+        written.append(what)
+        time.sleep(0.01)  # others ask
+        return found
+
+    async def ask() -> list[int]:
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://x") as http:
+            paths = ("/openapi.json", "/docs", "/sdk/") * 3
+            return [reply.status_code for reply in await asyncio.gather(*map(http.get, paths))]
+
+    described = {"info": {"version": "1"}, "paths": {}}
+    monkeypatch.setattr(reference, "document", lambda _: write("document", described))
+    monkeypatch.setattr(sdk, "client_wheel", cache(lambda: write("wheel", ClientWheel(b""))))
+    assert asyncio.run(ask()) == [200] * 9
+    assert sorted(written) == ["document", "wheel"]
 
 
 def test_every_route_is_described_and_every_reference_leads_somewhere(described: dict[str, Any]) -> None:

@@ -96,6 +96,19 @@ def test_probes_wait_for_nobody() -> None:
     assert run(story).names[EACH_TURN] == "probe"
 
 
+def test_nobody_holds_up_the_probes_of_others_or_requests_with_many() -> None:
+    async def story(begun: Begun) -> None:
+        floods = [begun.ask("flood", path="/healthz", address=f"1.1.1.{number % 3}") for number in range(MANY)]
+        others = [begun.ask("probe", path="/healthz", address="2.2.2.2"), begun.ask("acme", "acme-1")]
+        await asyncio.gather(*floods, *others)
+
+    begun = run(story)
+    assert begun.names[: EACH_TURN + 1] == ["flood"] * EACH_TURN + ["acme"]
+    assert "probe" in begun.names[EACH_TURN + 1 : 2 * EACH_TURN + 1]
+    turns = [turn for turn, _ in begun.order]
+    assert max(turns.count(turn) for turn in turns) == EACH_TURN + 1
+
+
 def test_who_has_left_takes_no_turn() -> None:
     async def story(begun: Begun) -> None:
         many = [begun.ask("acme", "acme-1") for _ in range(MANY)]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from starlette.responses import JSONResponse
@@ -182,3 +183,13 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(RestClient, "get_balance", lambda _: APIFuture.start(asyncio.sleep(0)))
     done = CliRunner().invoke(main, ["--base-url", "http://127.0.0.1:1", "--api-key", "tml-x", "balance"])
     assert (done.exit_code, done.output) == (1, "")
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["runs", "--help"]])
+def test_help_that_finds_no_room_is_one_line(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(click.decorators, "echo", full)
+    done = CliRunner().invoke(main, asked)
+    assert (done.exit_code, done.output) == (1, "Error: the output cannot be written: No space left on device\n")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from store.environment import from_environment
-from store.load_settings import load_settings
+from store.load_settings import MAX_CHARACTERS, load_settings
 from store.settings import Settings, SettingsError
 
 #: What names variables.
@@ -76,6 +76,7 @@ def test_a_section_that_is_none_is_one_line_beside_the_options_that_go_into_it(
         ('data_dir = "x"\nmodels = {m = "a\\u0000b"}', "models: .*NUL"),
         ("port = 1", "data_dir: is missing: .*--data-dir"),
         ("port =", "not TOML"),
+        ("#" * (MAX_CHARACTERS + 1), f"more than {MAX_CHARACTERS} characters: name a file of settings"),
         ("data_dir = 'x'\nport = " + "9" * 5000, "not TOML: Exceeds the limit"),
         ("data_dir = 'x'\nport = " + "[" * 5000, "not TOML"),
         ("data_dir = 'x'\nport = 0x" + "f" * 5000, "port: "),

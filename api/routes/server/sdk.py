@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from api.errors import NotFound, quote
 from api.http.access import declare
 from api.http.client_wheel import WHEEL_NAME, ClientWheel, client_wheel
+from api.state.threads import Threads
 
 router = APIRouter(prefix="/sdk")
+#: It is made once, however many ask at first.
+_making = Threads(1)
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>weft-tuning</title></head>
@@ -40,7 +42,7 @@ async def wheel(name: str) -> Response:
 
 
 async def _wheel() -> ClientWheel:
-    found = await run_in_threadpool(client_wheel)
+    found = await _making.run("sdk", client_wheel)
     if found is None:
         raise NotFound(
             "this server has no wheel of its client, for pip did not install it; use client_sdk of its checkout"

@@ -108,6 +108,13 @@ class RunParameter(click.ParamType):  # type: ignore[type-arg]  # has no paramet
 class _Guarded(click.Group):
     """Commands whose errors are one line on stderr and an exit code of their kind."""
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # outside of commands, as of help
+            click.echo(f"Error: the output cannot be written: {error.strerror or error}", err=True)
+            raise SystemExit(1) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,19 @@ def test_a_clock_that_was_ahead_puts_off_nothing_for_years(payments: Payments) -
     assert send_meter_events(payments.context) == {"again": 1}
     payments.wait(-3650 * 24 * HOUR)
     assert send_meter_events(payments.context) == {"sent": 1}
+    assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
+
+
+def test_the_window_of_a_row_that_a_clock_ahead_sent_first_is_no_longer(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 5_000)
+    put_meter_events(payments.context)
+    payments.fake.front.faults += ["unanswered", "lost"]
+    ahead = payments.now + timedelta(days=10)
+    assert send_meter_events(replace(payments.context, clock=lambda: ahead)) == {"again": 1}
+    assert send_meter_events(payments.context) == {"again": 1}
+    payments.wait(RESEND_WINDOW.total_seconds() + 7 * HOUR)  # its identifier is forgotten by now
+    drain(payments)
     assert payments.fake.stripe.total("weft_train", payments.customer(org_id)) == 5
 
 

@@ -13,6 +13,9 @@ from sqlalchemy import select
 
 from billing.money.ledger import refund_operation
 from billing.payments import sender
+from billing.payments.checkout import start_topup
+from billing.payments.client import stripe_client
+from billing.payments.customers import customer_of
 from scheduler.jobs.payments import (
     ask_for_missed_events,
     close_invoices,
@@ -156,3 +159,26 @@ def test_an_invoice_that_ended_after_the_backup_ends_as_it_did(
             assert session.get_one(Organisation, org_id).status == "active"
             assert [alert.kind for alert in session.query(Alert) if alert.resolved_at is None] == []
         assert sum(amount for _, amount in restored.ledger(org_id)) == (0 if end == "paid" else -5_000_000_000)
+
+
+@pytest.mark.parametrize("first", ["paid", "asked"])
+def test_a_customer_made_after_the_backup_is_theirs_after_the_restore(
+    database: Database, stripe_server: FakeStripe, tmp_path: Path, first: str
+) -> None:
+    """And what they paid is credited, whether the payment is heard of first, or they ask for a customer."""
+    lost = Payments(database, stripe_server.reset(START), tmp_path)
+    stripe, client = lost.fake.stripe, stripe_client(lost.context.settings.payments)
+    org_id = lost.organisation("prepaid", customer=False)
+    back_up(tmp_path)
+    made = customer_of(client, lost.database, org_id, lost.now)
+    asked = {"org_id": org_id, "customer_id": made, "cents": 2500, "return_url": "http://x", "key": None}
+    stripe.finish_checkout(start_topup(client, **asked).id)  # type: ignore[arg-type]
+    hear(lost)
+    lost.wait(2 * HOUR)
+    restored = replace(lost, database=Database(f"sqlite:///{tmp_path}/old.db"))
+    with closing(restored.database):
+        if first == "paid":
+            hear(restored)
+        assert customer_of(client, restored.database, org_id, restored.now) == made
+        hear(restored)
+        assert [kind for kind, _ in restored.ledger(org_id)] == ["topup"]

@@ -273,8 +273,10 @@ def test_two_secrets_while_one_is_rotated(door: Door, monkeypatch: pytest.Monkey
 def test_payments_of_strangers_are_ignored(door: Door) -> None:
     stripe = door.payments.fake.stripe
     other = door.payments.organisation("prepaid")
+    second = stripe.add("cus", "customer", metadata={"weft_org": other})["id"]
     for customer, metadata in [
         ("cus_unknown", {"weft_kind": "topup", "weft_org": door.org_id}),
+        (second, {"weft_kind": "topup", "weft_org": other}),
         (door.payments.customer(other), {"weft_kind": "topup", "weft_org": door.org_id}),
         (door.payments.customer(other), {}),
     ]:

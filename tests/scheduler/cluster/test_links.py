@@ -355,9 +355,9 @@ def test_a_trainer_that_loses_its_connections_goes_on(
 
 
 def test_a_trainer_whose_sign_of_life_has_ended_gives_up_though_it_cannot_ask(
-    blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is told to stop while Redis is away would wait for it, to say that it leaves."""
+    """One that is told to stop while Redis is away would wait for it, to say that it leaves. It says so once."""
     monkeypatch.setattr(train_link, "LEASE_S", 1.0)
     gone = OwnRedis()
     joining = Joining(gone.url, "leader")
@@ -368,18 +368,26 @@ def test_a_trainer_whose_sign_of_life_has_ended_gives_up_though_it_cannot_ask(
         link.send(PullPass([], 0))
     with pytest.raises(EOFError):
         link.recv(0.1)
+    assert says_away(caplog) == 1
     link.close()
     joining.close()
 
 
-def test_a_trainer_that_looks_for_a_leader_waits_for_a_redis_that_is_away(blobs: FolderBlobs) -> None:
-    """One that ended would read its models again."""
+def says_away(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(record.message.startswith("Redis cannot be reached") for record in caplog.records)
+
+
+def test_a_trainer_that_looks_for_a_leader_waits_for_a_redis_that_is_away(
+    blobs: FolderBlobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that ended would read its models again. It says once what it waits for."""
     away = OwnRedis()
     away.stop()
     with ThreadPoolExecutor(1) as pool:
         link = pool.submit(TrainerLink, away.url, blobs)
         with pytest.raises(TimeoutError):
             link.result(0.5)
+        assert says_away(caplog) == 1
         away.start()
         joining = Joining(away.url, "leader")
         joining.lead(60)

@@ -159,6 +159,14 @@ def test_a_token_that_is_masked_may_have_moved_by_any_ratio(loss: Loss, q: float
     assert grad.tolist() == pytest.approx([0.0, 1.0])
 
 
+@pytest.mark.parametrize("loss", [losses.tis(old=True), losses.areal(old=True), losses.icepop(low=0.0, old=True)])
+def test_a_weight_may_be_as_small_as_the_ratio_is_large(loss: Loss) -> None:
+    """Together they are 1; in float32 one is 0 and the other infinite."""
+    given = {"q": -1.0, "old": -200.0, "advantages": -1.0, "mask": 1.0}
+    value, grad = gradient(interpreted, loss, [-1.0], {name: torch.tensor([given[name]]) for name in loss.reads})
+    assert [value, *grad.tolist()] == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.parametrize(
     ("loss", "advantage"),
     [

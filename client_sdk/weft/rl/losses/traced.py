@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
+from math import inf, log
 from typing import Any, Literal, ParamSpec
 
 from weft.packages import imported
@@ -89,17 +90,28 @@ def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     return fn
 
 
-def _clip(log_r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
-    """PPO's objective: min(r A, clamp(r) A), which is constant from some r on where A > 0: r overflows, and 0 times
-    infinity is no gradient. Where A < 0 nothing bounds it, and that is the user's to hear of."""
+def _clip(log_r: Tensor, a: Tensor, low: float, high: float, log_k: Tensor | None = None) -> Tensor:
+    """PPO's objective, times k if given: min(k r A, k clamp(r) A), which is constant from some r on where A > 0: r
+    overflows, and 0 times infinity is no gradient. Where A < 0 nothing bounds it, and that is the user's to hear of;
+    but k may be as small as r is large, so their logarithms are added."""
     torch = _torch()
+    most = torch.clamp(log_r, max=MAX_LOG_RATIO)
+    clamped = torch.clamp(torch.exp(most), 1 - low, 1 + high)
+    if log_k is not None:
+        clamped, log_r = torch.exp(log_k) * clamped, log_k + log_r
     r = torch.exp(torch.where(a < 0, log_r, torch.clamp(log_r, max=MAX_LOG_RATIO)))
-    return torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
+    return torch.minimum(r * a, clamped * a)
 
 
 def _kept_ratio(log: Tensor, drop: Tensor) -> Tensor:
     """exp(log), and 0 where it is dropped: there it may have overflowed, and 0 times infinity is not 0."""
     return (1 - drop) * _torch().exp((1 - drop) * log)
+
+
+def _dropped(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor, drop: Tensor, clip: tuple[float, float]) -> Any:
+    """-k min(r A, clamp(r) A), and 0 where it is dropped."""
+    gain = _clip((1 - drop) * (lp - old), a, *clip, (1 - drop) * (old - q))
+    return _result(-(1 - drop) * gain, lp, q, m, drop)
 
 
 def _outside(x: Tensor, low: float, high: float) -> Tensor:
@@ -142,8 +154,7 @@ def icepop(low: float = 0.5, high: float = 5.0, clip: tuple[float, float] = (0.2
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
-        drop = _outside(torch.exp(old - q), low, high)
-        return _result(-_kept_ratio(old - q, drop) * _clip((1 - drop) * (lp - old), a, *clip), lp, q, m, drop)
+        return _dropped(lp, q, old, a, m, _outside(torch.exp(old - q), low, high), clip)
 
     return _with_old("icepop", body, old)
 
@@ -154,9 +165,8 @@ def tis(cap: float = 2.0, clip: tuple[float, float] = (0.2, 0.2), old: bool = Fa
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
-        k = torch.exp(old - q)
-        cut = (k > cap).float()
-        return _result(-torch.clamp(k, 0.0, cap) * _clip(lp - old, a, *clip), lp, q, m, cut)
+        log_k = torch.clamp(old - q, max=log(cap) if cap else -inf)
+        return _result(-_clip(lp - old, a, *clip, log_k), lp, q, m, (torch.exp(old - q) > cap).float())
 
     return _with_old("tis", body, old)
 
@@ -167,8 +177,7 @@ def areal(upper: float = 5.0, clip: tuple[float, float] = (0.2, 0.2), old: bool 
 
     def body(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Any:
         torch = _torch()
-        drop = (torch.exp(old - q) > upper).float()
-        return _result(-_kept_ratio(old - q, drop) * _clip((1 - drop) * (lp - old), a, *clip), lp, q, m, drop)
+        return _dropped(lp, q, old, a, m, (torch.exp(old - q) > upper).float(), clip)
 
     return _with_old("areal", body, old)
 
