@@ -157,9 +157,10 @@ def test_a_loop_with_the_client_that_the_server_gives(server: dict[str, str], tm
     done = environment.run("python", "-c", LOOP, **server)
     assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
     assert environment.run("weft", "models", **server).stdout.count("weft/tiny-moe") == 1
-    listed = Environment(tmp_path / "listed")
-    listed.install("--find-links", f"{url}/sdk/", "weft-tuning")
-    assert listed.run("python", "-c", "import weft; print(weft.__version__)").stdout.strip() == weft_server.__version__
+    package = environment.packages / "weft"
+    shutil.rmtree(package)
+    environment.install("--find-links", f"{url}/sdk/", "weft-tuning")
+    assert (package / "__init__.py").exists()
 
 
 @pytest.fixture(scope="module")
