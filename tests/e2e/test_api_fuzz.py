@@ -21,7 +21,7 @@ from api.server.app import front
 from api.server.openapi import DOORS, PREFIX, document
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.raw import Post, RawClient, train_post
-from tests.search import SOAKING, examples
+from tests.search import examples
 
 if TYPE_CHECKING:  # each process that collects tests would take two seconds to import it
     import schemathesis
@@ -35,14 +35,6 @@ EXAMPLES = 4
 PARTS = 8
 #: Whoever deletes it has no key any more.
 ENDING = f"{PREFIX}/auth/apikey/me"
-#: Cases that are counted off, and not drawn, by the thousand: each property with each type that is not its own.
-MANY = {
-    "incorrect_type",
-    "valid_object",
-    "unspecified_http_method",
-    "object_required_and_optional",
-    "object_unexpected_properties",
-}
 #: Statuses that say that the server is at fault; 503 is a server that is stopping.
 FAULTS = range(500, 600)
 
@@ -54,7 +46,6 @@ class Target:
     client: RawClient
     known: dict[str, Any]
     turn: Iterator[int]
-    cases: Iterator[int]
     session: requests.Session
     #: What is asked at ENDING, with this.
     ending_key: str
@@ -101,7 +92,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     }
     with requests.Session() as session:
         session.trust_env = False  # to look for proxies takes longer than to send
-        yield Target(client, known, itertools.count(), itertools.count(), session, server.key("that ends"))
+        yield Target(client, known, itertools.count(), session, server.key("that ends"))
     me = httpx.get(f"{server.url}{ENDING}", headers={"X-API-Key": client.key})
     assert me.status_code == 200, "nothing was looked at any more: the requests had ended their own key"
     assert httpx.get(f"{server.url}{PREFIX}/healthz").json() == {"status": "ok"}
@@ -138,9 +129,6 @@ def test_no_request_is_a_fault_of_the_server(part: int, target: Target, subtests
     suppress_health_check=list(HealthCheck),
 )
 def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
-    """Of the cases that schemathesis has many of, an ordinary run has every other: some of each property's."""
-    if not SOAKING and counted_off(case) in MANY and next(target.cases) % 2:
-        return
     case.body = target.fill_in(case.body, case.path)
     if not case.path.endswith("/finish"):
         case.path_parameters = target.fill_in(case.path_parameters)
@@ -153,11 +141,6 @@ def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
     )
     if reply.status_code == 400:
         assert reply.content, "the SDK takes a 400 without a body for a proxy's, and retries"
-
-
-def counted_off(case: schemathesis.Case[Any]) -> str:
-    """What such a case is to show; nothing of one that is drawn."""
-    return str(getattr(case.meta.phase.data, "scenario", "") if case.meta else "")
 
 
 @settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
