@@ -157,10 +157,9 @@ def test_a_loop_with_the_client_that_the_server_gives(server: dict[str, str], tm
     done = environment.run("python", "-c", LOOP, **server)
     assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
     assert environment.run("weft", "models", **server).stdout.count("weft/tiny-moe") == 1
-    package = environment.packages / "weft"
-    shutil.rmtree(package)
-    environment.install("--find-links", f"{url}/sdk/", "weft-tuning")
-    assert (package / "__init__.py").exists()
+    listed = Environment(tmp_path / "listed")
+    listed.install("--find-links", f"{url}/sdk/", "weft-tuning")
+    assert listed.run("python", "-c", "import weft; print(weft.__version__)").stdout.strip() == weft_server.__version__
 
 
 @pytest.fixture(scope="module")
