@@ -62,11 +62,11 @@ LOADERS_TITLE = """\
 ## Downloads in transformers and PEFT
 
 What stock PEFT makes of an adapter with experts and a trained unembedding that `weft download` fetched, by the folder's
-own `verify.py` (`make loaders`; CI loads it with the pairs marked * and with the newest). right: the server's
-log-probabilities. **wrong**: others, without a word. –: it does not load, with an error. It is one of Qwen3 MoE, which
-has nothing but experts in its MLPs, as Mixtral and OLMoE. With transformers 5 peft 0.21 drops, without a word, dense
-layers and shared experts beside experts (GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3-Next), and the experts of Qwen3.5
-MoE, gpt-oss and Nemotron.
+own `verify.py` (`make loaders`; CI loads it with the newest, `make soak` with the pairs marked *, too). right: the
+server's log-probabilities. **wrong**: others, without a word. –: it does not load, with an error. It is one of Qwen3
+MoE, which has nothing but experts in its MLPs, as Mixtral and OLMoE. With transformers 5 peft 0.21 drops, without a
+word, dense layers and shared experts beside experts (GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3-Next), and the experts
+of Qwen3.5 MoE, gpt-oss and Nemotron.
 """
 LOADER_SIGNS = {"right": "right", "wrong": "**wrong**", "refused": "–"}
 

@@ -1,4 +1,5 @@
-"""A download in other versions of transformers and PEFT: right, or known to be wrong, and verify.py says so."""
+"""A download in other versions of transformers and PEFT: right, or known to be wrong, and verify.py says so. That it
+does in these, where a folder is as wrong: tests/e2e/test_exports.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from tests.compat.loaders import IN_CI, Pair, build, loads, make_adapter
 from tests.e2e.conftest import Weftd
 
-pytestmark = [pytest.mark.server, pytest.mark.compat]
+pytestmark = [pytest.mark.server, pytest.mark.compat, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

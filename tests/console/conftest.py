@@ -67,6 +67,14 @@ class Console:
         reply: httpx.Response = self.http.post("/console/login", data=body, headers=SAME_SITE, follow_redirects=False)
         return reply
 
+    def cookie(self, role: str) -> dict[str, str]:
+        """Of a browser in which somebody has signed in."""
+        name = "weft_console"
+        self.sign_in(role)
+        value = self.http.cookies[name]
+        self.http.cookies.clear()
+        return {"name": name, "value": value, "url": self.url}
+
     def get(self, path: str, status: int = 200) -> str:
         reply = self.http.get(f"/console{path}", headers={"accept": "text/html"}, follow_redirects=False)
         assert reply.status_code == status, reply.text[:500]
@@ -183,29 +191,42 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def open_page(browser: Browser, site: Console) -> Iterator[Open]:
-    """Signed-in pages; at the end nothing may have been violated, thrown or complained of."""
-    from tests.console.screenshots import sign_in, sign_in_as_operator
+def watched(browser: Browser, **options: Any) -> BrowserContext:
+    context = browser.new_context(reduced_motion="reduce", **options)
+    context.set_default_timeout(PATIENCE_MS)
+    context.add_init_script(WATCH)
+    return context
 
+
+@pytest.fixture(scope="module")
+def owners(browser: Browser, site: Console) -> Iterator[BrowserContext]:
+    """A browser in which the owner has signed in, which keeps what pages load. A page that changes what it keeps itself
+    is opened with options, and so in another."""
+    context = watched(browser)
+    context.add_cookies([site.cookie("owner")])  # type: ignore[list-item]
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser, site: Console, owners: BrowserContext) -> Iterator[Open]:
+    """Signed-in pages; at the end nothing may have been violated, thrown or complained of."""
     contexts: list[BrowserContext] = []
     wrong: list[str] = []
     pages: list[Page] = []
 
     def open_page(path: str = "/", role: str | None = "owner", refusals: bool = False, **options: Any) -> Page:
-        context = browser.new_context(reduced_motion="reduce", **options)
-        context.set_default_timeout(PATIENCE_MS)
-        context.add_init_script(WATCH)
-        contexts.append(context)
+        context = owners
+        if options or refusals or role != "owner":
+            context = watched(browser, **options)
+            contexts.append(context)
+            if role is not None:
+                context.add_cookies([site.cookie(role)])  # type: ignore[list-item]
         page = context.new_page()
         if not refusals:  # a browser complains of every 4xx
             page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         pages.append(page)
-        if role == "operator":
-            sign_in_as_operator(page, site)
-        elif role is not None:
-            sign_in(page, site, role)
         if role is not None:
             page.goto(f"{site.url}/console{path}")
         return page
@@ -213,6 +234,7 @@ def open_page(browser: Browser, site: Console) -> Iterator[Open]:
     yield open_page
     for page in pages:
         wrong += page.evaluate("window.violations")
+        page.close()
     for context in contexts:
         context.close()
     assert wrong == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import closing
 from datetime import UTC, datetime
@@ -16,9 +15,9 @@ from weft.money import usd
 
 from api.console.formats import usd_text
 from store.tables import ApiKey, LedgerEntry, Wallet
-from tests.console.conftest import CHROMIUM, UNDRAWN, WATCH, Console, Open, take_cards
+from tests.console.conftest import CHROMIUM, WATCH, Console, Open, take_cards
 from tests.console.provider import provider_process
-from tests.console.screenshots import everywhere, sign_in
+from tests.console.screenshots import sign_in
 from tests.console.sso import person, take_provider
 from tests.fakestripe import fake_stripe
 
@@ -38,21 +37,8 @@ def violations(page: Page) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_keeps_the_policy(console: Console, open_page: Open, scheme: Any) -> None:
-    page = open_page(role="operator", color_scheme=scheme, viewport=WIDE)
-    for path in everywhere(console):
-        page.goto(f"{console.url}/console{path}")
-        expect(page.locator(UNDRAWN)).to_have_count(0)
-        assert violations(page) == [], path
-        for chart in page.locator(".chart").all():
-            expect(chart.locator("canvas").first).to_be_visible()
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == (scheme == "dark")
-
-
 def test_the_listener_sees_violations(console: Console, browser: Browser) -> None:
-    """The test above could not fail if nothing were noticed."""
+    """No look at a page could fail if nothing were noticed."""
     context = browser.new_context()
     context.add_init_script(WATCH)
     page = context.new_page()
@@ -83,10 +69,10 @@ INJECTED = {
 def test_what_is_injected_does_nothing(console: Console, browser: Browser) -> None:
     with closing(browser.new_context()) as context:
         context.add_init_script(WATCH)
-        sign_in(context.new_page(), console)
+        context.add_cookies([console.cookie("owner")])  # type: ignore[list-item]
         for directive, html in INJECTED.items():
             page = context.new_page()  # what is stopped on its way elsewhere leaves a page that waits for it
-            page.goto(f"{console.url}/console/")
+            page.goto(f"{console.url}/console/keys")
             page.evaluate("(html) => document.body.insertAdjacentHTML('afterbegin', html)", html)
             for button in page.get_by_text("press", exact=True).all():
                 button.click(no_wait_after=True)

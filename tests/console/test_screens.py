@@ -1,5 +1,5 @@
-"""Every page as it is on a screen: whole from 375 pixels on, readable for everybody (axe-core), and what is found,
-compared and written there."""
+"""Every page as it is on a screen: under its own Content-Security-Policy, whole from 375 pixels on, readable for
+everybody (axe-core), and what is found, compared and written there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, Page, Route, expect
 
 from store.people.organisations import organisation_named
-from tests.console.conftest import CHROMIUM, UNDRAWN, Console, Open
+from tests.console.conftest import CHROMIUM, UNDRAWN, WATCH, Console, Open
 from tests.console.provider import provider_process
 from tests.console.screenshots import everywhere, sign_in_as_operator
 from tests.console.sso import person, take_provider
@@ -47,6 +47,10 @@ AXE = """async (rules) => {
   const said = (node) => node.html.slice(0, 160) + " " + (node.any[0] ? node.any[0].message.slice(0, 160) : "");
   return bad.flatMap((each) => each.nodes.map((node) => each.id + ": " + said(node)));
 }"""
+IS_DARK = """() => {
+  const [red, green, blue] = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
+  return red + green + blue < 200;
+}"""
 #: Charts follow their boxes a frame later.
 FITTED = """() => new Promise((done) => {
   const fits = (el) => el.offsetWidth <= el.parentElement.clientWidth + 1;
@@ -63,8 +67,10 @@ def of_the_site(site: Console) -> Console:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is wrong with a page: cut off at some width; what axe says of it in light, and of its contrasts in dark."""
+    """What is wrong with a page: what its policy forbids, or its browser complains of; cut off at some width; what axe
+    says of it in light, and of its contrasts in dark."""
 
+    refused: list[str]
     cut: list[str]
     light: list[str]
     dark: list[str]
@@ -72,11 +78,15 @@ class Seen:
 
 def look(page: Page) -> Seen:
     expect(page.locator(UNDRAWN)).to_have_count(0)
+    refused: list[str] = page.evaluate("window.violations")
+    refused += [f"{chart} is hidden" for chart in page.locator(".chart canvas").all() if not chart.is_visible()]
     page.evaluate(AXE_SCRIPT)
     found = {}
     for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         found[scheme] = page.evaluate(AXE, rules)
+        if page.evaluate(IS_DARK) != (scheme == "dark"):
+            found[scheme].append("the page is of the other colours")
     page.evaluate("document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
     cut = []
     for width in WIDTHS:
@@ -84,18 +94,24 @@ def look(page: Page) -> Seen:
         page.evaluate(FITTED)
         cut += [f"at {width}: {each}" for each in page.evaluate(CUT)]
     page.set_viewport_size(WIDE)
-    return Seen(cut, found["light"], found["dark"])
+    return Seen(refused, cut, found["light"], found["dark"])
 
 
 @pytest.fixture(scope="module")
 def seen(site: Console, browser: Browser) -> dict[str, Seen]:
     """Every page, looked at once, and the open search."""
-    page = browser.new_page(viewport=WIDE, reduced_motion="reduce")
+    page, found, complaints = browser.new_page(viewport=WIDE, reduced_motion="reduce"), {}, list[str]()
+    page.add_init_script(WATCH)
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
     sign_in_as_operator(page, site)
-    found = {}
-    for path in (*everywhere(site), "/nothing"):
+    for path in everywhere(site):
         page.goto(f"{site.url}/console{path}")
         found[path] = look(page)
+        found[path].refused.extend(complaints)
+        complaints.clear()
+    page.goto(f"{site.url}/console/nothing")
+    found["/nothing"] = look(page)
     page.goto(f"{site.url}/console/runs")
     page.keyboard.press("Control+k")
     expect(page.locator("#found .hit").first).to_be_visible()
@@ -110,6 +126,7 @@ def seen_with_a_provider(site: Console, browser: Browser) -> dict[str, Seen]:
     """The pages of who comes from an OpenID provider, a member of two organisations; and of who comes without."""
     rules = [{"group": "both", "organisation": name, "role": "viewer"} for name in ("Acme Research", "Beta")]
     page, found = browser.new_page(viewport=WIDE, reduced_motion="reduce"), {}
+    page.add_init_script(WATCH)
     site.database.write_now(lambda session: organisation_named(session, "Beta"))
     with provider_process() as issuer, without_a_change(site):
         take_provider(site, issuer, public_url=site.url, groups=rules)
@@ -140,8 +157,8 @@ def without_a_change(site: Console) -> Iterator[None]:
         site.app.state.service = service
 
 
-@pytest.mark.parametrize("what", ["cut", "light", "dark"])
-def test_no_page_is_cut_off_or_hard_to_read(seen: dict[str, Seen], what: str) -> None:
+@pytest.mark.parametrize("what", ["refused", "cut", "light", "dark"])
+def test_every_page_keeps_the_policy_and_is_neither_cut_off_nor_hard_to_read(seen: dict[str, Seen], what: str) -> None:
     assert {path: getattr(page, what) for path, page in seen.items() if getattr(page, what)} == {}
 
 

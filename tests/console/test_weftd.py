@@ -4,10 +4,7 @@ runs; and its page shows what the loop logs."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 import weft
+from click.testing import CliRunner
 from playwright.sync_api import expect, sync_playwright
 from weft import types
+from weft.cli import main
 
 from tests.console.conftest import CHROMIUM, WATCH
 from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
@@ -70,10 +69,9 @@ def test_cost_so_far_everywhere(server: Weftd) -> None:
             headers = {"x-api-key": key}
             answer = page.get(f"/api/v1/weft/usage?run_id={run}", headers=headers).json()
             assert answer["total_usd"] == usage.total_usd
-        environment = os.environ | {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": key}
-        command = [str(Path(sys.executable).parent / "weft"), "cost", run]
-        said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-        assert usage.total_usd.rstrip("0") in said.replace(",", "")
+        settings = {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": key}
+        said = CliRunner().invoke(main, ["cost", run], env=settings, catch_exceptions=False)
+        assert usage.total_usd.rstrip("0") in said.stdout.replace(",", "")
         deadline = time.monotonic() + 60
         curves: list[dict[str, object]] = []
         while time.monotonic() < deadline and [curve["points"] for curve in curves] != [3, 3]:

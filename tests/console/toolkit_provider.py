@@ -34,6 +34,7 @@ settings.configure(
     USE_TZ=True,
     DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": Path(FOLDER.name, "provider.db")}},
     INSTALLED_APPS=[f"django.contrib.{name}" for name in ("auth", "contenttypes", "sessions")] + ["oauth2_provider"],
+    MIGRATION_MODULES=dict.fromkeys(("auth", "contenttypes", "sessions", "oauth2_provider")),  # tables as they are now
     MIDDLEWARE=[
         "django.contrib.sessions.middleware.SessionMiddleware",
         "django.contrib.auth.middleware.AuthenticationMiddleware",
@@ -76,7 +77,7 @@ urlpatterns = [
 ]
 
 if __name__ == "__main__":
-    call_command("migrate", verbosity=0)
+    call_command("migrate", run_syncdb=True, verbosity=0)
     for name in PEOPLE:
         get_user_model().objects.create_user(name)
     get_application_model().objects.create(

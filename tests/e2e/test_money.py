@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import sqlite3
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from tinker import types
+from weft.cli import main
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd, tinker_command, weftd_command
+from tests.e2e.conftest import BASE_MODEL, Weftd, tinker_command, weftd_command
 from tests.e2e.data import ADAM, prompt, supervised
 
 pytestmark = pytest.mark.server
@@ -173,14 +173,8 @@ def test_admin_client_and_command_line_agree_with_the_ledger(own_weftd: Callable
     assert sum(round(float(line["estimated_cost_usd"] or 0) * 10**9) for line in lines) == billed
     assert str(size) in command_line(server, "-f", "json", "billing", "checkpoint-storage")
 
-    cost = subprocess.run(
-        [str(BIN / "weft"), "cost", run.model_id, "--json"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"WEFT_API_KEY": server.key(), "WEFT_BASE_URL": server.url},
-        timeout=120,
-    )
+    settings = {"WEFT_API_KEY": server.key(), "WEFT_BASE_URL": server.url}
+    cost = CliRunner().invoke(main, ["cost", run.model_id, "--json"], env=settings, catch_exceptions=False)
     assert json.loads(cost.stdout)["total_nusd"] == billed
 
 

@@ -40,17 +40,23 @@ def test_inflight_samples_follow_their_run_while_they_are_drawn(service: Service
     step(run)
     first = run.save_weights_and_get_sampling_client(kind="inflight")
     snapshot = run.save_weights_and_get_sampling_client()
-    drawn, kept = first.sample(PROMPT, GROUP, LONG), snapshot.sample(PROMPT, 1, LONG)
+    drawn = first.sample(PROMPT, GROUP, LONG, stream=True)
+    kept = snapshot.sample(PROMPT, 1, LONG, stream=True)
     first.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(60)  # by then the others run, too
     step(run)
     run.save_weights_and_get_sampling_client(kind="inflight").result(60)
-    spans = [sequence.policy_versions for sequence in drawn.result(120).sequences]
-    assert {span.version for of in spans for span in of} == {1, 2}
-    for of in spans:
-        assert [span.version for span in of] == sorted({span.version for span in of})
-        assert sum(span.length for span in of) == 1900
-    (unmoved,) = kept.result(120).sequences
-    assert [(span.version, span.length) for span in unmoved.policy_versions] == [(1, 1900)]
+    moved = set()
+    for part in drawn:
+        moved |= {part.sample} if 2 in part.versions else set()
+        if len(moved) == GROUP:
+            break
+    ended = drawn.stop(60).sequences
+    for sequence in ended:
+        assert [span.version for span in sequence.policy_versions] == [1, 2]
+        assert sum(span.length for span in sequence.policy_versions) == len(sequence.tokens)
+    (unmoved,) = kept.stop(60).sequences
+    assert [(span.version, span.length) for span in unmoved.policy_versions] == [(1, len(unmoved.tokens))]
+    assert len(unmoved.tokens) > min(sequence.policy_versions[0].length for sequence in ended)
 
 
 def test_the_server_ends_what_is_too_old(service: ServiceClient, weftd: Weftd) -> None:
@@ -91,7 +97,8 @@ def test_cancelling_returns_what_there_is_and_bills_exactly_that(service: Servic
     lengths = [sequence.tokens.size for sequence in partial.sequences]
     assert 0 < sum(lengths) < GROUP * 1900
     assert sampled(weftd) - before == sum(lengths) + 1
-    whole = sampler.sample(PROMPT, 1, LONG).result(120).sequences[0].tokens
+    params = SamplingParams(max_tokens=max(lengths), stop=[], seed=1)
+    whole = sampler.sample(PROMPT, 1, params).result(120).sequences[0].tokens
     assert partial.sequences[0].tokens.tolist() == whole[: lengths[0]]
 
 

@@ -23,17 +23,18 @@ from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
 
 pytestmark = pytest.mark.server
 SLOTS = 4
+PASS_TOKENS = 2048
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Weftd, int]]:
-    """A server with few slots, and its port for metrics."""
+    """A server with few slots and small passes, and its port for metrics."""
     folder = tmp_path_factory.mktemp("queues")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = folder / "weft.toml"
-    config.write_text(f"metrics_port = {port}\n[generator]\nslots = {SLOTS}\n")
+    config.write_text(f"metrics_port = {port}\n[generator]\nslots = {SLOTS}\n[trainer]\npass_tokens = {PASS_TOKENS}\n")
     weftd = Weftd(folder / "data", "--config", str(config)).start()
     yield weftd, port
     weftd.stop()
@@ -132,7 +133,7 @@ def test_who_trains_a_little_waits_for_one_pass_of_a_flood(server: tuple[Weftd, 
     """Eight passes' worth is queued; what comes then is in the next pass that is put together."""
     weftd, _ = server
     flood, late = training_of(weftd, "much"), training_of(weftd, "little")
-    queued = [flood.forward_backward([datum(1000)] * 4, "cross_entropy") for _ in range(8)]
+    queued = [flood.forward_backward([datum(500)] * 4, "cross_entropy") for _ in range(8)]
     queued[0].result()
     late.forward_backward([datum(10)], "cross_entropy").result()
     for future in queued:

@@ -377,7 +377,7 @@ def test_an_evaluation_takes_a_run_or_any_sampler(service: weft.ServiceClient) -
     assert found == [found[0]] * 3
 
 
-@pytest.mark.parametrize(("start", "end"), [(1, 3), (32, 16)])
+@pytest.mark.parametrize(("start", "end"), [(1, 3), (32, 28)])
 def test_groups_in_flight_follow_what_the_server_takes(
     service: weft.ServiceClient, start: int, end: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import httpx
 import pytest
 import tinker
 
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import supervised
 
 pytestmark = pytest.mark.server
@@ -60,8 +59,8 @@ def test_other_users_of_the_machine_read_nothing(own_weftd: Callable[..., Weftd]
     before = os.umask(0)
     try:
         server = own_weftd()
-        command = [str(BIN / "weftd"), "key", "create", "--data-dir", str(tmp_path / "new"), "--org", "acme"]
-        subprocess.run(command, check=True, capture_output=True)
+        made = weftd_command("key", "create", "--data-dir", tmp_path / "new", "--org", "acme")
+        assert made.returncode == 0, made.stderr
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key("acme"))
     finally:
         os.umask(before)
@@ -69,8 +68,8 @@ def test_other_users_of_the_machine_read_nothing(own_weftd: Callable[..., Weftd]
     run.forward_backward(supervised(), "cross_entropy").result()
     run.save_state("one").result()
     ours = {server.data_dir / "stderr.log"}  # and not weftd's
-    made = [tmp_path / "new", *(path for path in server.data_dir.rglob("*") if path not in ours)]
-    open_to_others = {str(path): oct(path.lstat().st_mode) for path in made if path.lstat().st_mode & 0o077}
+    there = [tmp_path / "new", *(path for path in server.data_dir.rglob("*") if path not in ours)]
+    open_to_others = {str(path): oct(path.lstat().st_mode) for path in there if path.lstat().st_mode & 0o077}
     assert not open_to_others
-    assert {"weft.db", "weft.db-wal", "blobs"} <= {path.name for path in made}
-    assert any(path.is_file() and "weights" in path.parts for path in made)
+    assert {"weft.db", "weft.db-wal", "blobs"} <= {path.name for path in there}
+    assert any(path.is_file() and "weights" in path.parts for path in there)

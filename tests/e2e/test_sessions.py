@@ -10,7 +10,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import chdir
@@ -238,7 +237,8 @@ def test_the_sdk_s_telemetry_is_kept(server: Weftd) -> None:
     env = os.environ | {
         "TINKER_TELEMETRY": "1", "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key("talkative"),
     }  # fmt: skip
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, timeout=120)
+    done = run_forked("-c", script, env=env)
+    assert done.returncode == 0, done.stderr
     lines = [line for path in (server.data_dir / "telemetry").rglob("*.jsonl") for line in path.open()]
     assert "SESSION_START" in {json.loads(line)["event"]["event"] for line in lines}
 

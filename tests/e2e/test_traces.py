@@ -20,8 +20,9 @@ import pytest
 import tinker
 
 from store import tracing
-from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.production import production_of
+from tests.forked import run_forked
 from tests.servers import OwnRedis, PostgresServer
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'weft-tuning-server[otel]'")
@@ -228,7 +229,7 @@ print(made - began, time.monotonic() - made)
 def test_a_receiver_that_is_away_holds_nobody() -> None:
     """Nobody answers at 192.0.2.1, a connection to it only ends by time."""
     environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://192.0.2.1:4318"}
-    ran = subprocess.run([sys.executable, "-c", AWAY], env=environment, capture_output=True, text=True, timeout=120)
+    ran = run_forked("-c", AWAY, env=environment)
     making_s, stopping_s = map(float, ran.stdout.split())
     assert making_s < 20
     assert stopping_s < tracing.FLUSH_S + 2
@@ -260,7 +261,7 @@ def test_off_it_is_not_even_imported() -> None:
 
 def test_a_protocol_that_is_not_spoken_is_refused(tmp_path: Path) -> None:
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    command = [str(BIN / "weftd"), "serve", "--data-dir", str(tmp_path), "--port", "0"]
-    ran = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=60)
+    command = ("-m", "weft_server", "serve", "--data-dir", str(tmp_path), "--port", "0")
+    ran = run_forked(*command, env=os.environ | asked)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "OTEL_EXPORTER_OTLP_PROTOCOL=grpc" in ran.stderr

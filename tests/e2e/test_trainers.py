@@ -30,7 +30,7 @@ PATIENCE_S = 200
 #: Of two plays: a create, the steps, and the look at what came of them.
 OPERATIONS = 2 * TENANTS * (2 + 2 * STEPS)
 #: A small pass, so that many are in flight; a small replay, so that snapshots are in play.
-TRAINER = "pass_tokens = 256\nsnapshot_every_tokens = 400\nthreads = 1\n"
+TRAINER = "pass_tokens = 128\nsnapshot_every_tokens = 200\nthreads = 1\n"
 
 
 class Tenant:
@@ -42,7 +42,7 @@ class Tenant:
         self.run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=seed).result(timeout=PATIENCE_S)
 
     def step(self, number: int) -> float:
-        data = supervised(sequences=8, length=40, seed=10 * self.seed + number)
+        data = supervised(sequences=4, length=40, seed=10 * self.seed + number)
         backward, update = self.run.forward_backward(data, "cross_entropy"), self.run.optim_step(ADAM)
         found: float = backward.result(timeout=PATIENCE_S).metrics["loss:sum"]
         update.result(timeout=PATIENCE_S)

@@ -21,6 +21,7 @@ from weft.cli import main
 from weft.types import Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.server
 ADAM = AdamParams(learning_rate=2e-3)
@@ -137,9 +138,8 @@ def test_a_sampler_in_another_process(weftd: Weftd, service: ServiceClient, run:
         f"prompt = weft.ModelInput.from_ints({PROMPT.to_ints()})\n"
         "print(sampler.sample(prompt, 1, params).result(60).sequences[0].tokens)"
     )
-    command = [str(BIN / "python"), "-c", code, sampler.get_sampler_handle()]
     environment = os.environ | {"WEFT_API_KEY": weftd.key("loom")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked("-c", code, sampler.get_sampler_handle(), env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == mine
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
+from weft.wire.base import MAX_INT
 
 from scheduler.journal.ending.completions import CLIENT_STRIDE
 from store.tables import Operation
@@ -24,7 +25,7 @@ def known(session: Session, lane: str, seq: int) -> bool:
 def highest(session: Session, lane: str, client: int) -> int:
     """The highest number that a client of a sampler has used; -1 if none."""
     first = client * CLIENT_STRIDE
-    numbers = Operation.seq.between(first, first + CLIENT_STRIDE - 1)
+    numbers = Operation.seq.between(first, min(first + CLIENT_STRIDE - 1, MAX_INT))  # the last client's are fewer
     found = session.scalar(select(func.max(Operation.seq)).where(Operation.lane == lane, numbers))
     return -1 if found is None else found
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 from sqlalchemy.orm import Session
+from weft.wire.base import MAX_INT
 
 from scheduler.journal.accepting import numbers as module
 from scheduler.journal.accepting.numbers import Highest, highest, known
@@ -67,6 +68,7 @@ def test_numbers_are_known_by_lane_and_the_highest_of_each_client(database: Data
         ("a", 3 * CLIENT_STRIDE + 7),
         ("b", 0),
         ("c", 3 * CLIENT_STRIDE + 9),
+        ("d", MAX_INT),
     ]
 
     def write(session: Session) -> None:
@@ -83,5 +85,6 @@ def test_numbers_are_known_by_lane_and_the_highest_of_each_client(database: Data
         ]
         assert [highest(session, lane, 0) for lane in "bc"] == [0, -1]
         assert [highest(session, lane, 3) for lane in "bc"] == [-1, 3 * CLIENT_STRIDE + 9]
+        assert [highest(session, lane, MAX_INT // CLIENT_STRIDE) for lane in "ad"] == [-1, MAX_INT]
         assert all(known(session, lane, seq) for lane, seq in taken)
         assert not any(known(session, *other) for other in (("a", 0), ("a", 4), ("b", 3), ("c", 3)))
