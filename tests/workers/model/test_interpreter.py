@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import triton.language as tl
-from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
-from tests.workers.model.gpu_kit import DEVICE
+from tests.workers.model.gpu_kit import DEVICE  # before Triton, which may not be here
+
+import triton.language as tl  # isort: skip
+from triton.runtime.interpreter import TensorHandle, interpreter_semantic  # isort: skip
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels run on the GPU")
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +33,6 @@ from workers.model.lora.rows import LoraRows
 from workers.model.tiny import TINY_PATH
 from workers.trainer import process as trainer_process
 
-ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
 
 
@@ -102,9 +100,8 @@ decoder.embed.data.zero_()
 
 
 def test_nobody_can_write_to_what_others_read(folder: Path) -> None:
-    command = [sys.executable, "-c", WRITE, str(TINY_PATH), str(folder)]
-    writer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert (writer.stdout, writer.returncode) == (b"there\n", -signal.SIGSEGV)
+    writer = Forked("-c", WRITE, str(TINY_PATH), str(folder))
+    assert (writer.communicate()[0], writer.wait()) == ("there\n", -signal.SIGSEGV)
 
 
 def test_other_bytes_have_another_file_and_unused_ones_go(tmp_path: Path, folder: Path) -> None:
