@@ -4,6 +4,7 @@ bfloat16 as a device has them, and without what it does for nothing or for every
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import getmembers
 from typing import Any
 
 import numpy as np
@@ -180,9 +181,22 @@ def point_straight() -> None:
     tensor.__add__ = add
 
 
+def look_once() -> None:
+    """What a launch makes the interpreter's of the language is looked for once."""
+    places = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    found = {place: [each for each in getmembers(place) if tl.core.is_builtin(each[1])] for place in places}
+
+    def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+        for name, member in found[place]:
+            interpreter._patch_attr(place, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 def work_once() -> None:
     """Kernels compute the same, bit for bit."""
     go_straight()
+    look_once()
     skip_overflows()
     patch_once()
     keep_dtypes()
