@@ -146,17 +146,20 @@ def _in_place(program: str, command: Sequence[str]) -> NoReturn:
 
 class ForkedChild:
     """What does `work` in a process of its own, as a `subprocess.Popen`: all is imported already. `kept` are the
-    descriptors that it has, beside the standard ones."""
+    descriptors that it has, beside the standard ones. It ends with this process, or `stays`."""
 
-    def __init__(self, work: Callable[[], object], environment: Mapping[str, str], *kept: int) -> None:
+    def __init__(
+        self, work: Callable[[], object], environment: Mapping[str, str], *kept: int, stays: bool = False
+    ) -> None:
         parent = os.getpid()
         if pid := os.fork():
             self.pid = pid
             self._code: int | None = None
             return
         try:
-            die_with_parent()
-            if os.getppid() == parent:
+            if not stays:
+                die_with_parent()
+            if stays or os.getppid() == parent:
                 os.setsid()
                 os.environ.update(environment)
                 for low, high in pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):

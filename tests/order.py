@@ -4,7 +4,8 @@ Where a fixture is dear and shared by files, they are kept together, so that it 
 
 Where the time goes: processor time, most of it. Each process first reads all tests. To import torch takes a process two
 seconds, so what a test needs for what it does, and not for how it starts, is forked (`tests.forked`): servers, what
-forks their workers, their trainers' ranks, workers of replicas. Tests that do not harm a server share one.
+forks their workers, their trainers' ranks, workers of replicas, holders of weights. Tests that do not harm a server
+share one.
 """
 
 from __future__ import annotations

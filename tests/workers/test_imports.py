@@ -12,28 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SHOW = """
-import json, sys
-import workers.__main__, workers.trainer.process, workers.generator.process
-import scheduler.links.sample_link, scheduler.links.train_link
-print(json.dumps(sorted(sys.modules)))
-"""
-
-
-def test_what_workers_import_of_ours_and_of_the_servers_libraries() -> None:
-    """Both kinds, with their links to Redis: more than any of them has before its config."""
-    out = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    names: list[str] = json.loads(out)
-    rooms = {name for name in names if name.partition(".")[0] in ("api", "billing", "scheduler", "store", "weft")}
-    of_store = ("store.blobs", "store.cgroups", "store.logs", "store.tracing")
-    allowed = ("scheduler.links", *of_store, "weft.wire")
-    assert {n for n in rooms if not n.startswith(allowed)} == {"scheduler", "store", "weft"}
-    assert not rooms & {"store.blobs.bucket", "store.blobs.objects", "store.blobs.owner"}  # where blobs lie in a folder
-    libraries = {name.partition(".")[0] for name in names}
-    assert not libraries & {"sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "uvicorn", "celery", "stripe"}
-
-
-FORKABLE = """
+IMPORTS = """
 import json, os, sys
 import torch
 asked = []
@@ -49,14 +28,36 @@ for place, names in {torch.cuda: ("is_available", "device_count", "_lazy_init"),
         if hasattr(place, name):
             setattr(place, name, noted(name))
 import workers.__main__, workers.trainer.process, workers.generator.process
-print(json.dumps([asked, torch.cuda.is_initialized(), len(os.listdir("/proc/self/task"))]))
+threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
+state = [asked, torch.cuda.is_initialized(), threads]
+import scheduler.links.sample_link, scheduler.links.train_link
+print(json.dumps([state, sorted(sys.modules)]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-def test_what_workers_import_can_be_forked() -> None:
-    """No device was asked for, since CUDA does not survive a fork, and no thread was started."""
+@pytest.fixture(scope="module")
+def imported() -> tuple[list[object], list[str]]:
+    """Whether it can be forked, by all but the links to Redis; and the names of all."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FORKABLE]
+    command = [sys.executable, "-c", IMPORTS]
     out = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-    assert json.loads(out) == [[], False, 1]
+    state, names = json.loads(out)
+    return state, names
+
+
+def test_what_workers_import_of_ours_and_of_the_servers_libraries(imported: tuple[list[object], list[str]]) -> None:
+    """Both kinds, with their links to Redis: more than any of them has before its config."""
+    names = imported[1]
+    rooms = {name for name in names if name.partition(".")[0] in ("api", "billing", "scheduler", "store", "weft")}
+    of_store = ("store.blobs", "store.cgroups", "store.logs", "store.tracing")
+    allowed = ("scheduler.links", *of_store, "weft.wire")
+    assert {n for n in rooms if not n.startswith(allowed)} == {"scheduler", "store", "weft"}
+    assert not rooms & {"store.blobs.bucket", "store.blobs.objects", "store.blobs.owner"}  # where blobs lie in a folder
+    libraries = {name.partition(".")[0] for name in names}
+    assert not libraries & {"sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "uvicorn", "celery", "stripe"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_what_workers_import_can_be_forked(imported: tuple[list[object], list[str]]) -> None:
+    """No device was asked for, since CUDA does not survive a fork, and no thread was started."""
+    assert imported[0] == [[], False, 1]

@@ -108,7 +108,16 @@ def special(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return models.ours(model, tmp_path_factory.mktemp("special"))
 
 
-@pytest.mark.parametrize("path", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("special", "path"),
+    [
+        ("gpt-oss", "torch"),
+        ("deepseek", "native"),
+        pytest.param("gpt-oss", "native", marks=pytest.mark.long),
+        pytest.param("deepseek", "torch", marks=pytest.mark.long),
+    ],
+    indirect=["special"],
+)
 def test_in_a_tight_crowd_of_other_attention(
     special: Decoder, path: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

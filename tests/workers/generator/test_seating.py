@@ -36,7 +36,7 @@ def crowd(adapters: dict[str, Path], count: int = 10) -> list[GenerateRequest]:
     return requests
 
 
-@pytest.mark.parametrize("path", ["native", "torch"])
+@pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
 def test_preemption_changes_no_bit(
     decoder: Decoder, adapters: dict[str, Path], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

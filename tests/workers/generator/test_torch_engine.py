@@ -98,9 +98,9 @@ def test_prompt_logprobs_equal_transformers(
 
 
 def test_sampled_frequencies_follow_the_model(reference: Qwen3MoeForCausalLM, decoder: Decoder) -> None:
-    request = ask("r", 8, SamplingParams(max_tokens=1, seed=0, temperature=0.8), num_samples=20_000)
+    request = ask("r", 8, SamplingParams(max_tokens=1, seed=0, temperature=0.8), num_samples=5_000)
     finished = run(make(decoder, slots=64), request)["r"]
-    frequencies = np.bincount([int(s.tokens[0]) for s in finished.sequences], minlength=VOCAB) / 20_000
+    frequencies = np.bincount([int(s.tokens[0]) for s in finished.sequences], minlength=VOCAB) / 5_000
     with torch.no_grad():
         logits_V = reference(torch.tensor([request.prompt])).logits[0, -1]
     np.testing.assert_allclose(frequencies, torch.softmax(logits_V / 0.8, -1).numpy(), atol=0.015)

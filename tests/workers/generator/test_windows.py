@@ -55,7 +55,16 @@ def engine(decoder: Decoder, **options: Any) -> TorchEngine:
     return TorchEngine(decoder, (), context=CONTEXT, **{"slots": 8, **options})
 
 
-@pytest.mark.parametrize("path", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("windowed", "path"),
+    [
+        ("mistral", "torch"),
+        ("gpt-oss", "native"),
+        pytest.param("mistral", "native", marks=pytest.mark.long),
+        pytest.param("gpt-oss", "torch", marks=pytest.mark.long),
+    ],
+    indirect=["windowed"],
+)
 def test_what_is_given_back_changes_no_bit(
     windowed: Decoder, requests: list[GenerateRequest], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ bfloat16 as a device has them, and without what it does for nothing or for every
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import getmembers
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,94 @@ def keep_shapes() -> None:
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
 
+#: Operators of the language that are NumPy's where nothing is to be promoted but to the wider of two integers.
+ARITHMETIC: dict[str, Any] = {
+    "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__rmul__": np.multiply,
+}  # fmt: skip
+COMPARISONS: dict[str, Any] = {
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+}
+LOGIC: dict[str, Any] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
+
+
+def go_straight() -> None:
+    """What operators give for these types of both sides, NumPy says at once, and it broadcasts as the language does.
+    Everything else goes the long way."""
+    tensor, semantic, blocks = tl.tensor, interpreter.interpreter_semantic, dict[Any, Any]()
+
+    def made(data: Any, dtype: Any, block: bool) -> Any:
+        if not block:
+            return tensor(TensorHandle(data, dtype), dtype)
+        if (id(dtype), data.shape) not in blocks:
+            blocks[id(dtype), data.shape] = tl.block_type(dtype, list(data.shape))
+        return tensor(TensorHandle(data, dtype), blocks[id(dtype), data.shape])
+
+    def straight(operator: str, compute: Any, results: dict[tuple[int, Any], Any]) -> None:
+        long_way = getattr(tensor, operator)
+
+        def call(self: Any, other: Any) -> Any:
+            if type(other) is tensor:
+                result = results.get((id(self.dtype), id(other.dtype)))
+                if result is not None:
+                    data = compute(self.handle.data, other.handle.data)
+                    return made(data, result, self.type.is_block() or other.type.is_block())
+            else:
+                result = results.get((id(self.dtype), type(other)))
+                if result is not None and abs(other) < 2**31:
+                    return made(compute(self.handle.data, other), result, self.type.is_block())
+            return long_way(self, other, _semantic=semantic)
+
+        setattr(tensor, operator, call)
+
+    integers = [(tl.int32, tl.int32, tl.int32), (tl.int64, tl.int64, tl.int64)]
+    integers += [(tl.int32, tl.int64, tl.int64), (tl.int64, tl.int32, tl.int64)]
+    given = {(id(one), id(other)): wider for one, other, wider in [*integers, (tl.float32,) * 3]}
+    given |= {
+        (id(of), number): of
+        for of, number in [(tl.int32, int), (tl.int64, int), (tl.float32, int), (tl.float32, float)]
+    }
+    truths = dict.fromkeys(given, tl.int1)
+    for operators, results in ((ARITHMETIC, given), (COMPARISONS, truths), (LOGIC, {(id(tl.int1),) * 2: tl.int1})):
+        for name, compute in operators.items():
+            straight(name, compute, results)
+    point_straight()
+
+
+def point_straight() -> None:
+    """A pointer and an offset are a pointer."""
+    tensor, plain, widths = tl.tensor, tl.tensor.__add__, {id(tl.int32), id(tl.int64)}
+
+    def add(self: Any, other: Any) -> Any:
+        pointer = self.dtype
+        if not (isinstance(pointer, tl.pointer_type) and type(other) is tensor and id(other.dtype) in widths):
+            return plain(self, other)
+        size = max(1, pointer.element_ty.primitive_bitwidth // 8)
+        data = self.handle.data + size * other.handle.data.astype(np.uint64)
+        block = self.type.is_block() or other.type.is_block()
+        return tensor(TensorHandle(data, pointer), tl.block_type(pointer, list(data.shape)) if block else pointer)
+
+    tensor.__add__ = add
+
+
+def look_once() -> None:
+    """What a launch makes the interpreter's of the language is looked for once."""
+    places = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    found = {place: [each for each in getmembers(place) if tl.core.is_builtin(each[1])] for place in places}
+
+    def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+        for name, member in found[place]:
+            interpreter._patch_attr(place, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 def work_once() -> None:
     """Kernels compute the same, bit for bit."""
+    go_straight()
+    look_once()
     skip_overflows()
     patch_once()
     keep_dtypes()

@@ -51,8 +51,22 @@ def use_gpu_code(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lora_products, "on_device", lambda weight: True)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS, GROUPS], ids=["moe", "dense", "sinks", "groups"])
-@pytest.mark.parametrize("budget", [None, 0], ids=["kept", "recomputed"])
+KEPT, RECOMPUTED = None, 0
+
+
+@pytest.mark.parametrize(
+    ("config", "budget"),
+    [
+        pytest.param(CONFIG, KEPT, id="kept-moe"),
+        pytest.param(DENSE, KEPT, id="kept-dense"),
+        pytest.param(SINKS, RECOMPUTED, id="recomputed-sinks"),
+        pytest.param(GROUPS, RECOMPUTED, id="recomputed-groups"),
+        pytest.param(CONFIG, RECOMPUTED, id="recomputed-moe", marks=pytest.mark.long),
+        pytest.param(DENSE, RECOMPUTED, id="recomputed-dense", marks=pytest.mark.long),
+        pytest.param(SINKS, KEPT, id="kept-sinks", marks=pytest.mark.long),
+        pytest.param(GROUPS, KEPT, id="kept-groups", marks=pytest.mark.long),
+    ],
+)
 def test_decoder_through_the_gpu_code(
     config: DecoderConfig, budget: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,19 +146,36 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
         build.library.cache_clear()
 
 
-def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home := tmp_path_factory.mktemp("compiled")))
+        patch.setattr(build, "_TOGETHER", LEAST)
+        build.library.cache_clear()
+        try:
+            assert isinstance(build.library(), ctypes.CDLL)
+        finally:
+            build.library.cache_clear()
+    (kept,) = (home / "weft").iterdir()
+    return kept
+
+
+@pytest.fixture
+def again(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it, where a process that begins looks for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_TOGETHER", LEAST)
+    shutil.copytree(compiled.parent, tmp_path / "weft")
     build.library.cache_clear()
-    try:
-        assert isinstance(build.library(), ctypes.CDLL)
-        (first,) = (tmp_path / "weft").iterdir()
-        made = first.stat().st_mtime_ns
-        build.library.cache_clear()
-        build.library()
-        assert [(each, each.stat().st_mtime_ns) for each in (tmp_path / "weft").iterdir()] == [(first, made)]
-    finally:
-        build.library.cache_clear()
+    yield tmp_path / "weft" / compiled.name
+    build.library.cache_clear()
+
+
+def test_what_was_compiled_is_kept(again: Path) -> None:
+    made = again.stat().st_mtime_ns
+    assert isinstance(build.library(), ctypes.CDLL)
+    assert [(each, each.stat().st_mtime_ns) for each in again.parent.iterdir()] == [(again, made)]
 
 
 @pytest.mark.parametrize("homeless", ["read-only", "unknown", "others may write"])
@@ -192,25 +210,13 @@ def test_who_has_no_folder_compiles_once_all_the_same(
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "zeros within", "not a library"])
-def test_what_was_kept_and_is_damaged_is_compiled_anew(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_TOGETHER", LEAST)
-    build.library.cache_clear()
-    try:
-        build.library()
-        (kept,) = (tmp_path / "weft").iterdir()
-        good = kept.read_bytes()
-        kept.unlink()  # what is loaded stays as it is
-        middle = len(good) // 2
-        broken = {"empty": b"", "cut": good[:middle], "not a library": b"x" * 9000}
-        kept.write_bytes(broken.get(damage, good[:middle] + bytes(64) + good[middle + 64 :]))
-        build.library.cache_clear()
-        assert isinstance(build.library(), ctypes.CDLL)
-        (again,) = (tmp_path / "weft").iterdir()
-        assert again == kept
-        assert len(again.read_bytes()) == len(good)
-        assert build._whole(again)
-    finally:
-        build.library.cache_clear()
+def test_what_was_kept_and_is_damaged_is_compiled_anew(again: Path, damage: str) -> None:
+    good = again.read_bytes()
+    middle = next(at for at in range(len(good) // 2, len(good), 64) if any(good[at : at + 64]))
+    broken = {"empty": b"", "cut": good[:middle], "not a library": b"x" * 9000}
+    again.write_bytes(broken.get(damage, good[:middle] + bytes(64) + good[middle + 64 :]))
+    assert not build._whole(again)
+    assert isinstance(build.library(), ctypes.CDLL)
+    assert list(again.parent.iterdir()) == [again]
+    assert len(again.read_bytes()) == len(good)
+    assert build._whole(again)

@@ -17,8 +17,9 @@ from workers.model.native import build
 assert not build.library.cache_info().currsize, "what it is forked from has compiled them already"
 build._FLAGS = (*(flag for flag in build._FLAGS if flag != "-march=native"), *sys.argv[1].split())
 assert build.library() is not None
-# How libraries are kept is no matter of flags.
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "not kept", *sys.argv[2:]]))
+# How libraries are kept, and made where there is no folder or compiler, is no matter of flags.
+others = "not kept and not compiles_once and not without_a_compiler"
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", others, *sys.argv[2:]]))
 """
 
 

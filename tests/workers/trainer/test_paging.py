@@ -75,7 +75,7 @@ def test_a_thousand_runs_with_memory_for_64(make_bench: MakeBench, decoder: Deco
     whole.ok(*(whole.create(run_id, **runs[run_id]) for run_id in sorted(compared)))
     residency = paged.trainer.residency
     often = sorted(compared)[:60] + rng.sample(names, 40)
-    for number in range(70):
+    for number in range(40):
         drawn = rng.sample(often if number % 2 else names, 16)
         for bench in (paged, whole):
             visits = random.Random(number)

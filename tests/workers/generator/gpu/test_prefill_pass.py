@@ -100,7 +100,9 @@ def close(one: Finished, other: Finished) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/workers/generator/test_devices.py has a GPU's engine")
-@pytest.mark.parametrize("config", [CONFIG, SINKS], ids=["moe", "sinks"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(CONFIG, id="moe", marks=pytest.mark.long), pytest.param(SINKS, id="sinks")]
+)
 def test_prompts_are_computed_as_block_by_block(config: DecoderConfig, tmp_path: Path) -> None:
     """Whole, in pieces, and behind what the prefix cache has."""
     config = replace(config, context_length=CONTEXT)

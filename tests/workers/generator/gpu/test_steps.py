@@ -151,7 +151,15 @@ def compare(
     return used
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE, SINKS, GROUPS], ids=["moe", "dense", "sinks", "groups"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CONFIG, id="moe", marks=pytest.mark.long),  # all that it has, GROUPS has
+        pytest.param(DENSE, id="dense"),
+        pytest.param(SINKS, id="sinks"),
+        pytest.param(GROUPS, id="groups"),
+    ],
+)
 def test_steps_decode_as_plain_decoding(config: DecoderConfig, tmp_path: Path) -> None:
     names = ["small", "", "large", "also small", "attention", "experts", "small"]
     with pytest.MonkeyPatch.context() as patch:

@@ -59,11 +59,11 @@ def holders(folder: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            command = (process / "cmdline").read_bytes()
+            title = (process / "comm").read_text().strip()
             held = [os.readlink(file) for file in (process / "fd").iterdir()]
         except OSError:
             continue
-        if b"base.holder" in command and any(path.startswith(str(folder)) for path in held):
+        if title == holder.TITLE and any(path.startswith(str(folder)) for path in held):
             found.append(int(process.name))
     return found
 
@@ -78,11 +78,11 @@ def until(what: Callable[[], object], seconds: float = 60) -> None:
 CLIENT = f"""
 import sys, os
 from pathlib import Path
-from workers.model.base import holder
+from tests.workers.model.base.forked_holder import fork_holders
 from workers.model.base.shared import base_decoder
 from workers.model.device import choose_device
-holder.MEMORY["cpu"] = "{FILES}"
-decoder, how = base_decoder(Path(sys.argv[1]), choose_device("cpu"), Path(sys.argv[2]))
+fork_holders("{FILES}")
+decoder, how = base_decoder(Path(sys.argv[1]), choose_device("cpu", *sys.argv[3:]), Path(sys.argv[2]))
 print(how.partition(",")[0], float(decoder.embed.double().sum()), flush=True)
 sys.stdin.read()
 """
@@ -91,8 +91,8 @@ sys.stdin.read()
 class Client:
     """A worker, as far as its weights go."""
 
-    def __init__(self, folder: Path, model: Path = TINY_PATH) -> None:
-        self.process: Forked | subprocess.Popen[str] = Forked("-c", CLIENT, str(model), str(folder))
+    def __init__(self, folder: Path, model: Path = TINY_PATH, dtype: str = "float32") -> None:
+        self.process: Forked | subprocess.Popen[str] = Forked("-c", CLIENT, str(model), str(folder), dtype)
 
     def said(self) -> tuple[str, float]:
         assert self.process.stdout is not None
@@ -268,13 +268,11 @@ def asked(path: Path, message: bytes) -> holder.Here | holder.Refused:
 
 def test_two_models_and_two_dtypes_have_a_holder_each(tmp_path: Path, folder: Path) -> None:
     reference("qwen3").save_pretrained(tmp_path / "model")
-    half = ModelDevice(CPU.device, torch.bfloat16)
-    hows = [
-        base_decoder(path, where, folder)[1]
-        for path, where in ((TINY_PATH, CPU), (tmp_path / "model", CPU), (TINY_PATH, half))
-    ]
-    assert all(how.startswith("loaded, for all") for how in hows)
+    clients = [Client(folder), Client(folder, tmp_path / "model"), Client(folder, dtype="bfloat16")]
+    assert [client.said()[0] for client in clients] == ["loaded"] * 3
     assert len(holders(folder)) == 3
+    for client in clients:
+        client.kill()
 
 
 def test_other_bytes_than_the_name_says_are_refused(tmp_path: Path, folder: Path) -> None:
@@ -357,7 +355,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
         return decoder.logits(decoder(tokens, positions, PackedAttend([7, 18]))).cpu()
 
 
-ON_GPU = CLIENT.replace(f'holder.MEMORY["cpu"] = "{FILES}"', "").replace('"cpu"', '"cuda", sys.argv[3]')
+ON_GPU = CLIENT.replace(f'fork_holders("{FILES}")', "").replace('"cpu"', '"cuda"')
 
 
 class GpuClient(Client):

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,8 +17,11 @@ import torch
 
 from bench.memory import Host, forget_pages, make_model, pair, planned
 from bench.parts.worker import Worker
+from scheduler.links.configs import Basics, GeneratorConfig, TorchConfig
 from tests.forked import Forked
 from tests.workers.model.models import packed, random_adapter, reference
+from workers.generator import process as generator_process
+from workers.generator.torch_engine import TorchEngine
 from workers.model.attend import PackedAttend
 from workers.model.base.files import CannotShare, hold, leave_files, own_folder, remove_unused, stored_bytes
 from workers.model.base.shared import base_decoder
@@ -29,8 +31,8 @@ from workers.model.device import ModelDevice
 from workers.model.logprobs import target_logprobs
 from workers.model.lora.rows import LoraRows
 from workers.model.tiny import TINY_PATH
+from workers.trainer import process as trainer_process
 
-ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
 
 
@@ -98,9 +100,8 @@ decoder.embed.data.zero_()
 
 
 def test_nobody_can_write_to_what_others_read(folder: Path) -> None:
-    command = [sys.executable, "-c", WRITE, str(TINY_PATH), str(folder)]
-    writer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert (writer.stdout, writer.returncode) == (b"there\n", -signal.SIGSEGV)
+    writer = Forked("-c", WRITE, str(TINY_PATH), str(folder))
+    assert (writer.communicate()[0], writer.wait()) == ("there\n", -signal.SIGSEGV)
 
 
 def test_other_bytes_have_another_file_and_unused_ones_go(tmp_path: Path, folder: Path) -> None:
@@ -257,6 +258,28 @@ def without_libraries(worker: Worker) -> int:
     return memory_of(worker)[0]
 
 
+def test_trainer_and_generator_compute_with_the_file_s_bytes(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as its process makes it: no weight is a copy."""
+    for process in (trainer_process, generator_process):
+        monkeypatch.setattr(process, "probe", lambda decoder, findings: "together")
+    where = ModelDevice(CPU, torch.float32)
+    basics = Basics(str(tmp_path), {"m": str(TINY_PATH)}, base_dir=str(folder))
+    trained = trainer_process.load_models(basics.models, where, basics.base_dir, tmp_path)["m"]
+    engine = generator_process._engine("m", TINY_PATH, GeneratorConfig(basics, 2, 64, TorchConfig(packed=False)), where)
+    assert isinstance(engine, TorchEngine)
+    (file,) = files(folder)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    spans = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+    for decoder in (trained, engine._decoder):
+        for name, weight in decoder.named_parameters():
+            assert any(low <= weight.data_ptr() < high for low, high in spans), name
+    engine.close()
+    leave_files(folder)
+
+
+@pytest.mark.long  # 200 MB and five processes
 def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: Path) -> None:
     """Real workers, of which the one that has loaded is killed."""
     model = tmp_path / "model"

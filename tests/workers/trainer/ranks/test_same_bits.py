@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.forked import Forked
 from tests.search import TIMES, chance
@@ -26,13 +28,13 @@ PART, OWNED, MAPPED = "all", "experts", "mapped"
 @pytest.mark.parametrize(
     ("ranks", "layout", "family", "steps", "scenarios"),
     [
-        (2, PART, "moe", 5, ["plain", "recomputed", "short of memory", "paged"]),
-        (4, PART, "moe", 5, ["plain"]),
+        (2, PART, "moe", 3, ["plain", "recomputed", "short of memory", "paged"]),
+        (4, PART, "moe", 2, ["plain"]),
         (2, PART, "qwen3.5-moe", 2, ["plain"]),
         (2, PART, "deepseek", 2, ["plain"]),
-        (2, MAPPED, "moe", 5, ["plain", "recomputed", "short of memory", "paged"]),
-        (2, OWNED, "moe", 5, ["plain", "recomputed", "short of memory", "paged", "owner short"]),
-        (4, OWNED, "moe", 5, ["plain", "owner short, back"]),
+        (2, MAPPED, "moe", 3, ["plain", "paged"]),
+        (2, OWNED, "moe", 3, ["plain", "recomputed", "short of memory", "paged", "owner short"]),
+        (4, OWNED, "moe", 2, ["plain", "owner short, back"]),
         (2, OWNED, "gpt-oss", 2, ["recomputed", "owner fails"]),
     ],
     ids=[
@@ -66,10 +68,10 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
 @pytest.mark.parametrize(
     ("ranks", "layout", "steps", "scenarios"),
     [
-        (2, PART, 3, ["poor 0"]),
-        (2, MAPPED, 3, ["poor 0", "poor 1", "full 0 2", "full 1 2", "short steps 0 7", "short steps 1 2"]),
-        (2, OWNED, 3, ["poor 0"]),
-        (4, MAPPED, 2, ["poor 0", "poor 2", "full 1 3"]),
+        (2, PART, 2, ["poor 0"]),
+        (2, MAPPED, 2, ["poor 1", "full 0 2", "full 1 2", "short steps 0 7", "short steps 1 2"]),
+        (2, OWNED, 2, ["poor 0"]),
+        (4, MAPPED, 2, ["poor 2", "full 1 3"]),
     ],
 )
 def test_as_one_process_however_short_of_memory_a_rank_is(
@@ -118,8 +120,8 @@ def test_as_one_process_however_uneven(tmp_path: Path, ranks: int, family: str, 
 
 def test_a_rank_that_dies_while_pairs_travel_ends_all_and_fails_no_operation(tmp_path: Path) -> None:
     reference("moe").save_pretrained(tmp_path / "model")
-    processes = start(4, [str(tmp_path / "model"), str(tmp_path), OWNED, "2", "usual", "killed"])
-    out = ended(processes)
+    with started(4, [str(tmp_path / "model"), str(tmp_path), OWNED, "2", "usual", "killed"]) as processes:
+        out = ended(processes)
     codes = [process.returncode for process in processes]
     assert codes[1] == -signal.SIGKILL
     assert 0 not in codes
@@ -128,27 +130,33 @@ def test_a_rank_that_dies_while_pairs_travel_ends_all_and_fails_no_operation(tmp
 
 @pytest.mark.parametrize("word", ["pass", "begin", "drain", "stop"])
 def test_a_rank_that_does_not_hear_its_word_ends_the_leader_when_its_time_is_over(tmp_path: Path, word: str) -> None:
-    processes = start(2, [str(tmp_path), word], "stopped")
-    processes[0].communicate(timeout=60)
-    assert processes[0].returncode == -signal.SIGALRM
-    processes[1].kill()
-    ended(processes)
+    with started(2, [str(tmp_path), word], "stopped") as processes:
+        processes[0].communicate(timeout=60)
+        assert processes[0].returncode == -signal.SIGALRM
+        processes[1].kill()
+        ended(processes)
 
 
 def together(ranks: int, args: list[str], **variables: str) -> list[Any]:
     """Run the worlds on so many ranks, with these variables of the environment; what rank 0 has found."""
-    processes = start(ranks, args, **variables)
-    out = ended(processes)
+    with started(ranks, args, **variables) as processes:
+        out = ended(processes)
     assert [process.returncode for process in processes] == [0] * ranks
     return out[0]
 
 
-def start(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> list[Forked]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return [
+@contextmanager
+def started(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> Iterator[list[Forked]]:
+    """They meet at a store of this process: a port that one of them was to listen on is another's by then."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
         Forked(
             "-m",
             f"tests.workers.trainer.ranks.{program}",
@@ -157,14 +165,15 @@ def start(ranks: int, args: list[str], program: str = "worlds", **variables: str
         )
         for rank in range(ranks)
     ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def ended(processes: list[Forked]) -> list[list[Any]]:
     """What each has printed as JSON."""
-    try:
-        said = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    said = [process.communicate(timeout=300) for process in processes]
     print(*(complaints for _, complaints in said), file=sys.stderr)
     return [[json.loads(line) for line in lines.splitlines() if line.startswith("{")] for lines, _ in said]
