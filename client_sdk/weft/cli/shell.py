@@ -111,18 +111,15 @@ class _Guarded(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             return super().main(*args, **extra)
-        except OSError as error:  # outside of commands, as of help
-            click.echo(f"Error: the output cannot be written: {error.strerror or error}", err=True)
+        except OSError as error:  # of help, too, which is printed outside of commands
+            why = error.strerror or error
+            told = f"{error.filename}: {why}: name a place that can be read and written"
+            click.echo(f"Error: {told if error.filename else f'the output cannot be written: {why}'}", err=True)
             raise SystemExit(1) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # who reads has seen enough: click ends quietly
-            raise
-        except OSError as error:
-            place = f"{error.filename}: " if error.filename else ""
-            raise Failed(f"{place}{error.strerror or error}: name a place that can be read and written", 1) from error
         except (WeftError, ValueError) as error:
             code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
             raise Failed(" ".join(str(error).split()), code) from error
