@@ -160,5 +160,5 @@ def _answers(worker: Worker, model: str, ops: list[TrainOp], count: int) -> list
         message = worker.recv()
         if isinstance(message, Done):
             assert message.failure is None, message.failure
-            found.append(plain(by_id[message.op_id], message.payload))
+            found.append(plain(by_id[message.op_id], message))
     return found
