@@ -65,11 +65,11 @@ def main(
         "WORLD_SIZE": config.ranks,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": config.ranks,
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
-    os.environ.update(
-        {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update({name: str(value) for name, value in place.items()})
     said = os.open(said_by(Path(config.basics.data_dir), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import PullPass
 from scheduler.links.sockets import RECV_BYTES, _Frames, _to_server, frame  # the server's end, which blocks here
@@ -68,11 +70,14 @@ class _Group:
         self._processes: dict[int, Any] = {}  # by their sentinel
         self._doomed = False  # a rank is to end, and so all do
         self._roles = RANKS[: config.ranks]
-        port = _free_port()
+        with real_time():  # a port that one of them was to listen on could be another's by then
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, role in enumerate(self._roles):
             ours, theirs = CONTEXT.Pipe()
             link = far_link if rank == 0 else None
-            started = CONTEXT.Process(target=main, args=(rank, port, config, memory, theirs, link), daemon=True)
+            started = CONTEXT.Process(
+                target=main, args=(rank, self._store.port, config, memory, theirs, link), daemon=True
+            )
             with real_time():
                 started.start()
             theirs.close()
@@ -165,10 +170,3 @@ class _Group:
         self._link.close()
         for wire in self._wires:
             wire.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
