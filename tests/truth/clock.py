@@ -104,7 +104,8 @@ def inline_threads() -> Iterator[None]:
 
 @contextmanager
 def _wall_clock(loop: Loop) -> Iterator[None]:
-    """What our own modules take for the date is `loop.ahead_s` ahead."""
+    """What our own modules take for the date goes as the loop's clock, `loop.ahead_s` ahead."""
+    began, began_ns = datetime.now().astimezone(), time.time_ns()
 
     class AsDatetime(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -113,12 +114,10 @@ def _wall_clock(loop: Loop) -> Iterator[None]:
     class Wall(datetime, metaclass=AsDatetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> Any:
-            return datetime.now(tz) + timedelta(seconds=loop.ahead_s)
-
-    time_ns = time.time_ns
+            return began.astimezone(tz) + timedelta(seconds=loop.time() + loop.ahead_s)
 
     def ahead_ns() -> int:
-        return time_ns() + int(loop.ahead_s * 1e9)
+        return began_ns + int((loop.time() + loop.ahead_s) * 1e9)
 
     rooms = ("api", "billing", "scheduler", "store", "workers")
     ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in rooms]
