@@ -187,8 +187,6 @@ class Connection(HttpToolsProtocol):
             return
         in_headers, self._body_came, self._begun, self.idle_since = self.headers_since is not None, False, False, None
         self._parse(data)
-        if self.body_since is not None and (in_headers or self.cycle.body):  # and nobody has asked for more of it
-            self.flow.pause_reading()
         waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
         if waits and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end

@@ -328,21 +328,6 @@ def test_who_is_answered_early_may_send_the_rest(listening: Callable[..., Listen
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("begins", [b"", b"a" * 10], ids=["a head", "a head and some of its body"])
-def test_a_body_is_not_read_before_it_is_asked_for(listening: Callable[..., Listening], begins: bytes) -> None:
-    """Requests may wait in line for long, and for each as much would be kept as its client could send by then."""
-    here, size_bytes = listening(), 100_000
-    with here.connect() as waits, here.connect() as reads:
-        for connection, line in ((waits, b"GET /slow"), (reads, b"POST /body")):
-            connection.sendall(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size_bytes + begins)
-        while len(waiting := [each for each in here.server.server_state.connections if each.cycle]) < 2:
-            time.sleep(0.01)
-        for connection in (waits, reads):
-            connection.sendall(b"b" * (size_bytes - len(begins)))
-        assert reads.recv(65_536).endswith(b"100000")
-        assert max(len(each.cycle.body) for each in waiting) <= len(begins)
-
-
 def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Callable[..., Listening]) -> None:
     """However long that takes: late is who takes nothing for long, or less than a slow line would."""
     server = listening(body_timeout_s=1.0)
