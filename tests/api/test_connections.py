@@ -313,16 +313,20 @@ def test_what_stands_beside_a_body_has_the_bound_of_headers(listening: Callable[
     assert httpx.get(f"{here.url}/who").is_success
 
 
+@pytest.mark.parametrize("begun", [0, 1], ids=["not begun", "begun"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_who_is_answered_early_may_send_the_rest(listening: Callable[..., Listening], chunked: bool) -> None:
+def test_who_is_answered_early_may_send_the_rest(
+    listening: Callable[..., Listening], chunked: bool, begun: int
+) -> None:
     """Most clients read when they have sent everything, and lose an answer whose connection is cut off before."""
     here, part = listening(), b"x" * MAX_HEADERS_BYTES
     length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (40 * len(part))
+    pieces = [b"%x\r\n%s\r\n" % (len(part), part) if chunked else part] * 40
     with here.connect() as connection:
-        connection.sendall(b"POST /unread HTTP/1.1\r\nHost: x\r\n" + length + b"\r\n\r\n")
+        connection.sendall(b"POST /unread HTTP/1.1\r\nHost: x\r\n" + length + b"\r\n\r\n" + b"".join(pieces[:begun]))
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
-        for _ in range(40):
-            connection.sendall(b"%x\r\n%s\r\n" % (len(part), part) if chunked else part)
+        for piece in pieces[begun:]:
+            connection.sendall(piece)
             time.sleep(0.001)  # in several turns of the server's
         connection.sendall((b"0\r\n\r\n" if chunked else b"") + GET)
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
