@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 def _refuse_a_stranger() -> None:
-    """Other packages of this import name may lie in the same folder, with files of both mixed up: `ImportError`."""
+    """Raise `ImportError` if another package with the import name `weft` is installed in the same folder: its files and
+    ours would be mixed up."""
     here = Path(__file__).parent
     for notes in here.parent.glob("weft[-_]*.dist-info"):
         files = notes / "RECORD"

@@ -25,16 +25,16 @@ from weft.wire.metrics import MAX_LOGGED_POINTS, LogMetricsRequest, MetricPoint
 
 logger = logging.getLogger("weft")
 
-#: Points gather for so long before they are sent.
+#: How long points are collected before they are sent.
 GATHER_S = 0.5
-#: Points that wait at most; the oldest are dropped first.
+#: How many points may wait to be sent; beyond it the oldest are dropped.
 MAX_WAITING = 100_000
-#: At the end of a session, time for what is not sent yet.
+#: How long the end of a session waits for points that are not sent yet.
 LAST_CHANCE_S = 10.0
 
 
 class Curves:
-    """The curves of one run, which is there once `made` is done."""
+    """The curves of one run. Points are sent once `made` is done: the run then exists on the server."""
 
     def __init__(self, run: Run, made: Future[Any]) -> None:
         self._run = run
@@ -43,7 +43,7 @@ class Curves:
         self._lock = threading.Lock()
         self._sending: Future[None] | None = None
         self._next_step = 0
-        self._refused = set[str]()  # names that were warned of
+        self._refused = set[str]()  # names that a warning was given for
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Note `metrics` at `step`, by default the one after the last. Returns at once."""
@@ -61,8 +61,8 @@ class Curves:
             finish_before_exit(sending)
 
     def _points(self, metrics: Mapping[str, float], step: int) -> list[MetricPoint]:
-        """What can be drawn. The rest is a reason to warn, not to stop a run: an environment names its own metrics,
-        and may name one after hours that no curve can have."""
+        """The metrics that a curve can show. Others only cause a warning: an environment names its own metrics, and a
+        bad name must not stop a run after hours."""
         points = []
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -78,7 +78,7 @@ class Curves:
         return points
 
     async def flush(self) -> None:
-        """Wait until everything logged is sent, or dropped; not longer than LAST_CHANCE_S."""
+        """Wait until every point is sent or dropped, at most LAST_CHANCE_S."""
         sending = self._sending
         if sending is not None:
             with suppress(Exception):
@@ -97,7 +97,7 @@ class Curves:
             logger.warning("%d logged points were dropped: %s", dropped, error)
 
     async def _send_some(self) -> bool:
-        """Send one request; False, with nobody sending any more, when nothing waits."""
+        """Send one request. Returns False when no point waits; the next `log` then starts sending again."""
         if not self._run.session.ending.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._run.session.ending.wait(), GATHER_S)

@@ -42,7 +42,7 @@ class NoKeyError(WeftError):
 
 
 class APIError(WeftError):
-    """A request that got no good answer."""
+    """A request that failed: no answer came, or an answer with an error."""
 
 
 class APIConnectionError(APIError):
@@ -59,7 +59,7 @@ class APIResponseValidationError(APIError):
 
 class APIStatusError(APIError):
     """An answer with an error status. `message` is the server's, `body` its JSON if it was JSON. `operation` is the id
-    of what was refused, where it is an operation that the server has noted as failed."""
+    of the refused operation, if the server recorded it as failed."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class APIStatusError(APIError):
 
     @property
     def foreign(self) -> bool:
-        """Whether a proxy in between has answered, or another server: what Weft refuses has a code."""
+        """Whether the answer comes from a proxy or another server: Weft's own refusals carry an error code."""
         return not (isinstance(self.body, dict) and "code" in self.body)
 
 
@@ -137,11 +137,11 @@ class LaneBrokenError(WeftError):
 
 
 class GradientMissingError(WeftError):
-    """An `optim_step` that was not taken, because a `forward_backward` before it has failed or was never sent: it would
-    have been taken without its gradient. The next one is."""
+    """An `optim_step` that was not taken, because a `forward_backward` before it failed or was never sent: the step
+    would have lacked that gradient. The next step is taken."""
 
 
-#: Of HTML.
+#: An HTML tag.
 _TAG = re.compile(r"<[^>]*>")
 
 _BY_STATUS: dict[int, type[APIStatusError]] = {
@@ -158,8 +158,9 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error(status: int, body: Any, request_id: str | None = None) -> APIStatusError:
-    """The typed error of an answer with an error status; `body` is its JSON, or its text. Its `request_id` is what the
-    body names, the operation's where one is meant; else `request_id`, of the answer's header."""
+    """The typed error of an answer with an error status; `body` is its JSON, or its text. The error's `request_id` is
+    the one in the body (the operation's, if the error is about one), else `request_id`, which comes from the answer's
+    header."""
     kind = _BY_STATUS.get(status) or (InternalServerError if status >= 500 else APIStatusError)
     named = body.get("request_id") if isinstance(body, dict) else None
     named = named if isinstance(named, str) else None
@@ -170,7 +171,7 @@ def status_error(status: int, body: Any, request_id: str | None = None) -> APISt
 def _message_of(body: Any) -> str:
     """The server's words in any of the shapes in use: {"detail" | "error" | "message": ...} or plain text."""
     if isinstance(body, str):
-        if body.lstrip().startswith("<"):  # a page
+        if body.lstrip().startswith("<"):  # an HTML page
             said = " ".join(_TAG.sub(" ", body).split())[:200]
             return f"a proxy in between, or another server, says: {said}" if said else ""
         return body.strip()[:500]

@@ -1,4 +1,4 @@
-"""`APIFuture`: a result that is on its way, for code with and without an event loop; and where it is being fetched.
+"""`APIFuture`: a result that is being fetched, for code with and without an event loop; and the thread that fetches it.
 
 All of the client's requests run on one event loop in a daemon thread, shared by all clients of the process. Users call
 from any thread, or from their own event loop; nothing they do there (a long step of numpy, a blocked loop) delays
@@ -58,20 +58,21 @@ _creating = threading.Lock()
 
 
 def background() -> Background:
-    """The process's one loop. Two threads may ask for it first at the same moment, which the cache does not order."""
+    """The one event loop of this process. The lock is needed because two threads may ask for it first at the same
+    moment."""
     with _creating:
         return _background()
 
 
-#: What must not die with the process, and how long its end waits for all of that.
+#: Futures that the end of the process waits for, and for how long it waits for all of them together.
 _before_exit: set[Future[Any]] = set()
 EXIT_S = 10.0
 _waited = False
 
 
 def finish_before_exit(future: Future[Any]) -> None:
-    """Have the process's end wait for `future`, whether or not anybody else does: the loop's thread is a daemon. Called
-    by what runs at that end itself, as a function of `atexit`, it waits."""
+    """Make the end of the process wait for `future`, whether or not anybody else does: the loop's thread is a daemon,
+    which would die with it. Called from a function of `atexit`, when the process already ends, it waits at once."""
     _before_exit.add(future)
     future.add_done_callback(_before_exit.discard)
     if not _at_exit() or _waited:
@@ -80,9 +81,9 @@ def finish_before_exit(future: Future[Any]) -> None:
 
 @functools.cache
 def _at_exit() -> bool:
-    """Whether there was still time to be called at the end."""
+    """Register the wait at the end of the process. Returns False if the end has already begun."""
     try:
-        # Before the interpreter stops its pools of threads, which looking up a host's name needs.
+        # `_register_atexit` runs before the interpreter stops its thread pools, which looking up a host name needs.
         getattr(threading, "_register_atexit", atexit.register)(_wait_before_exit)
     except RuntimeError:
         return False
@@ -96,7 +97,8 @@ def _wait_before_exit() -> None:
 
 
 def _forked() -> None:
-    """A fork has the loop and not its thread: it begins another, and what was under way does not end in it."""
+    """After a fork, in the child: it has the parent's loop but not its thread. The child starts a loop of its own when
+    it needs one; futures of work that was under way fail here, and end in the parent."""
     global _creating
     _creating = threading.Lock()
     _before_exit.clear()
@@ -111,8 +113,8 @@ if hasattr(os, "register_at_fork"):
 
 
 async def outlasting(work: Awaitable[T]) -> T:
-    """What `work` comes to; it goes on when who waits here gives up. How it ends then is nobody's to hear:
-    `asyncio.shield` would have it logged as an exception that was never retrieved."""
+    """The result of `work`, which goes on when the waiting task is cancelled. Its result is then dropped:
+    `asyncio.shield` would log its exception as never retrieved."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.wait((task,))
@@ -132,7 +134,8 @@ class APIFuture(Generic[T]):
 
     @property
     def known(self) -> bool:
-        """Whether it has come out well, or who waited for it has been told how it ended: not who gave up just then."""
+        """Whether the caller can know how it ended: it succeeded, or somebody who waited for it got its error. Giving
+        up on waiting does not count."""
         return self._told or (self._future.done() and not self._future.cancelled() and self._future.exception() is None)
 
     @classmethod
@@ -165,7 +168,7 @@ class APIFuture(Generic[T]):
         return self.result_async().__await__()
 
     async def coroutine(self) -> T:
-        """The same as a coroutine, for what takes nothing else."""
+        """The result as a coroutine, for functions that take only coroutines."""
         return await self
 
     def future(self) -> Future[T]:
@@ -185,8 +188,8 @@ class APIFuture(Generic[T]):
 
 
 def state_of(future: Future[Any]) -> str:
-    """How far it is, in a few words: "pending", "cancelled", what failed, or the kind of thing it came to; no more of
-    it, for it may be long, or a signed link."""
+    """The state in a few words: "pending", "cancelled", the error, or the type of the result. Never the result itself,
+    which may be long or a signed link."""
     if not future.done():
         return "pending"
     if future.cancelled():

@@ -1,8 +1,8 @@
 """`LossHandle`: a custom loss that torch.fx has traced, to be run by the server or, with the same result, by us.
 
 A trace holds only calls of torch and math on the logprobs and loss inputs of one datum, so it can be sent as data. What
-a trace cannot hold (branches on values, other libraries, captured tensors) or holds otherwise (what is computed under
-`torch.no_grad`, whose gradient it would have) is refused where the loss is made.
+a trace cannot hold (branches on values, other libraries, captured tensors), or would change (a computation under
+`torch.no_grad` would get a gradient), is refused when the loss is made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PerDatumLoss = Callable[..., "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"]
 
 _MODULES = frozenset({"torch", "math", "operator", "_operator"})
-#: Tensor methods that leave torch, or run what the service runs.
+#: Tensor methods that return something other than tensors, or run arbitrary code; the server refuses them.
 _FORBIDDEN_METHODS = frozenset({"item", "numpy", "tolist", "backward"})
 
 
@@ -50,7 +50,7 @@ class LossHandle:
 
     @property
     def reads(self) -> Reads:
-        """What it reads of every datum."""
+        """Names of the inputs that it reads from every datum."""
         return Reads(self.name, tuple((given.name, int(given.rank)) for given in self.inputs))
 
     def check(self, data: Sequence[Datum]) -> None:
@@ -77,7 +77,7 @@ class LossHandle:
         return CustomLossGraph(nodes=[_encode_node(node) for node in self.graph.graph.nodes])
 
 
-#: While torch.fx traces, it replaces functions of the whole process.
+#: torch.fx replaces functions of the whole process while it traces, so one trace runs at a time.
 _TRACING = threading.Lock()
 
 
@@ -97,7 +97,7 @@ def trace(fn: PerDatumLoss, input_ranks: Mapping[str, CustomLossInputRank]) -> L
 
 
 def _traced(fn: PerDatumLoss, name: str) -> torch.fx.GraphModule:
-    """The trace of what may be sent."""
+    """The trace of `fn`, checked: every node can be sent."""
     torch = _torch()
 
     class Tracer(torch.fx.Tracer):  # type: ignore[misc, name-defined]
@@ -122,8 +122,8 @@ def _traced(fn: PerDatumLoss, name: str) -> torch.fx.GraphModule:
 
 
 def _differ(fn: PerDatumLoss, graph: torch.fx.GraphModule, ranks: Sequence[int]) -> bool:
-    """Whether the two give another loss, metric or gradient of an example. Not if the example has sizes or types that
-    `fn` does not take: of its inputs only the ranks are known."""
+    """Whether the two functions give different losses, metrics or gradients on an example. False if `fn` does not
+    accept the example's sizes or types: only the ranks of its inputs are known."""
     torch = _torch()
     generator = torch.Generator().manual_seed(0)
     given = [torch.rand((7, 3)[:rank], generator=generator) - 0.5 for rank in ranks]

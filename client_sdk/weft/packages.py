@@ -1,4 +1,4 @@
-"""Packages that not everybody has, imported where something needs them."""
+"""Optional packages, imported where they are needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def imported(name: str, otherwise: str) -> Any:
-    """The module of this name; `ImportError` that says what to do."""
+    """The module `name`. If it is missing, the `ImportError` says what to install."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,6 +1,5 @@
-"""`RestClient`: what is stored and what it cost, sessions, and who we are; `AdminClient`: what an organisation's
-administrators ask. Neither needs a session.
-"""
+"""`RestClient`: stored runs and checkpoints, their cost, sessions, and whose key is used; `AdminClient`: what
+administrators of an organisation may ask. Neither needs a session."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ class RestBase:
         await self._transport.send(call)
 
     def close(self) -> APIFuture[None]:
-        """Close its connections; those that it shares with the client that made it go on."""
+        """Close this client's own connections. Connections shared with the client that made it stay open."""
         return APIFuture.start(self._close())
 
     async def _close(self) -> None:
@@ -118,8 +117,8 @@ class AdminClient(RestBase):
     def get_audit_log(
         self, event_type: AuditEventType = "all", day: date | None = None, offset: int = 0
     ) -> APIFuture[AuditLogResponse]:
-        """What happened on `day` (today if None), midnight to midnight UTC. Where the answer is `truncated`, the rest
-        begins at the `offset` of as many entries as there were."""
+        """What happened on `day` (today if None), midnight to midnight UTC. If the answer is `truncated`, ask again
+        with `offset` raised by the number of its entries."""
         when = None if day is None else day.isoformat()
         return self._get("/audit", AuditLogResponse, event_type=event_type, day=when, offset=offset or None)
 
@@ -305,7 +304,7 @@ class RestClient(AdminClient):
         return self._get(f"/samplers/{part(sampler_id)}", GetSamplerResponse)
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
-        """Who the credential speaks for, as the token says that the server gives for it."""
+        """Whose credential this is, read from the token that the server gives for it."""
         return APIFuture.start(self._transport.identity())
 
     def get_usage(self, run_id: str | None = None) -> APIFuture[UsageResponse]:
@@ -380,7 +379,7 @@ class RestClient(AdminClient):
 
 
 def part(name: str) -> str:
-    """An id as one part of a path; colons stay readable. ValueError for those that a URL leaves out, or goes up by."""
+    """An id as one part of a URL path; colons stay readable. ValueError for "." and "..", which URLs resolve away."""
     if name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no id or name: give one that the server has listed")
     return quote(name, safe=":")

@@ -49,12 +49,13 @@ class RunWeights:
 
     _session: Session
     _run: Run
-    _counting: threading.Lock  # threads that call at the same moment
-    _counted_on: Sequence[APIFuture[Any]] = ()  # by the next step, of which the caller does not know how they ended
+    _counting: threading.Lock  # threads may call at the same moment
+    # futures that the next step depends on, and whose outcome the caller does not know yet
+    _counted_on: Sequence[APIFuture[Any]] = ()
 
     def _counted(self, work: Callable[[bool], Coroutine[Any, Any, T]]) -> APIFuture[T]:
-        """Start something on which the next step counts; it hears whether the caller knows how all such before it has
-        ended."""
+        """Start an operation that the next step depends on. The operation is told whether the caller knows how all such
+        operations before it ended."""
         with self._counting:
             unknown = [other for other in self._counted_on if not other.known]
             future = APIFuture.start(work(not unknown))
@@ -62,7 +63,7 @@ class RunWeights:
         return future
 
     def _operate(self, route: str, request: Request, answer: type[M]) -> APIFuture[M]:
-        """Submit `request`, which was checked where it was made; run and number are filled in when its turn comes."""
+        """Submit `request`, which the caller has validated; its run id and number are filled in when its turn comes."""
         return APIFuture.start(self._run.operate(route, partial(self._numbered, request), answer))
 
     def _numbered(self, request: Request, seq_id: int) -> Request:
@@ -140,8 +141,8 @@ class RunWeights:
     ) -> SamplingClient:
         """A sampler of the weights as they are when this operation's turn comes.
 
-        A "snapshot" keeps these weights; an "inflight" sampler follows the run as later saves update it. `name` is not
-        used: the weights are kept as long as the session. `record_stability_info` keeps what the loss
+        A "snapshot" keeps these weights; an "inflight" sampler follows the run as later saves update it. `name` is
+        ignored: the weights are kept for as long as the session. `record_stability_info` keeps what the loss
         stable_reinforce needs.
         """
         return SamplingClient(self._session, self._save_ephemeral(kind), retry_config, record_stability_info)

@@ -225,7 +225,7 @@ class SamplingClient(Pending["SamplingClient"]):
                     return await self._draw(numbered, drawing, priority)
                 except GoneError as error:
                     if drawing is not None and drawing.told and request.sampling_params.seed is None:
-                        raise  # another draw has other tokens than those that were read
+                        raise  # another draw would give other tokens than those already read
                     lost = error
             raise lost
 
@@ -256,7 +256,8 @@ class SamplingClient(Pending["SamplingClient"]):
             raise
 
     async def _accepted(self, call: Call) -> UntypedAPIFuture:
-        """What the server accepted. Who gives up meanwhile does not know whether it has: so it is told once it says."""
+        """The server's answer to a submitted sample. If the task is cancelled meanwhile, it is unknown whether the
+        server accepted the sample, so the sample is cancelled there as soon as the answer comes."""
         wanted = True
 
         async def send() -> UntypedAPIFuture:
@@ -280,15 +281,15 @@ class SamplingClient(Pending["SamplingClient"]):
 
 
 async def _quietly(work: Coroutine[Any, Any, Any]) -> None:
-    """A courtesy to the server: nobody waits for it, nobody minds if it fails."""
+    """Send a request that is only a courtesy to the server: nobody waits for it, and its failure is ignored."""
     try:
         await work
     except WeftError:
         return
 
 
-#: Sessions that this process has joined; those that nobody uses any more go when their heart has stopped. By process,
-#: too: a fork cannot go on with what it was forked with.
+#: Joined sessions of this process, by process id, since a fork cannot use its parent's connections. A session that no
+#: client uses any more is dropped once its heartbeat has stopped.
 _joined: WeakValueDictionary[tuple[Any, ...], JoinedSession] = WeakValueDictionary()
 
 
@@ -299,8 +300,8 @@ def _client_of(
     shared: RetryPolicy,
     headers: tuple[tuple[str, str], ...],
 ) -> SamplingClient:
-    """A client of a sampler that another client, most often of another process, had made. All of one session share what
-    it costs to be there: a pool of processes is handed one with each task."""
+    """A client of a sampler that another client, mostly of another process, made. Clients of one session share its
+    connections and its heartbeat: a pool of processes is handed a client with each task."""
     about = (os.getpid(), endpoint, shared, headers, handle.session_id)
     session = _joined.get(about)
     if session is None:

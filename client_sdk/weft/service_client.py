@@ -1,4 +1,4 @@
-"""`ServiceClient`: the way in. Makes training runs, samplers and the REST client, all of one session."""
+"""`ServiceClient`: the entry point. It makes training runs, samplers and the REST client, all of one session."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class ServiceClient:
         return await APIFuture.start(fetch_problems(self.create_rest_client(), plan))
 
     def create_rest_client(self) -> RestClient:
-        """What is stored and what it cost. Needs no session."""
+        """A client for stored runs, checkpoints and their cost. It needs no session."""
         return RestClient(transport=self._transport)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
@@ -236,7 +236,7 @@ class ServiceClient:
         except (WeftError, TimeoutError):
             if error is None:
                 raise
-            closing.cancel()  # what went wrong is told now, though it be that the server is away
+            closing.cancel()  # the block's error is raised at once, without waiting for a server that may be away
 
     async def __aenter__(self) -> ServiceClient:
         return self
@@ -255,12 +255,12 @@ class ServiceClient:
 
 
 def named(user_metadata: dict[str, str] | None, name: str | None) -> dict[str, str] | None:
-    """The metadata of a run that is called `name`."""
+    """The metadata of a run called `name`."""
     return user_metadata if name is None else {**(user_metadata or {}), "name": name}
 
 
 def _ending(error: BaseException | None) -> tuple[Literal["success", "errored", "interrupted"], str | None]:
-    """How a session ended, from what left its `with` block."""
+    """How a session ended, judged by the exception that left its `with` block."""
     if error is None:
         return "success", None
     if isinstance(error, KeyboardInterrupt):

@@ -60,7 +60,7 @@ def _digest(content: bytes) -> str:
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Several processes may share the cache, and users."""
+    """Write a file of the cache, which several processes and users may share."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole(target) as file:
@@ -75,7 +75,7 @@ _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
-    """transformers advises to install PyTorch where it is imported; a tokenizer needs none."""
+    """Silence transformers' advice to install PyTorch: a tokenizer does not need it."""
     given = os.environ.get(_ADVICE)
     os.environ[_ADVICE] = given or "1"
     try:
@@ -89,7 +89,8 @@ _loading = threading.Lock()
 
 
 def _forked() -> None:
-    """Whoever loads one in the parent does not in the fork, which would wait for them for ever."""
+    """After a fork: replace the lock, which a thread of the parent may have held and nobody in the child would
+    release."""
     global _loading
     _loading = threading.Lock()
 
@@ -99,8 +100,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`, never looking anywhere else. One thread at a time: the first import of transformers
-    fails in a second thread that starts it meanwhile."""
+    """The tokenizer in `folder`, without looking anywhere else. One thread at a time: a first import of transformers
+    fails in a thread that begins it while another is importing it."""
     with _loading:
         return _load(folder)
 

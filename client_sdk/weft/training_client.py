@@ -246,7 +246,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
 
 
 def _checked(data: Sequence[Datum], loss_fn: Any = "") -> list[Datum]:
-    """The data as a list; `TypeError` or `ValueError` names the argument that is something else."""
+    """The data as a list. `TypeError` or `ValueError` names an argument of another type."""
     if data is None or isinstance(data, Datum | Mapping | str):
         raise TypeError(f"data is a {type(data).__name__}; give a list of Datum")
     given = list(data)

@@ -1,4 +1,5 @@
-"""Commands about adapters on disk: `weft download`, and `weft verify`, which says whether one loads here rightly."""
+"""Commands about adapters on disk: `weft download`, and `weft verify`, which checks that one loads correctly on this
+machine."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def download(
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--base", help="Folder, or name on the hub, of the base model; else the name that it is served by.")
 def verify(folder: Path, base: str | None) -> None:
-    """Whether the adapter in FOLDER, as peft and transformers load it here, gives the server's log-probabilities."""
+    """Compare the log-probabilities of the adapter in FOLDER, as peft and transformers load it here, with the
+    server's."""
     from weft.exports import verify as verifying
 
     try:

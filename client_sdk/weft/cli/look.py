@@ -1,4 +1,4 @@
-"""Commands that look: each asks the server once (or, watching, again and again) and prints a table, or JSON."""
+"""Commands that only read: each asks the server once (or again and again with --watch) and prints a table, or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the server says about a few tokens with a checkpoint, to compare other programs with (`verify.py`)."""
+"""The server's log-probabilities of a few tokens with a checkpoint, for comparison with other programs
+(`verify.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from weft.service_client import ServiceClient
 from weft.wire.inputs import Datum, ModelInput
 from weft.wire.rest import parse_checkpoint_path
 
-#: Ordinary text: prose, a sum, code; so that whatever an adapter has learnt, something moves.
+#: Ordinary text (prose, a sum, code), so that any adapter changes the log-probabilities of some of it.
 TEXT = (
     "The weft crosses the warp, over and under, and the cloth grows a thread at a time.\n"
     "Q: What is 17 + 25? A: 42\n"
@@ -22,7 +23,8 @@ MOST_TOKENS = 96
 def fetch_reference(service: ServiceClient, path: str) -> dict[str, Any]:
     """Log-probabilities of some tokens with the checkpoint at `path`, and with its base model alone.
 
-    Costs the prefill of at most twice `MOST_TOKENS` tokens. A checkpoint that cannot be sampled is made a run.
+    Costs the prefill of at most twice `MOST_TOKENS` tokens. A checkpoint that cannot be sampled is loaded into a new
+    run.
     """
     if parse_checkpoint_path(path).kind == "sampler_weights":
         sampler = service.create_sampling_client(model_path=path).result()

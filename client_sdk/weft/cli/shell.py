@@ -1,6 +1,7 @@
 """What all commands share: the group with its options, errors as one line, tables or JSON.
 
-A command imports what it needs: help, completion and a wrong word need none of the clients."""
+Each command imports the clients that it needs, so that help, completion and a mistyped command stay fast.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ POLICY = RetryPolicy(budget_s=5.0, billing_budget_s=0.0)
 
 
 EXIT_NOT_FOUND = 4
-#: What scripts can tell apart; 1 is anything else, and 2 a command that is not understood (click's own).
+#: Exit codes by kind of error, for scripts. 1 is any other error, 2 a command that click did not understand.
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (NoKeyError, 3),
     (AuthenticationError, 3),
@@ -54,7 +55,7 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (RateLimitError, 6),
     (ValueError, 2),
 )
-#: A name is looked for among so many runs, the latest.
+#: How many of the latest runs are searched for a name.
 NAMES_AMONG = 1000
 
 
@@ -71,7 +72,7 @@ class Server:
         return RestClient(base_url=self.base_url, api_key=self.api_key, policy=POLICY)
 
     def service(self) -> ServiceClient:
-        """For what needs a session."""
+        """The client of a command that needs a session."""
         from weft.service_client import ServiceClient
 
         return ServiceClient(base_url=self.base_url, api_key=self.api_key, retry=POLICY, display_name="weft command")
@@ -111,7 +112,7 @@ class _Guarded(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             return super().main(*args, **extra)
-        except OSError as error:  # of help, too, which is printed outside of commands
+        except OSError as error:  # also for errors in printing help, which happens outside of the commands
             why = error.strerror or error
             told = f"{error.filename}: {why}: name a place that can be read and written"
             click.echo(f"Error: {told if error.filename else f'the output cannot be written: {why}'}", err=True)

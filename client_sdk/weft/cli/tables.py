@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def console(width: int | None = None) -> Console:
-    """Plain: a run id is not markup, and the `:train:` in it is not an emoji."""
+    """Without markup and emoji: a run id is not markup, and the `:train:` in it is not an emoji."""
     from rich.console import Console
 
     return Console(emoji=False, markup=False, highlight=False, width=width)
@@ -174,7 +174,7 @@ def stats(answer: Mapping[str, Any]) -> Table:
 
 
 def _flat(answer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names with dots for what is nested; members of a list by their place."""
+    """A nested dict as one dict: keys joined by dots, members of a list named by their index."""
     for name, value in answer.items():
         nested = dict(enumerate(value)) if isinstance(value, list) else value
         if isinstance(nested, Mapping):

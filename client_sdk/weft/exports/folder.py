@@ -71,7 +71,7 @@ trained, sample from Weft's own engine, or train with `train_unembed=False`.
 
 @contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """`folder`, which is there after an error only if it was before, or something is in it."""
+    """Create `folder` for the block. After an error it is removed again if it is new and empty."""
     was = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -84,8 +84,9 @@ def made(folder: Path) -> Iterator[None]:
 
 
 def finish(part: Path, folder: Path, path: str, layout: Layout, leave_out_unembedding: bool) -> list[Path]:
-    """Fit the files of the checkpoint `path` in `part`, which lies in `folder`, to their reader, explain them, and put
-    them into `folder`; the files there. What fails before leaves `folder` as it was."""
+    """Convert the files of checkpoint `path`, which lie in `part` (a folder inside of `folder`), for their reader, add
+    README.md and verify.py, and move all of them into `folder`. Returns their paths. An error before the move leaves
+    `folder` as it was."""
     if layout != "tinker":
         left_out = fit_for_vllm(part, leave_out_unembedding) if layout == "vllm" else []
         _readme(part, folder, path, layout, left_out)
@@ -95,8 +96,9 @@ def finish(part: Path, folder: Path, path: str, layout: Layout, leave_out_unembe
 
 
 def _moved(part: Path, folder: Path) -> list[Path]:
-    """Configurations go first and come last: without one no reader takes a folder that is half of this adapter and half
-    of another. What the server said of another goes, too."""
+    """Move the files of `part` into the folder. The old configuration is deleted first and the new one written last:
+    without a configuration no reader loads a folder that is half of this adapter and half of another. The old reference
+    log-probabilities are deleted, too."""
     names = [file.relative_to(part) for file in part.rglob("*") if file.is_file()]
     names.sort(key=lambda name: (name.name == CONFIG_FILE, name))
     for name in [Path(REFERENCE), *(each for each in names if each.name == CONFIG_FILE)]:
@@ -108,7 +110,7 @@ def _moved(part: Path, folder: Path) -> list[Path]:
 
 
 def _readme(part: Path, folder: Path, path: str, layout: Layout, left_out: list[str]) -> None:
-    """README.md, unless somebody else's is there."""
+    """Write README.md, unless the folder has one that Weft did not write."""
     theirs = folder / "README.md"
     if theirs.exists() and not theirs.read_text(errors="replace").startswith(_HEADING):
         return
@@ -120,7 +122,7 @@ def _readme(part: Path, folder: Path, path: str, layout: Layout, left_out: list[
 
 
 def _rank(folder: Path) -> int | str:
-    """What vLLM has to make room for: the largest rank of a module, up to the next that it knows."""
+    """The value of vLLM's --max-lora-rank: the largest rank of a module, rounded up to one that vLLM accepts."""
     if not (folder / CONFIG_FILE).is_file():
         return "RANK"
     config = json.loads((folder / CONFIG_FILE).read_text())

@@ -16,7 +16,7 @@ Layout = Literal["peft", "vllm", "tinker"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-#: What the server says of an adapter, for `weft verify`.
+#: The server's log-probabilities with an adapter, for `weft verify`.
 REFERENCE = "reference.json"
 UNEMBEDDING = "lm_head"
 _PEFT = "peft/"
@@ -28,7 +28,7 @@ class ExportError(ValueError):
 
 
 def selected(names: Iterable[str], layout: Layout) -> dict[str, str]:
-    """The names of the files to keep, each with the name that it gets."""
+    """The files to keep, by name, each with the name that it gets."""
     given = list(names)
     if layout == "tinker":
         return {name: name for name in given}
@@ -38,7 +38,8 @@ def selected(names: Iterable[str], layout: Layout) -> dict[str, str]:
 
 
 def fit_for_vllm(folder: Path, leave_out_unembedding: bool) -> list[str]:
-    """Make the PEFT files in `folder` what vLLM reads rightly; the names of the modules that were left out.
+    """Change the PEFT files in `folder` so that vLLM reads them correctly. Returns the names of the modules that were
+    left out.
 
     vLLM takes the unembedding's factors without a word and then gives other prompt log-probabilities, and it reads
     alpha as a whole number: any other goes into the weights.

@@ -18,12 +18,12 @@ from typing import Any
 
 #: Mean differences up to here are rounding, also in bfloat16 on the one side.
 ROUNDING = 0.004
-#: Of what the adapter changes, so much may be missing. An adapter without its experts misses half and more.
+#: How large a part of the adapter's effect may be missing. An adapter without its experts misses half and more.
 SHARE = 0.1
 
 
 class CannotTry(Exception):
-    """What is missing for a comparison; the message says what to do."""
+    """The comparison cannot be made; the message says what is missing and what to do."""
 
 
 def mean_difference(ours: list[float], theirs: list[float]) -> float:
@@ -33,7 +33,7 @@ def mean_difference(ours: list[float], theirs: list[float]) -> float:
 
 
 def verdict(ours: list[float], reference: dict[str, Any]) -> tuple[bool, str]:
-    """Whether `ours` are the server's, and the sentence about it."""
+    """Whether `ours` agree with the server's log-probabilities, and a sentence that says so."""
     theirs, base = reference["logprobs"], reference["base_logprobs"]
     off, effect = mean_difference(ours, theirs), mean_difference(base, theirs)
     numbers = f"log-probabilities of {len(ours)} tokens are off by {off:.4f} on average"
@@ -46,7 +46,7 @@ def verdict(ours: list[float], reference: dict[str, Any]) -> tuple[bool, str]:
 
 
 def installed() -> str:
-    """The versions that are tried."""
+    """The installed versions of the packages that load the adapter."""
     found = []
     for name in ("transformers", "peft", "torch"):
         try:
@@ -62,7 +62,8 @@ def loaded_logprobs(folder: Path, base: str, tokens: list[int]) -> list[float]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    if base.startswith((".", "/", "~")) and not Path(base).is_dir():  # transformers takes it for a name on the Hub
+    # without this, transformers would look for the name on the Hub
+    if base.startswith((".", "/", "~")) and not Path(base).is_dir():
         raise CannotTry(f"there is no folder {base}: --base is the base model's folder, or its name on the Hub")
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -89,7 +90,8 @@ def verify(folder: Path, base: str | None = None) -> tuple[bool, str]:
         return verdict(loaded_logprobs(folder, base or reference["base_model"], reference["tokens"]), reference)
     except CannotTry:
         raise
-    except Exception as error:  # damaged files; and some versions do not get as far as loading anything
+    # damaged files, and versions of peft or transformers that cannot load the adapter at all
+    except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise CannotTry(f"it could not be tried with these files and versions: {said}") from None
 

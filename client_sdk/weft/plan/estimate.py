@@ -62,7 +62,7 @@ Request = dict[UsageKind, int]
 
 
 def estimate(plan: Plan, prices: PricesResponse, limits: LimitsResponse) -> CostEstimate:
-    """Price `plan` at `prices`. `WeftError` if the plan cannot be run at all: `validate` says everything why."""
+    """Price `plan` at `prices`. `WeftError` if the plan cannot be run at all; `validate` lists all reasons."""
     rates: Mapping[UsageKind, int] = prices.rates_uusd_per_mtok
     tokens: Counter[UsageKind] = Counter()
     amounts: Counter[UsageKind] = Counter()
@@ -103,7 +103,7 @@ def _train(step: PlannedTrain, limits: LimitsResponse) -> Iterator[Request]:
 
 
 def _sample(step: PlannedSample, context: int) -> Iterator[Request]:
-    """The prompt once, its further copies as cached, and as many tokens as can come."""
+    """Sampling costs the prompt once, its further copies at the cached rate, and the most tokens that can be drawn."""
     params = step.sampling_params
     params = params if isinstance(params, SamplingParams) else SamplingParams(**params)
     for prompt in step.prompts:

@@ -11,7 +11,7 @@
         times=100,
     )
 
-What has not been built yet, or could not be built because it is wrong, may be given as a dict of its fields.
+A datum or parameters that are not built yet, or cannot be built because a field is wrong, may be given as dicts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class PlannedUpdate:
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """A `sample` of each prompt. `expected_tokens` per sequence, if you know it, prices it closer than the most."""
+    """A `sample` of each prompt. With `expected_tokens` per sequence the estimate is closer; without it, it is the most
+    that the sample can cost."""
 
     prompts: Sequence[AnyPrompt]
     num_samples: int = 1

@@ -39,7 +39,7 @@ def plan_of(
     loss_fn: Any = "cross_entropy",
     loss_fn_config: Mapping[str, float | str] | None = None,
 ) -> Plan:
-    """A plan of whatever is planned: itself, one step, or the data of one `forward_backward`."""
+    """A `Plan` from a plan, from one step, or from the data of one `forward_backward`."""
     if isinstance(planned, Plan):
         return planned
     if isinstance(planned, _STEPS):
@@ -48,7 +48,8 @@ def plan_of(
 
 
 def of_run(plan: Plan, info: GetInfoResponse) -> tuple[Plan, list[Problem]]:
-    """The plan for a run that exists, which settles base model, rank and optimizer; and what the plan has wrong."""
+    """The plan for an existing run, which determines base model, rank and optimizer; and the problems of a plan that
+    says otherwise."""
     config = info.optimizer_config
     optimizer = str(config.get("type", "adamw")) if isinstance(config, dict) else config.type
     base_model = info.model_data.model_name or info.model_name

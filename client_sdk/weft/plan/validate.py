@@ -39,7 +39,7 @@ from weft.wire.inputs import AnyPrompt, Datum, ModelInput
 from weft.wire.sampling import SamplingParams
 from weft.wire.training import AdamParams, DimuonParams
 
-#: A step this long takes any adapter apart, whatever the optimizer.
+#: A learning rate from here on ruins any adapter, whatever the optimizer.
 LARGEST_LEARNING_RATE = 1.0
 
 
@@ -148,7 +148,7 @@ def _prompt(
     yield from prompt_problems(tokens, model, name)
     if model is None or params is None or params.max_tokens is None or tokens.size > model.context_length:
         return
-    room = model.context_length - tokens.size + 1  # the last token that is drawn needs no place
+    room = model.context_length - tokens.size + 1  # the last drawn token takes no position: nothing is computed from it
     if params.max_tokens > room:
         what = f"max_tokens do not fit behind {tokens.size} tokens of prompt; sequences would end early"
         yield Problem("", what, room, params.max_tokens)
@@ -172,7 +172,7 @@ def _update(step: PlannedUpdate, optimizer: str) -> Iterator[Problem]:
 
 
 def _save(step: PlannedSave, saved: set[str], limits: LimitsResponse, times: int) -> Iterator[Problem]:
-    """`saved` are the names in use when this step comes, and gets the new one."""
+    """`saved` are the names in use when this step comes; the name of this save is added."""
     yield from name_problems(step.name)
     full, replaces = f"{step.kind}/{step.name}", step.overwrite and step.kind == "weights"
     if full in saved and not replaces:

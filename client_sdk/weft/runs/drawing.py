@@ -1,4 +1,4 @@
-"""A sample while it is drawn: read along, stopped early, or simply waited for."""
+"""A sample while it is drawn: its tokens can be read as they come, it can be stopped early, or simply waited for."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from weft.wire.service import CancelFutureRequest, StreamFutureRequest
 
 log = logging.getLogger("weft")
 
-#: A stop is told again so often until the sample has ended.
+#: How often a stop is sent again until the sample has ended.
 STOP_AGAIN_S = 1.0
-#: Before a stream that broke off is taken up again.
+#: Pause before a broken stream is opened again.
 READ_AGAIN_S = 0.5
 
 
 class Drawing:
-    """What is known of one request on its way. Lives on the background loop."""
+    """The state of one sample request. Lives on the background loop."""
 
     def __init__(self) -> None:
         self._accepted: asyncio.Future[tuple[Transport, str]] | None = None
         self._parts: list[TokensDrawn] = []
         self._told = defaultdict[int, list[int]](list)  # tokens of each sequence
-        self._anew = False  # other tokens have taken the place of some that were told
+        self._anew = False  # tokens that were already told were replaced by others
         self._over = False
         self._changed = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     def accepted(self, transport: Transport, request_id: str, *, stream: bool) -> None:
-        """The server has it under this id."""
-        if self._reading is not None:  # of one that was lost
+        """The server has accepted the request under this id."""
+        if self._reading is not None:  # the stream of a draw that the server has lost
             self._reading.cancel()
         self._acceptance().set_result((transport, request_id))
         if stream:
@@ -47,7 +47,7 @@ class Drawing:
 
     @property
     def told(self) -> bool:
-        """Whether any of its tokens may have been read already."""
+        """Whether some of its tokens may have been read already."""
         return bool(self._parts)
 
     def _acceptance(self) -> asyncio.Future[tuple[Transport, str]]:
@@ -56,7 +56,7 @@ class Drawing:
         return self._accepted
 
     def finish(self, response: SampleResponse | None) -> None:
-        """It has ended; what the stream has not told is in its result."""
+        """It has ended; tokens that the stream did not tell are taken from its result."""
         if self._reading is not None:
             self._reading.cancel()
         for sample, sequence in enumerate(response.sequences if response is not None else ()):
@@ -65,7 +65,7 @@ class Drawing:
         self._changed.set()
 
     async def stop(self) -> None:
-        """Have the server end it, if it has it."""
+        """Ask the server to end it, if the server has accepted it."""
         while not self._over:
             waiting = self._accepted if self._accepted is not None else self._acceptance()
             changed = asyncio.ensure_future(self._changed_again())
@@ -81,7 +81,7 @@ class Drawing:
                 await asyncio.wait((asyncio.ensure_future(self._ended()),), timeout=STOP_AGAIN_S)
 
     async def part(self, index: int) -> TokensDrawn | None:
-        """The part of that number, once it is there; None when there are fewer."""
+        """Part number `number`, once it is there; None if the sample ended with fewer parts."""
         while index >= len(self._parts) and not (self._over or self._anew):
             await self._changed_again()
         if index >= len(self._parts) and self._anew:
@@ -163,7 +163,7 @@ class SampleFuture(APIFuture[SampleResponse]):
 
     @classmethod
     def begin(cls, work: Callable[[Drawing], Coroutine[Any, Any, SampleResponse]]) -> SampleFuture:
-        """Start `work` in the background. It tells the drawing that it is given how it goes."""
+        """Start `work` in the background. `work` gets the drawing and reports its progress there."""
         drawing = Drawing()
 
         async def draw() -> SampleResponse:

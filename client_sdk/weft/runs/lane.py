@@ -2,8 +2,8 @@
 
 An operation is POSTed only after the one before it was answered, though not before that one is finished; numbers are
 given out as operations take their turn, so they have no gaps. An operation that the server refuses has used its number;
-one that could not be written, or that nobody has looked at, has not. One whose fate is unknown (never answered) breaks
-the lane: the server would wait for it forever.
+one that could not be encoded, or that the server never read, has not. An operation that was sent and never answered
+breaks the lane: nobody knows whether the server has it, and without it the server would wait for its number forever.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from contextlib import asynccontextmanager
 from weft.errors import APIStatusError, LaneBrokenError
 from weft.transport.retry import is_billing, passes_by_itself
 
-#: Refusals of what an operation says, which use its number though they may not name it. All others name it if they do.
+#: Refusals of an operation's content: these use its number even if the answer does not name the operation. Any other
+#: refusal that uses the number names it.
 ABOUT_THE_BODY = frozenset({400, 409, 410, 422})
 
 
 class Turn:
-    """The right to submit. `next_seq` numbers the operation to submit now; `sending` says that it leaves, `answered`
-    that it was answered."""
+    """The right to submit. `next_seq` numbers the operation to submit now; The submitter calls `sending` before it
+    sends the request, and `answered` or `unread` after the answer."""
 
     def __init__(self, next_seq: int) -> None:
         self._next = next_seq
@@ -32,12 +33,12 @@ class Turn:
         return self._next
 
     def sending(self) -> None:
-        """From here on the server may have it."""
+        """From here on the server may have received the operation."""
         self.unanswered = self._next
         self._next += 1
 
     def unread(self) -> None:
-        """It was answered without a look at its number, which is that of the next operation."""
+        """The operation was refused before its number was read: the next operation gets the same number."""
         self._next -= 1
         self.unanswered = None
 
@@ -55,7 +56,7 @@ class Lane:
         self._broken_by: BaseException | None = None
 
     def break_off(self, error: BaseException) -> None:
-        """Nothing can be submitted any more."""
+        """Break the lane: nothing can be submitted any more."""
         self._broken_by = error
 
     @asynccontextmanager
@@ -79,9 +80,9 @@ class Lane:
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether nobody has looked at the operation's number. A proxy that refuses by itself passes nothing on, and the
-    server asks first who it is that sends. Should it have been read after all (some proxies put a page of their own in
-    the place of an answer), the number is refused to the next operation, which tells it, and used up with that."""
+    """Whether the answer shows that the operation's number was not read: a proxy refused the request, or the server
+    refused the credential, which it checks first. If the number was read after all (some proxies replace an answer by a
+    page of their own), the server refuses it to the next operation, which reports that and uses it up."""
     if not isinstance(error, APIStatusError) or not is_refusal(error):
         return False
     return error.foreign or (error.status_code not in ABOUT_THE_BODY and error.operation is None)

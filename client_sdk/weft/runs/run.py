@@ -48,9 +48,10 @@ class Run:
         self.model_id = ""
         self.info: GetInfoResponse | None = None
         self._lane = Lane()
-        #: Why some of the gradient for the next optimizer step has not reached the server, which says of the rest.
+        #: Why some of the gradient for the next optimizer step never reached the server; the server reports all other
+        #: losses.
         self._missing: Exception | None = None
-        #: The caller had been told of all failures up to this number, and went on.
+        #: The caller had been told of every failure up to this number, and went on.
         self.heard_of = 0
 
     async def make(self, request: Callable[..., CreateModelRequest | LoadWeightsRequest]) -> None:
@@ -78,7 +79,7 @@ class Run:
             await fetch_result(transport, future.request_id, lambda answer: parse(answer, LoadWeightsResponse))
 
     async def in_turn(self, work: Callable[[Turn], Awaitable[R]]) -> R:
-        """Do `work` when every earlier operation was answered. It is done even if the caller stops waiting."""
+        """Do `work` once every earlier operation was answered. It is done even if the caller stops waiting."""
 
         async def take() -> R:
             async with self._lane.turn() as turn:
@@ -87,8 +88,9 @@ class Run:
         return await outlasting(take())
 
     async def add_gradient(self, work: Callable[[Turn], Awaitable[R]], told: bool) -> R:
-        """`in_turn`, for what adds to the gradient. Where any of it does not reach the server, the next optimizer step
-        is not sent; a caller who has been `told` of all that failed before goes on without that."""
+        """`in_turn`, for work that adds to the gradient. If some of it does not reach the server, the next optimizer
+        step is not sent. A caller who was `told` of every failure before, and calls this again, accepts those
+        failures."""
 
         async def noted(turn: Turn) -> R:
             self._going_on(turn, told)
@@ -101,8 +103,8 @@ class Run:
         return await self.in_turn(noted)
 
     async def step(self, request: Callable[[int], Request], answer: type[M]) -> M:
-        """An optimizer step over all that was called before it. `GradientMissingError`, once, if some of that is not
-        there, unless a caller who had been told of it has gone on."""
+        """An optimizer step over everything called before it. Raises `GradientMissingError`, once, if some of that is
+        missing, unless the caller was told of it and went on."""
 
         async def submit(turn: Turn) -> UntypedAPIFuture:
             if self._missing is not None:

@@ -67,7 +67,7 @@ class Session:
         self._heart: asyncio.Task[None] | None = None
         self._finished = False
         self._finishing: asyncio.Task[None] | None = None
-        #: What is to be sent before the end, and that the end is near.
+        #: work to be sent before the session ends, and whether its end has begun
         self.closing: list[Flushing] = []
         self.ending = asyncio.Event()
 
@@ -132,7 +132,8 @@ class Session:
         await self._flush()
         if self._heart is not None:
             self._heart.cancel()
-        if self._opening is None or self._opening.cancel():  # else it would begin to beat, and nothing would end that
+        # a session still being opened would start its heartbeat later, and nothing would stop it
+        if self._opening is None or self._opening.cancel():
             return
         if self._opening.exception() is None:
             body = encode(FinishSessionRequest(reason=FinishReason(type=status), detail=detail).body())
@@ -140,7 +141,7 @@ class Session:
 
 
 class JoinedSession(Session):
-    """A session that another client opened, and finishes; we only help to keep it alive."""
+    """A session that another client opened and will finish; here it is only kept alive."""
 
     def __init__(self, transport: Transport, session_id: str) -> None:
         super().__init__(transport)
@@ -152,7 +153,7 @@ class JoinedSession(Session):
         return self._joined
 
     async def _finish(self, status: FinishType, detail: str | None) -> None:
-        """Leave it."""
+        """Stop keeping it alive; its owner ends it."""
         await self._flush()
         if self._heart is not None:
             self._heart.cancel()

@@ -23,7 +23,7 @@ class CompletionPoll:
         self._target = SamplingSessionFuturesTarget(sampling_session_id=sampler_id, cloned_sampler_id=clone)
         self._cursor = 0
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        #: A request can complete before the answer that names it has arrived.
+        #: Completions that arrived before the answer to their own submission, which names them.
         self._early: set[str] = set()
         self._retrieved: list[str] = []
         self._polling: asyncio.Task[None] | None = None
@@ -42,11 +42,11 @@ class CompletionPoll:
             self._waiting.pop(request_id, None)
 
     def retrieved(self, request_id: str) -> None:
-        """Its result is here; the server need not keep it."""
+        """The result has been fetched; the server need not keep it."""
         self._retrieved.append(request_id)
 
     async def _poll(self) -> None:
-        """Poll while somebody waits; whatever ends that early is everybody's error."""
+        """Poll while somebody waits; an error of the poll is raised to all who wait."""
         try:
             attempts: Attempts | None = None
             while self._waiting:

@@ -1,4 +1,4 @@
-"""Whether there is a server at the address: says at once when there is none, and when a wait for one is hopeless."""
+"""Whether a server is there at all: logged at once if none answers, and waiting is given up where it is hopeless."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.errors import APIConnectionError, APITimeoutError
 
 log = logging.getLogger("weft")
 
-#: A server that has never answered and refuses connections is given so long to start. One that was there before gets
-#: the whole budget of the retry policy.
+#: How long a server that has never answered and refuses connections is given to start. A server that answered before
+#: gets the whole budget of the retry policy.
 FIRST_S = 10.0
 
 
@@ -26,13 +26,13 @@ class Contact:
         self._told = False
 
     def there(self) -> None:
-        """It has answered."""
+        """The server has answered."""
         if self._told:
             log.warning("%s answers again", self._base_url)
         self._reached, self._refused_since_s, self._told = True, None, False
 
     def missing(self, error: httpx.ConnectError | httpx.ConnectTimeout) -> APIConnectionError:
-        """No connection could be made: the error for it, which is also logged, once for each time that it is away."""
+        """The error for a connection that could not be made; it is logged once each time the server goes away."""
         kind: type[APIConnectionError]
         if isinstance(error, httpx.ConnectTimeout):
             kind, reason = APITimeoutError, "no connection in time"

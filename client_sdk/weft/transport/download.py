@@ -22,7 +22,7 @@ from weft.transport.retry import passes_by_itself
 TOGETHER = 4
 TRIES = 4
 
-#: From the names of all files to those to keep, each with its name in the folder.
+#: Chooses files: from the names of all files to those to keep, each with its name in the folder.
 Rename = Callable[[list[str]], Mapping[str, str]]
 
 
@@ -60,8 +60,9 @@ def _inside(name: str) -> bool:
 
 
 def _unpack(archive: Path, folder: Path, rename: Rename) -> None:
-    """Files alone and their bytes alone, as tarfile's filter "data" would: Python 3.11.2, Debian 12's, has none. They
-    are unpacked beside the archive and moved once all are there, so a full disk leaves `folder` as it was."""
+    """Unpack plain files only, and only their contents, as tarfile's filter "data" would: Python 3.11.2 (Debian 12)
+    lacks that filter. Files are unpacked beside the archive and moved once all are there, so a full disk leaves
+    `folder` as it was."""
     unpacked: dict[Path, Path] = {}
     try:
         with tarfile.open(archive) as tar:
@@ -83,8 +84,8 @@ def _unpack(archive: Path, folder: Path, rename: Rename) -> None:
 
 
 async def _fetch(http: httpx.AsyncClient, url: str, target: Path) -> None:
-    """What passes by itself, and broken connections, are tried again from the start; a refusal, and what is wrong with
-    the disk here, is final."""
+    """Download one file. Temporary errors and broken connections are tried again from the start; a refusal, or an error
+    of the local disk, is final."""
     for attempt in range(TRIES):
         try:
             await _stream(http, url, target)
@@ -112,8 +113,8 @@ async def _stream(http: httpx.AsyncClient, url: str, target: Path) -> None:
 
 @contextmanager
 def whole(target: Path) -> Iterator[BinaryIO]:
-    """A file that is there whole or not at all, whoever else writes it; everybody may read it. A device, a pipe or a
-    folder at `target` is an OSError and stays: the file would take its place."""
+    """Write a file that appears at `target` only when it is whole, whoever else writes there; everybody may read it.
+    Raises OSError if a device, a pipe or a folder is at `target`: the file would replace it."""
     if target.exists() and not target.is_file():
         raise OSError(errno.EEXIST, "there is something else than a file, which stays", str(target))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

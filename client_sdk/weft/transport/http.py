@@ -41,9 +41,10 @@ log = logging.getLogger("weft")
 API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 MAX_CALLS, MAX_POLLS = 64, 512
-#: Who waits for a server that answers and cannot serve is told why after so long, once for each request.
+#: How long a request waits for a server that answers but cannot serve before the reason is logged, once for each
+#: request.
 TOLD_AFTER_S = 5.0
-#: Money that is out is out for all requests: one of them says so, as often as this.
+#: Missing credit holds up all requests: one log line in this many seconds is enough.
 UNPAID_TOLD_S = 60.0
 
 M = TypeVar("M", bound=BaseModel)
@@ -89,14 +90,14 @@ class Call:
     params: Mapping[str, Any] | None = None
     headers: Mapping[str, str] | None = None
     timeout_s: float = 60.0
-    #: 429 means "later" without end: operations and samples are held back while the server's queue is full.
+    #: Wait out a 429 without end: operations and samples are held back while the server's queue is full.
     patient: bool = False
-    #: Long polls have their own pool.
+    #: Long polls use a connection pool of their own.
     poll: bool = False
-    #: A redirect is an answer: where it points is fetched without our credential. Otherwise it is an error, since
-    #: nobody but the server is sent that.
+    #: Whether a redirect is a good answer: its target is then fetched without our credential. Otherwise a redirect is
+    #: an error, since the credential is sent to nobody but the server.
     redirected: bool = False
-    #: Sent with the API key itself even where tokens are used.
+    #: Sent with the API key itself even where tokens are in use.
     with_key: bool = False
 
 
@@ -139,16 +140,18 @@ class Transport:
         return await self._once(call, {"X-API-Key": await self._tokens.replace(token)})
 
     async def _exchange(self) -> str:
-        """A token for the key."""
+        """Exchange the key for a token."""
         return (await self.ask("POST", "/auth/token", AuthTokenResponse, b"{}", with_key=True)).jwt
 
     async def identity(self) -> WhoamiResponse:
-        """Who the credential speaks for: what the token says that the key is exchanged for, or the key if it is one."""
+        """Whose credential this is: the claims of the token that the key is exchanged for, or of the key if it is
+        itself a token."""
         key = self.endpoint.api_key
         return identity_of(key if key.startswith("eyJ") else await self._tokens.current())
 
     def _check_process(self) -> None:
-        """A fork has copies of our connections and counters: two processes would answer on one, and number alike."""
+        """Raise in a fork: it has copies of our connections and counters, so two processes would read from one
+        connection and use the same numbers."""
         if self._process != os.getpid():
             raise WeftError(
                 f"this client was made in process {self._process}, of which this one is a fork: make another here; a "
@@ -187,8 +190,8 @@ class Transport:
             raise APIConnectionError(f"{call.method} {url}: {reason}") from error
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[str, str]]:
-        """Server-sent events, as (name, data), until the server ends them. Sent once, or again where it wants another
-        token: the typed error if it is refused, or breaks off."""
+        """Server-sent events, as (name, data), until the server ends them. The request is sent once, and again only if
+        the server wants another token. Raises the typed error if it is refused or breaks off."""
         self._check_process()
         headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         if self.use_tokens:
@@ -222,8 +225,8 @@ class Transport:
     async def send(
         self, call: Call, policy: RetryPolicy | None = None, wanted: Callable[[], bool] = lambda: True
     ) -> httpx.Response:
-        """Send until it is answered well, or finally refused, or the budget is spent, or nobody wants it any more.
-        Resends the same bytes."""
+        """Send until there is a good answer, a final refusal, no budget left, or nobody who waits. Every attempt sends
+        the same bytes."""
         key = {"X-Idempotency-Key": str(uuid.uuid4())} if call.method != "GET" else {}
         call = replace(call, headers={**key, **(call.headers or {})})
         began = time.monotonic()
@@ -249,7 +252,7 @@ class Transport:
                 raise answer
 
     async def _attempt(self, call: Call) -> tuple[httpx.Response | APIStatusError | APIConnectionError, float | None]:
-        """A good response, or what went wrong and when the server wants to be asked again."""
+        """One attempt: a good response, or the error and the pause that the server asks for."""
         try:
             response = await self.once(call)
         except APIConnectionError as error:
@@ -279,15 +282,15 @@ class Transport:
 
 
 def status_of(failure: APIStatusError | APIConnectionError, *, restarts: bool) -> int | None:
-    """The status of an answer, None if there was none; with `restarts` also where a router has none to give: some say
-    404 while the server behind them restarts, or show a page as if all were well."""
+    """The status of an answer, None if there was none. With `restarts`, also None for the answers of a router whose
+    server restarts: some routers answer 404 or a page with status 200 then."""
     if not isinstance(failure, APIStatusError) or (restarts and failure.foreign and failure.status_code in (200, 404)):
         return None
     return failure.status_code
 
 
 def is_page(response: httpx.Response) -> bool:
-    """Whether it is for people to read, so none of the server's."""
+    """Whether the answer is an HTML page, so not Weft's."""
     return str(response.headers.get("content-type", "")).startswith("text/html")
 
 
@@ -297,7 +300,7 @@ def _refuses_token(response: httpx.Response) -> bool:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """JSON as bytes. Raises ValueError for what JSON has not: NaN, infinity, half of a character."""
+    """JSON as bytes. Raises ValueError for values that JSON lacks: NaN, infinity, half of a surrogate pair."""
     return json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -24,9 +24,9 @@ log = logging.getLogger("weft")
 
 T = TypeVar("T")
 
-#: A little more than a server holds a poll.
+#: A little longer than the server holds a poll.
 POLL_TIMEOUT_S = 45.0
-#: A "not yet" that came faster than this did not wait; we do, so that no server is hammered.
+#: A "not yet" faster than this was no long poll; the client then pauses itself, so as not to hammer the server.
 SHORTEST_ROUND_S = 0.05
 #: How often a wait for room on the server is logged.
 PAUSE_LOG_S = 60.0
@@ -45,7 +45,7 @@ async def fetch_result(transport: Transport, request_id: str, read: Callable[[ht
             response = await transport.once(call)
             answered = response.is_success and not is_page(response)
             failure = None if answered or response.status_code == 408 else error_of(response)
-        except (APIConnectionError, APIStatusError) as error:  # a status: of the exchange of the key for a token
+        except (APIConnectionError, APIStatusError) as error:  # status errors: from exchanging the key for a token
             failure = error
         if failure is None:
             attempts = None
@@ -78,7 +78,7 @@ _last_told_s = -PAUSE_LOG_S
 
 
 def _tell_pause(response: httpx.Response) -> None:
-    """Say, now and then, that the server holds us back and why."""
+    """Log, now and then, that the server holds us back, and why."""
     global _last_told_s
     body = _json(response)
     if not isinstance(body, dict) or body.get("queue_state", "active") == "active":

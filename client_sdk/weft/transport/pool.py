@@ -25,7 +25,7 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 class Shard:
-    """A client with a few connections, and how many requests it has or is about to have."""
+    """An HTTP client with a few connections, and how many requests it has, those about to be sent included."""
 
     def __init__(self, headers: Mapping[str, str], connections: int) -> None:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30)

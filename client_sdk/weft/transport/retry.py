@@ -1,4 +1,4 @@
-"""When to ask again, and after how long: a pure policy, no I/O.
+"""When to send a request again, and after how long: a pure policy, no I/O.
 
 408, 429, 5xx, broken connections and timeouts pass by themselves, so they are retried with growing pauses until a
 budget is spent. 402 passes when somebody pays, so it is asked again, patiently. Everything else is final.
@@ -10,12 +10,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-#: What an attempt takes at most. One that took longer is of a process that stood still, as on a laptop that slept.
+#: The longest time that one attempt counts as. A longer one means that the process stood still, as on a laptop that
+#: slept.
 ATTEMPT_S = 60.0
 
 
 def _jitter() -> float:
-    """`random.random` itself is pickled with its state: all whom a client is handed to would pause alike."""
+    """Not `random.random` itself: pickled, it takes its state along, and all processes that a client is handed to would
+    pause alike."""
     return random.random()
 
 
@@ -43,7 +45,7 @@ class RetryPolicy:
 
 
 def passes_by_itself(status: int) -> bool:
-    """Whether an answer with this status is worth the same request again."""
+    """Whether a failure with this status is temporary, so that the same request is worth sending again."""
     return status in (408, 429) or status >= 500
 
 
@@ -77,7 +79,7 @@ class Attempts:
         pause_s = self._policy.pause_s(self._count, retry_after_s)
         self._spent_s += min(now_s - self._seen_s, ATTEMPT_S)
         if self._patient and status == 429:
-            self._spent_s = 0.0  # a server that holds us back is there
+            self._spent_s = 0.0  # a server that holds us back is reachable
         elif self._spent_s + pause_s > self._policy.budget_s:
             return None
         else:
