@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from weft.rl.signal.lengths import Size as Size
     from weft.rl.tasks.sources import DifficultyPools as DifficultyPools, Pool as Pool, Shuffled as Shuffled
 
-#: Where names are, by module below `weft.rl`.
+#: The module below `weft.rl` that each name is loaded from.
 _HOMES = {
     "chat.chat": "Chat Policy Reply",
     "chat.render": "TemplateRenderer ToolCall",

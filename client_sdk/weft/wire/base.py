@@ -31,7 +31,7 @@ class Response(BaseModel):
     model_config = ConfigDict(**_SHARED, extra="ignore")
 
 
-#: What databases and arrays can hold.
+#: Integers that databases and arrays can hold.
 MAX_INT = 2**63 - 1
 Integer = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -39,9 +39,9 @@ Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 #: Sequence numbers of a training run fit int32; those of a sampler may be any 64-bit number.
 TrainSeq = Annotated[int, Field(ge=1, le=2**31 - 1)]
 SampleSeq = Annotated[int, Field(ge=0, le=MAX_INT)]
-#: Of clones of a sampling client, whose requests are numbered in strides of 1e9.
+#: Numbers of clones of a sampling client; their requests are numbered in strides of 1e9.
 CloneId = Annotated[int, Field(ge=0, le=MAX_INT // 10**9 - 1)]
-#: Microseconds since 1970, in years of four digits.
+#: Microseconds since 1970, within the four-digit years.
 Instant = Annotated[int, Field(ge=0, le=250 * 10**15)]
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 SEEDS = f"must be {MIN_SEED} to {MAX_SEED}"
@@ -53,7 +53,7 @@ def _seed(value: int) -> int:
     return value
 
 
-#: Of an adapter's start or of a sample: 64 bits, as OpenAI's API has it too.
+#: A seed, of an adapter's initial weights or of a sample: 64 bits, as in OpenAI's API.
 Seed = Annotated[
     int, AfterValidator(_seed), WithJsonSchema({"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED})
 ]

@@ -22,11 +22,11 @@ class StallReport(Response):
 
 class RunHealthResponse(Response):
     """Over the last `window_s` seconds. `trainer_wait` is the share of them in which the trainer computed nothing for
-    this run, `generator_occupancy` the share of the server's slots busy with anybody's work, `sampling_wait` the
-    share of its samples' time in which they waited for a place in a generator, `acceptance` trained
-    tokens for each sampled one, and `staleness` how many sampled tokens were that many optimizer steps old when trained
-    on. `named`: training data name their sequences, so these two are known, not inferred, and so are the
-    `untrained_tokens`, sampled before the latest batch and in none."""
+    this run, `generator_occupancy` the share of the server's slots busy with anybody's work, `sampling_wait` the share
+    of its samples' time in which they waited for a place in a generator, `acceptance` trained tokens for each sampled
+    one, and `staleness` how many sampled tokens were that many optimizer steps old when trained on. `named`: training
+    data name their sampled sequences, so `acceptance` and `staleness` are known and not inferred; so are the
+    `untrained_tokens`, which were sampled before the latest batch and are in no batch."""
 
     run_id: str
     window_s: float

@@ -37,7 +37,8 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class EncodedTextChunk(Request):
     """Text as token ids."""
 
-    tokens: Annotated[list[Token], Field(fail_fast=True)]  # the first mistake says it all, and there may be millions
+    # the first wrong token says enough, and there may be millions
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
     type: Literal["encoded_text"] = "encoded_text"
 
     @field_validator("tokens", mode="before")
@@ -133,12 +134,12 @@ class ModelInput(Request):
         return f"ModelInput({inside})"
 
 
-#: What is taken for a prompt: chunks, or token ids.
+#: What is accepted as a prompt: a `ModelInput` of chunks, or token ids.
 AnyPrompt = ModelInput | Sequence[int] | npt.NDArray[Any]
 
 
 def prompt_of(given: AnyPrompt, name: str) -> ModelInput:
-    """The prompt that was `given` as the argument `name`; `WireError` says what is wrong with it."""
+    """The prompt that the caller gave as the argument `name`; `WireError` says what is wrong with it."""
     if isinstance(given, ModelInput):
         return given
     kind: Any = type(given).__name__
@@ -181,7 +182,7 @@ ProvenanceSpan = PromptProvenanceSpan | SampledProvenanceSpan
 ProvenanceSpans = list[ProvenanceSpan]
 LossFnInputs = dict[str, TensorData]
 
-#: How a plain list is typed, by the name of the loss input; any other by its values, as an array of numpy is.
+#: The dtype of a plain list, by the name of the loss input. Other inputs get the dtype that numpy finds.
 LIST_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -210,7 +211,7 @@ class Datum:
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
 
-    if TYPE_CHECKING:  # more may be given than can be read
+    if TYPE_CHECKING:  # type checkers see more input types here than the attributes have
 
         def __init__(
             self,
@@ -269,7 +270,7 @@ def _from_list(name: str, value: Sequence[Any]) -> TensorData:
     if array.size and array.dtype.kind not in "fiub":
         raise WireError(f"loss input {name!r} holds values that are not numbers")
     dtype = LIST_DTYPES.get(name, "float32" if array.dtype.kind == "f" else "int64")
-    with np.errstate(invalid="ignore"):  # what is not finite
+    with np.errstate(invalid="ignore"):  # NaN and infinity are cast, too
         exact = dtype != "int64" or np.array_equal(array, array.astype(np.int64))
     if not exact:
         raise WireError(f"loss input {name!r} holds values that are no 64-bit integers")

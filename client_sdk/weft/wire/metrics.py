@@ -10,7 +10,7 @@ from weft.wire.base import Finite, Request, Response
 
 __all__ = ["LogMetricsRequest", "LogMetricsResponse", "MetricPoint", "RunCurveResponse", "RunMetricsResponse"]
 
-#: Points of one request.
+#: How many points one request may have.
 MAX_LOGGED_POINTS = 1000
 
 #: What may name a curve: it becomes a title, not a path.

@@ -33,7 +33,7 @@ __all__ = [
 CheckpointType = Literal["training", "sampler", "external"]
 AccessScope = Literal["owned", "accessible"]
 
-#: Folder of a checkpoint in its path, and its type.
+#: The folder of a checkpoint in its path, and the checkpoint's type.
 CHECKPOINT_TYPES: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -117,12 +117,12 @@ class TrainingRun(Response):
 
     @property
     def name(self) -> str | None:
-        """What its metadata call it."""
+        """The run's name in its metadata."""
         return (self.user_metadata or {}).get("name")
 
     @property
     def continued_from(self) -> str | None:
-        """The checkpoint that it goes on from."""
+        """The checkpoint that the run was started from."""
         return (self.user_metadata or {}).get("continued_from")
 
 

@@ -89,7 +89,7 @@ class SampleRequest(Request):
     record_stability_info: bool | None = None
     max_staleness: Count | None = None
     return_routed_experts: bool | None = None
-    #: Its tokens can be read while they are drawn (`stream_future`).
+    #: Whether its tokens can be read while they are drawn (`stream_future`).
     stream: bool | None = None
     type: Literal["sample"] = "sample"
 
@@ -180,7 +180,7 @@ class SampleResponse:
     def __init__(self, result: SampleResult, sequence_ids: list[str] | None = None) -> None:
         names = sequence_ids or [""] * len(result.sequences)
         self.sequences = [SampledSequence(item, name) for item, name in zip(result.sequences, names, strict=True)]
-        #: What is billed, in tokens; None from a server that does not tell.
+        #: Billed tokens by kind; None from a server that does not report them.
         self.usage: SampleUsage | None = result.usage
         self.prompt_cache_hit_tokens = result.prompt_cache_hit_tokens
         self.prompt_logprobs_np = result.prompt_logprobs

@@ -53,9 +53,9 @@ class ClientConfigRequest(Request):
 
 
 class ClientConfigResponse(Response):
-    """What a server tells a client about how to behave. `weft` minds the chunk limits, the billing pause and
-    `sample_max_concurrent_requests`, and that the server takes `heard_of` with a step, which is ours; the others are
-    Tinker's."""
+    """What a server tells a client about how to behave. The client `weft` uses the chunk limits, the billing pause,
+    `sample_max_concurrent_requests`, and whether the server takes `heard_of` with a step (a field of ours); the other
+    fields are for Tinker's client."""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -159,7 +159,7 @@ class FutureRetrieveRequest(Request):
 
 
 class SamplingSessionFuturesTarget(Request):
-    """Whose requests to wait for: those of one sampler, or of one clone of it (0: the original)."""
+    """The client whose requests to wait for: the sampler's original client (0), or one of its clones."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str

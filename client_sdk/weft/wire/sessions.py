@@ -98,7 +98,7 @@ class SessionSearchCursor(Request):
 
 
 class SessionSearchRequest(Request):
-    """All conditions must hold, but that a session may match either `session_id` or `display_name`.
+    """All conditions must hold; only of `session_id` and `display_name` one is enough.
 
     `user_metadata` matches exactly, pair by pair; every word of `display_name` must be in the name, in any case.
     """
@@ -136,7 +136,7 @@ SessionFailedReason = Annotated[
 
 
 class SessionFailed(Response):
-    """One of its requests, runs or samplers failed the session."""
+    """One of the session's requests, runs or samplers failed it."""
 
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"]

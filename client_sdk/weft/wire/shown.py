@@ -1,4 +1,4 @@
-"""How long things look in a `repr`, and what a wrong argument is called."""
+"""How long values are shortened in a `repr`, and how errors name a caller's wrong arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from weft.wire.error import WireError
 
-#: Values that are shown of a list.
+#: How many values of a list are shown.
 MOST = 8
-#: Characters of a bad value that an error quotes.
+#: How many characters of a bad value an error quotes.
 QUOTED = 80
 
 
 def shown(values: Sequence[Any]) -> str:
-    """A list's first values, and how many there are more: `[1, 2, 3, ... 997 more]`."""
+    """A list's first values and how many more there are: `[1, 2, 3, ... 997 more]`."""
     if len(values) <= MOST:
         return f"[{', '.join(map(repr, values))}]"
     head = ", ".join(map(repr, values[: MOST - 2]))
@@ -26,8 +26,8 @@ def shown(values: Sequence[Any]) -> str:
 
 @contextmanager
 def arguments(**names: str) -> Iterator[None]:
-    """What is wrong with a request that is made of a caller's arguments, as one `WireError` that calls them as the
-    caller did. `names` are the arguments whose fields are called otherwise."""
+    """Raise what is wrong with a request made of a caller's arguments as one `WireError` that uses the caller's
+    argument names. `names` maps fields to arguments that are named differently."""
     try:
         yield
     except ValidationError as error:

@@ -172,7 +172,7 @@ class TensorData:
 
 
 def _json_schema() -> CoreSchema:
-    """The fields of the JSON form, and no others. The first mistake in a list says it all."""
+    """The JSON schema, with no other fields. Of a list, only the first mistake is reported."""
     integers = core_schema.list_schema(core_schema.int_schema(ge=-MAX_INT, le=MAX_INT), fail_fast=True)
     number = core_schema.union_schema([core_schema.int_schema(strict=True), core_schema.float_schema()])
     field, optional = core_schema.typed_dict_field, core_schema.nullable_schema(integers)

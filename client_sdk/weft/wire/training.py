@@ -57,7 +57,7 @@ class LoraConfig(Request):
 
 
 class AdamOptimizerConfig(Request):
-    """The optimizer of a run: AdamW. Other types are parsed as plain dicts and are the server's to refuse."""
+    """The optimizer of a run: AdamW. Other types are parsed as plain dicts, and the server refuses them."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -136,8 +136,9 @@ class GetInfoResponse(Response):
 class OptimStepRequest(Request):
     """Apply the accumulated gradient. `adam_params` or, for other optimizers, `optimizer_params`; exactly one.
 
-    `heard_of` is the number up to which the caller had been told of what failed when it went on with another
-    forward_backward: a step behind a later failure is not taken. Tinker's own client does not say."""
+    `heard_of`: the caller knew of every failure up to this number when it sent another forward_backward; a step after a
+    later failure is not taken. Tinker's own client does not send it.
+    """
 
     model_id: ModelID
     adam_params: AdamParams | None = None

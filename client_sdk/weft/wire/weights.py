@@ -37,7 +37,7 @@ NAME_PATTERN = r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$"
 
 
 def _named(name: str) -> str:
-    """In words: a pattern tells nobody what to do."""
+    """The constraint in words: a pattern does not tell anybody what to do."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise PydanticCustomError("name", "Must be of A-Z, a-z, 0-9, '_', '-' and '.', and not of dots alone")
     return name
@@ -48,7 +48,7 @@ CheckpointName = Annotated[
     Field(min_length=1, max_length=256, json_schema_extra={"pattern": NAME_PATTERN}),
     AfterValidator(_named),
 ]
-#: An hour to ten years.
+#: A time to live: an hour to ten years.
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]
 
 

@@ -28,7 +28,7 @@ from weft.wire.binary.arrays import Array
 from weft.wire.inputs import ModelInput
 from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
 
-#: Whether an answer that begins with these ids is not worth going on with.
+#: Whether an answer that begins with these ids should be ended early.
 Prune = Callable[[list[int]], bool]
 
 
@@ -37,15 +37,16 @@ class ContextFullError(ValueError):
 
 
 class StaleError(RuntimeError):
-    """The server stopped a sample whose run had moved on further than it may be trained on."""
+    """The server stopped a sample because its run had moved further on than `max_staleness` allows."""
 
 
-#: Errors that the next rollout would meet, too, where they are the server's.
+#: Errors that every further rollout would meet as well, if they come from Weft's server.
 FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
 
 
 def is_fatal(error: object) -> bool:
-    """Whether the next rollout would meet it, too. A proxy in between may dislike just the words of one prompt."""
+    """Whether every further rollout would meet this error as well. A proxy's refusal is not fatal: it may concern the
+    words of a single prompt."""
     return isinstance(error, FATAL) and not (isinstance(error, APIStatusError) and error.foreign)
 
 
@@ -57,14 +58,14 @@ class Policy:
     renderer: Renderer
     context: int
     max_staleness: int | None = None
-    #: Whether turns keep the experts that their tokens were sent to, so that training sends them there again.
+    #: Whether turns record the experts that their tokens were sent to, so that training sends them to the same ones.
     routing_replay: bool = False
-    #: Of its samples; None is the client's own.
+    #: Priority of the policy's samples; None is the client's own.
     priority: Literal["interactive", "batch"] | None = None
     purse: Purse = field(default_factory=lambda: Purse({}))
-    #: What ends an answer where nobody says what does; None: what the server knows to end one.
+    #: Tokens that end an answer when the caller names none; None leaves that to the server.
     stop: list[int] | None = None
-    #: Told of every sample: tokens drawn.
+    #: Called after every sample with the number of tokens drawn.
     drawn: Callable[[int], None] = lambda tokens: None
 
     async def draw(
@@ -75,7 +76,7 @@ class Policy:
         params: SamplingParams,
         prune: Prune | None = None,
     ) -> SampleResponse:
-        """`n` samples, within budget and context; of one, only as much as `prune` wants."""
+        """Draw `n` samples within the budget and the context. `prune` may end a single sample early."""
         room = self.context - len(prompt)
         if room < 1:
             raise ContextFullError(f"the conversation has {len(prompt)} tokens, the model takes {self.context}")
@@ -100,8 +101,9 @@ class Policy:
 
 
 def stops_of(renderer: Renderer, model: ModelLimits) -> list[int] | None:
-    """`Policy.stop`: the renderer's ends beside the model's own, where those lack one. A base model that has learned to
-    chat ends its answers as the template does, and its own end is that of a text."""
+    """The value of `Policy.stop`: the renderer's stop tokens together with the model's own, or None if the model's own
+    include them. A base model trained to chat ends its answers as its template does, while its own end token ends a
+    text."""
     known = list(getattr(renderer, "get_stop_token_ids", list)())
     if model.eos_token_ids is None or set(known) <= set(model.eos_token_ids):
         return None
@@ -109,7 +111,7 @@ def stops_of(renderer: Renderer, model: ModelLimits) -> list[int] | None:
 
 
 async def _pruned(drawing: SampleFuture, prune: Prune) -> SampleResponse:
-    """What was drawn when `prune` had seen enough, or all of it."""
+    """What was drawn until `prune` returned true, or the whole sample."""
     ids: list[int] = []
     try:
         async for part in drawing:
@@ -154,9 +156,10 @@ class Chat:
         self.messages: list[Message] = []
         #: Turns of all agents of the rollout, in the order in which they ended.
         self.recorded: list[Turn] = [] if recorded is None else recorded
-        #: What ended samples of all agents, without another try that went well: who caught it has no reward to tell.
+        #: Errors of samples, of all agents, that no later sample of the same chat made good: code that caught such an
+        #: error has no reward to report.
         self.ended: list[Exception] = [] if ended is None else ended
-        self._failed: list[Exception] = []  # of these, what this chat's next sample makes good
+        self._failed: list[Exception] = []  # of these, the errors that this chat's next good sample clears
         self._ids: list[int] = []  # read and sampled so far, to the end of the last turn
         self._new: list[Message] = []
         self._turns = 0
@@ -168,7 +171,8 @@ class Chat:
         return self._turns
 
     def agent(self, name: str, tools: Sequence[Tool] = ()) -> Chat:
-        """Another conversation of this rollout, with the same reward. Those of one name draw each for themselves."""
+        """Another conversation of this rollout, with the same reward. Agents of the same name get different random
+        numbers."""
         namesakes = self._agents[name]
         self._agents[name] += 1
         return Chat(
@@ -198,7 +202,7 @@ class Chat:
         return self.add({"role": "tool", "name": call.name, "content": str(result)})
 
     def rewrite(self, messages: Sequence[Message]) -> Chat:
-        """Another history in place of this one: what follows begins a new datum."""
+        """Replace this conversation's history: the next turn begins a new datum."""
         self.messages, self._new, self._ids = list(messages), list(messages), []
         return self
 
@@ -277,20 +281,20 @@ class Chat:
 
 
 def _routes(sequence: SampledSequence) -> Array:
-    """The experts of its tokens, two bytes each."""
+    """The experts of the answer's tokens, stored in two bytes each."""
     if sequence.routed_experts_np is None:
         raise ValueError("the server returned no experts of what it sampled")
     return sequence.routed_experts_np.astype(np.uint16)
 
 
 def _call(call: Any) -> ToolCall:
-    """A tool call of whichever renderer."""
+    """A tool call, as `ToolCall`, from any kind of renderer."""
     return call if isinstance(call, ToolCall) else ToolCall(call.name or "", call.arguments)
 
 
 async def answers_together(chats: Sequence[Chat], max_tokens: int | None, stop: Any) -> list[Reply | BaseException]:
-    """One answer for each of several chats. If they have read the same, by one request, whose prompt is computed once.
-    One chat's error is that chat's own: a stale answer takes no other with it."""
+    """One answer for each of several chats. Chats that have read the same tokens share one request, whose prompt is
+    computed once. An error of one chat (a stale answer) leaves the others' answers alone."""
     first = chats[0]
     prompt = first.prompt()
     if any(chat.prompt() != prompt for chat in chats[1:]):

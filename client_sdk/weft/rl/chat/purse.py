@@ -18,21 +18,21 @@ class BudgetSpent(WeftError):
 
 @dataclass
 class Purse:
-    """Money of one loop, in nano-dollars. `limit_nusd` None: only count."""
+    """The money of one loop, in nano-dollars. With `limit_nusd` None it only counts."""
 
     rates: Mapping[str, int]
     limit_nusd: int | None = None
     spent_nusd: int = 0
     held_nusd: int = 0
-    #: Of what was spent from it, what no run of the loop is billed for: what a teacher or a reference has scored.
+    #: The part of `spent_nusd` that is billed to no run of the loop: the scores of a teacher or a reference.
     elsewhere_nusd: int = 0
 
     def price(self, **tokens: int) -> int:
-        """What so many tokens of each kind cost in one request."""
+        """The price of one request with these numbers of tokens, by kind."""
         return sum(amount_nusd(count, self.rates.get(kind, 0)) for kind, count in tokens.items())
 
     def hold(self, amount: int) -> int:
-        """Put the most that a request can cost aside, or raise `BudgetSpent`."""
+        """Hold the most that a request can cost, or raise `BudgetSpent`."""
         if self.limit_nusd is not None and self.spent_nusd + self.held_nusd + amount > self.limit_nusd:
             raise BudgetSpent(
                 f"the budget of ${usd(self.limit_nusd)} could be passed: ${usd(self.spent_nusd)} are spent,"
@@ -42,11 +42,11 @@ class Purse:
         return amount
 
     def pay(self, amount: int, *, elsewhere: bool = False) -> None:
-        """Spend what a request costs that is about to be sent, or raise `BudgetSpent`."""
+        """Spend the known cost of a request before it is sent, or raise `BudgetSpent`."""
         self.settle(self.hold(amount), amount)
         self.elsewhere_nusd += amount * elsewhere
 
     def settle(self, held: int, cost: int) -> None:
-        """The request has cost so much; where that is not known, what was held."""
+        """Replace a hold by the request's actual cost; if that is unknown, by the whole hold."""
         self.held_nusd -= held
         self.spent_nusd += cost

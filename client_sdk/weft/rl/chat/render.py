@@ -19,15 +19,15 @@ Tool = Mapping[str, Any]
 
 _CALL, _CALLED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 _THOUGHT, _THINK, _END_OF_THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.S), "<think>", "</think>"
-#: Who speaks in a conversation. Of others a template says nothing, or leaves out what they say without a word.
+#: The roles of a conversation that are accepted. Templates leave out messages of other roles without an error.
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Stands for what was sampled while a template is asked what it puts behind it.
+#: Placeholder for an answer, used to find out which text the template puts after one.
 _SAMPLED = "\u2402sampled\u2403"
 _HEAD: Sequence[Message] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SAMPLED})
 
 
 class Renderer(Protocol):
-    """Who knows how a model writes a conversation."""
+    """How a model's conversations are written as tokens, and its answers read."""
 
     def render_ids(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -90,7 +90,8 @@ class TemplateRenderer:
         return str(made)
 
     def _check_shown(self, messages: Sequence[Message], tools: Sequence[Tool] | None, made: str) -> None:
-        """Raises ValueError for what the template has left out of `made`, as templates do without a word."""
+        """Raise ValueError if the template left a message, a role or the tools out of `made`: templates do so without
+        an error."""
         others = {place: each for place, each in enumerate(messages) if each["role"] not in ("user", "assistant")}
         calls = [place for place, each in enumerate(messages) if each.get("tool_calls")]
         if not (tools or others or calls):
@@ -105,21 +106,22 @@ class TemplateRenderer:
                 raise ValueError(f"messages[{place}]: {nowhere} the role {message['role']!r}; say it as the user")
 
     def _source(self, tools: Sequence[Tool] | None) -> str:
-        """Of the template, of which a model may have one of its own for tools."""
+        """The source of the chat template. A model may have another template for conversations with tools."""
         own = self._options.get("chat_template")
         return str(self.tokenizer.get_chat_template(own, tools=list(tools) if tools else None))
 
     @cached_property
     def _begins_thought(self) -> bool:
-        """Whether a prompt ends within a thought, so that what is sampled has its end alone."""
+        """Whether a prompt ends inside of a thought, so that an answer contains only the thought's end tag."""
         return self._text([{"role": "user", "content": "?"}], None, True).rstrip().endswith(_THINK)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _behind(self, ids: list[int], text: str, whole: str) -> list[int]:
-        """What `whole` has behind `text`, whose tokens are `ids`. Read with what is before it: tokenizers as Mistral's
-        put a space before a text that nothing is before. By itself where the last of `ids` would be another token."""
+        """The tokens of `whole` after its beginning `text`, whose tokens are `ids`. `whole` is tokenized in one piece,
+        because tokenizers such as Mistral's put a space before the first word of a text. If that changes the tokens of
+        `text`, the rest is tokenized alone."""
         found = self._ids(whole)
         return found[len(ids) :] if found[: len(ids)] == ids else self._ids(whole[len(text) :])
 
@@ -144,7 +146,7 @@ class TemplateRenderer:
         return [*previous_prompt_ids, *previous_completion_ids, *added]
 
     def _behind_an_answer(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[int] | None:
-        """What the template puts behind any answer that `messages` follow; None if that hangs on the answer."""
+        """The tokens that the template puts between any answer and `messages`; None if they depend on the answer."""
         try:
             text = self._text([*_HEAD, *messages], tools, True)
         except Exception:  # a template may refuse a result whose call it is not shown; the whole conversation has it
@@ -154,28 +156,27 @@ class TemplateRenderer:
 
     @cached_property
     def _last_end(self) -> int | None:
-        """What the template puts behind an answer that nothing follows, where that is special.
-        In a history gpt-oss's has another."""
+        """The special token that the template puts after the last answer of a conversation, if there is one. gpt-oss
+        writes another one after earlier answers."""
         behind = self._ids(self._text(_HEAD, None, False).partition(_SAMPLED)[2])
         return next((token for token in behind if token in self.tokenizer.all_special_ids), None)
 
     def _closing(self, messages: Sequence[Message], index: int, tools: Sequence[Tool] | None) -> list[int]:
-        """What ends an answer that the template leaves open: the mark of who speaks next, as GLM's. Nothing where that
-        is no special token."""
+        """The token that ends an answer which the template does not end itself: the mark of the next speaker, as in
+        GLM's. Empty if that mark is no special token."""
         asked = {"role": "tool" if messages[index].get("tool_calls") else "user", "content": "?"}
         following = messages[index + 1] if index + 1 < len(messages) else asked
-        if following["role"] in ("assistant", "system"):  # whom no model lets speak by itself
+        if following["role"] in ("assistant", "system"):  # no model lets these follow an answer
             return []
         mark = (self._behind_an_answer([following], tools) or [])[:1]
         return [token for token in mark if token in self.tokenizer.all_special_ids]
 
     def get_stop_token_ids(self) -> list[int]:
-        """What ends an answer, and a call of a tool, as the template writes it; nothing where that is no special
-        token."""
+        """The special tokens with which the template ends an answer and a tool call; empty if it uses none."""
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
         ends = set[int]()
         for said in ({"content": "!"}, {"content": "!", "tool_calls": [call]}):
-            with suppress(Exception):  # a template that puts no answer behind its prompt, or refuses calls
+            with suppress(Exception):  # fails if the template puts no answer after its prompt, or refuses tool calls
                 [(ids, sampled)] = self.example([{"role": "user", "content": "?"}, {"role": "assistant", **said}])
                 ends.add(ids[max(place for place, own in enumerate(sampled) if own)])
         return sorted(ends.intersection(self.tokenizer.all_special_ids))
@@ -186,7 +187,8 @@ class TemplateRenderer:
         closed = _END_OF_THOUGHT in text
         if (closed or not ended) and not text.lstrip().startswith(_THINK) and self._begins_thought:
             text = _THINK + text
-        if not closed and not ended and text.lstrip().startswith(_THINK):  # cut off within it
+        # the answer was cut off inside of its thought
+        if not closed and not ended and text.lstrip().startswith(_THINK):
             text += _END_OF_THOUGHT
         thought = _THOUGHT.match(text)
         rest = text[thought.end() :] if thought else text
@@ -228,8 +230,8 @@ class TemplateRenderer:
 
 
 def _behind_thought(message: Message, prompt: str, whole: str) -> str:
-    """`whole` with its last answer behind `prompt`, where that ends within a thought that the template goes on with in
-    another form, or leaves out: as a model answers that thinks what `message` says, or nothing."""
+    """`whole` with its last answer put directly after `prompt`, if the prompt ends inside of a thought that the
+    template would write differently, or drop, once it is answered. The thought is the one in `message`, or empty."""
     before, begun, space = prompt.rpartition(_THINK)
     if whole.startswith(prompt) or not begun or space.strip() or not whole.startswith(before):
         return whole
@@ -242,8 +244,9 @@ def _behind_thought(message: Message, prompt: str, whole: str) -> str:
 
 
 def _behind_last(last: Message, prompt: str, whole: str) -> str:
-    """`whole` with its last answer behind `prompt`, where the template writes a prompt otherwise once it is answered:
-    Mistral's shows a system's message with the `last` one alone. `whole` where its answer cannot be told apart."""
+    """`whole` with its last answer put directly after `prompt`, if the template writes the same messages differently
+    before and after the answer: Mistral's shows the system message only with the last user message. `whole` unchanged
+    if the answer cannot be told apart."""
     text = text_of(last).strip()
     _, found, behind = prompt.rpartition(text) if text else ("", "", "")
     if not found or not behind.strip():
@@ -254,8 +257,8 @@ def _behind_last(last: Message, prompt: str, whole: str) -> str:
 
 
 def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
-    """How many tokens of an answer are sampled: to its last special one, behind which the template adds its own. 0 for
-    one without: its end is not in it."""
+    """How many tokens of an answer are sampled: up to its last special token, since the template adds more after it. 0
+    if it has no special token: the end of the answer is then not part of it."""
     return max((place + 1 for place, token in enumerate(answer) if token in special), default=0)
 
 
@@ -267,7 +270,8 @@ def _check_roles(messages: Sequence[Message]) -> None:
 
 
 def _shown(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: text in one piece, arguments of calls as objects, and nothing that is None."""
+    """A message in the form that templates expect: text in one piece, arguments of calls as objects, no field that is
+    None."""
     shown = {name: value for name, value in message.items() if value is not None} | {"content": text_of(message)}
     if calls := shown.get("tool_calls"):
         shown["tool_calls"] = [_with_arguments(call) for call in calls]
@@ -275,7 +279,7 @@ def _shown(message: Message) -> dict[str, Any]:
 
 
 def _with_arguments(call: Any) -> Any:
-    """A call, or its `function`, whose arguments are not the text of JSON that OpenAI's API has them in."""
+    """A call, or its `function`, whose arguments are an object instead of the JSON text that OpenAI's API uses."""
     if not isinstance(call, Mapping):
         return call
     if "function" in call:
@@ -287,7 +291,8 @@ def _with_arguments(call: Any) -> Any:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message whose content may be parts, as OpenAI writes it. Raises ValueError for what is no text."""
+    """The text of a message whose content may be parts, as OpenAI writes it. Raises ValueError if a part is not
+    text."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""
@@ -302,7 +307,7 @@ def text_of(message: Message) -> str:
 
 
 def _apart(text: str) -> tuple[str, list[str]]:
-    """What is said beside calls of tools, and the calls. In one pass: a model may begin calls over and over and end
+    """The text beside tool calls, and the calls. The text is read in one pass: a model may open many calls and close
     none, and all other rollouts wait meanwhile."""
     said, calls, at = list[str](), list[str](), 0
     while (begun := _CALL.search(text, at)) and (ended := _CALLED.search(text, begun.end())):
@@ -316,7 +321,7 @@ def _tool_call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
-        json.dumps(arguments, allow_nan=False)  # what Python reads as numbers, and JSON has not
+        json.dumps(arguments, allow_nan=False)  # Python writes NaN as a number, JSON has none
     except (ValueError, KeyError, AttributeError, RecursionError):
         return ToolCall("", None)
     return ToolCall(str(name), arguments if isinstance(arguments, dict) else None)

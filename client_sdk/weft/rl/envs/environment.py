@@ -1,4 +1,4 @@
-"""Environments: tasks, and what makes rollouts of one. `function` and `prompts` are those that need nothing else."""
+"""Environments: tasks, and how rollouts of a task are made. `function` and `prompts` need no other package."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger("weft")
 
 @dataclass(frozen=True)
 class Reward:
-    """What a rollout earned, and whatever else is worth a curve."""
+    """What a rollout earned, and other numbers worth a curve."""
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-#: What a rollout comes to: a reward, or why there is none.
+#: The outcome of a rollout: its reward, or the error because of which it has none.
 Outcome = Reward | BaseException
 
 
@@ -37,9 +37,9 @@ class Environment(Protocol):
     """Tasks, and how to try one several times at once."""
 
     tasks: Sequence[Any]
-    #: What a rollout is expected to take, for `estimate`.
+    #: The expected tokens and turns of a rollout, for `estimate`.
     expected: Size | None
-    #: In place of the loop's, for a mixture of environments.
+    #: Replaces the loop's advantage, in a mixture of environments.
     advantage: Advantage | None
 
     async def group(self, task: Any, chats: Sequence[Chat]) -> list[Outcome]:
@@ -49,8 +49,8 @@ class Environment(Protocol):
 
 Solve = Callable[..., Awaitable[Any]]
 
-#: A rollout's time is counted in so many pieces: while nothing runs here (another's reward computes for long, the
-#: machine sleeps), however long that is, one of them passes.
+#: A rollout's time limit is counted in this many pieces. However long this process stands still (another rollout's
+#: reward computes, the machine sleeps), only one piece passes.
 PIECES = 60
 
 
@@ -92,13 +92,14 @@ class Function:
                     self.timeout_s,
                 )
                 return earned
-            if not limit.expired():  # of something that solve waited for
+            if not limit.expired():  # the TimeoutError came from something that solve waited for
                 return error
             return TimeoutError(
                 f"solve took longer than {self.timeout_s} s, after {chat.turns} turns; what samples wait at the"
                 " server counts: a larger timeout_s, or fewer groups at a time (concurrency=rl.Concurrency())"
             )
-        except (Exception, asyncio.CancelledError) as error:  # one rollout's own: the group is trained without it
+        # an error of this rollout alone: the group is trained without it
+        except (Exception, asyncio.CancelledError) as error:
             return own(error)
 
 
@@ -106,14 +107,14 @@ async def _solved(solving: Any, limit: asyncio.Timeout) -> Reward:
     if not inspect.isawaitable(solving):
         raise TypeError(f"solve must be an async function (async def solve(task, chat)); it returned {solving!r:.80}")
     found = await solving
-    if limit.expired():  # code that goes on from whatever ends it has gone on from this
+    if limit.expired():  # solve caught the cancellation at the time limit, and went on
         raise TimeoutError
     return reward_of(found)
 
 
 def own(error: Exception | asyncio.CancelledError) -> Exception:
-    """What ended a rollout, as its error. A cancellation is one where something that its code waited for was cancelled;
-    raised where the rollout itself is."""
+    """The error that ended a rollout. A cancellation becomes a RuntimeError if only something that the rollout's code
+    waited for was cancelled; it is raised if the rollout itself was cancelled."""
     if isinstance(error, Exception):
         return error
     task = asyncio.current_task()
@@ -124,7 +125,7 @@ def own(error: Exception | asyncio.CancelledError) -> Exception:
 
 @asynccontextmanager
 async def _within(timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """`asyncio.timeout` of time in which this process runs."""
+    """`asyncio.timeout`, counting only time in which this process runs."""
 
     async def lapse(seconds: float) -> None:
         for _ in range(PIECES):
@@ -151,7 +152,7 @@ def function(
     advantage: Advantage | None = None,
 ) -> Function:
     """An environment of one's own code. `tools` are the JSON schemas that the chat template shows the model.
-    `timeout_s` is of one rollout, by the clock: what samples wait at the server, and it for a sandbox, counts."""
+    `timeout_s` limits one rollout by the wall clock, including its waits for samples and for a sandbox."""
     return Function(solve, tasks, tools, timeout_s, sandboxes, expected, advantage)
 
 
@@ -214,7 +215,8 @@ def prompts(
 
 
 def reward_of(found: Any) -> Reward:
-    """What `solve` or a reward function returned, in plain numbers. Raises where that is no number to learn from."""
+    """The result of `solve` or of a reward function as a `Reward` of plain numbers. Raises if it is no finite
+    number."""
     given = found if isinstance(found, Reward) else Reward(found)
     try:
         reward = Reward(_number(given.value), {name: _number(value) for name, value in given.metrics.items()})
@@ -226,14 +228,14 @@ def reward_of(found: Any) -> Reward:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str | bytes):  # which float reads, too
+    if isinstance(value, str | bytes):  # float() would accept these, too
         raise TypeError
     return float(value)
 
 
 def checked(outcome: Outcome, chat: Chat) -> Outcome:
-    """The outcome of whichever environment: a reward that cannot be learnt from is an error of its rollout, and so is
-    what ended a sample of it, though code that goes on from any error has made a reward of it."""
+    """The outcome of one rollout, from any environment. It becomes an error if its reward cannot be learnt from, or if
+    a sample of it failed although its code caught that error and returned a reward."""
     if chat.ended:
         return next((error for error in chat.ended if is_fatal(error)), chat.ended[0])
     try:

@@ -39,7 +39,7 @@ def verifiers(
 
 
 class Verifiers:
-    """Its training rows as tasks, its rollouts and its rubric."""
+    """The environment's training rows as tasks; rollouts and rewards are its own."""
 
     def __init__(self, env: Any, sampling: dict[str, Any], expected: Size | None, advantage: Advantage | None) -> None:
         self.env, self.sampling, self.expected, self.advantage = env, sampling, expected, advantage
@@ -57,14 +57,16 @@ class Verifiers:
                 [types.RolloutInput(**task)], client, "weft", dict(self.sampling), state_columns=["trajectory"]
             )
         except (Exception, asyncio.CancelledError) as error:
-            return own(error)  # of a sample that failed, the chat has its own: verifiers keeps the text alone
+            # verifiers keeps only the text of an error, so a failed sample's own error is taken from the chat
+            return own(error)
         if done.get("error") is not None:
             return RuntimeError(f"verifiers: {done['error']}")
         return Reward(float(done["reward"]), {name: float(v) for name, v in (done.get("metrics") or {}).items()})
 
 
 def _client(chat: Chat) -> Any:
-    """A `verifiers.clients.Client` that samples through `chat`, or an agent of it where a conversation is new."""
+    """A `verifiers.clients.Client` that samples through `chat`; a conversation that it has not seen gets an agent of
+    it."""
     clients, errors, types = (importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types"))
 
     class ChatClient(clients.Client):  # type: ignore[misc, name-defined]
@@ -93,16 +95,16 @@ def _client(chat: Chat) -> Any:
             self.held = [pair for pair in self.held if pair[1] is not talk]
             try:
                 reply = await talk.add(*prompt[len(known) :]).sample(sampling_args.get("max_tokens"))
-            except ContextFullError as error:  # which ends a rollout there, and is scored
+            except ContextFullError as error:  # verifiers ends the rollout on this error, and scores it
                 raise errors.OverlongPromptError from error
-            except Exception:  # the chat has read it: who asks again goes on from there
+            except Exception:  # the chat has read the messages: another try goes on from there
                 self.held.append((list(prompt), talk))
                 raise
             self.held.append(([*prompt, _said(reply)], talk))
             return reply
 
         async def raise_from_native_response(self, response: Any) -> None:
-            """Our samples raise by themselves."""
+            """Nothing to raise: failed samples raise by themselves."""
 
         async def from_native_response(self, reply: Reply) -> Any:
             return _response(types, reply)

@@ -1,4 +1,4 @@
-"""One loop at a time trains a run: gradients add up on it until the next step, whosever that is."""
+"""One loop at a time may train a run: gradients add up on the run until the next step, whichever loop takes it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.rl import checks
 from weft.training_client import TrainingClient
 
 _lock = threading.Lock()
-_trained = set[int]()  # ids: a run lives as long as its loop
+_trained = set[int]()  # ids of runs being trained; an id lives as long as its loop
 
 
 @contextmanager
 def alone(run: TrainingClient) -> Iterator[None]:
-    """Raises WeftError where another loop of this process, in whichever thread, trains `run` already; TypeError for
-    what is no run."""
+    """Mark `run` as trained by this loop for the block. Raises WeftError if another loop of this process already trains
+    it, in any thread; TypeError if it is no run."""
     checks.does("run", run, "get_info_async", "service.create_lora_training_client(...)")
     with _lock:
         if id(run) in _trained:

@@ -1,4 +1,4 @@
-"""A batch of groups: its data, and what to show of it."""
+"""A batch of groups: its training data and its metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.wire.inputs import Datum
 Reduce = Literal["tokens", "rollouts", "sum"]
 #: The largest number of float32, in which data hold advantages.
 MOST = float(np.finfo(np.float32).max)
-#: More inputs of a datum, before its loss takes it.
+#: Gives further inputs of a datum, before the loss takes it.
 More = Callable[[Datum], Mapping[str, Any]]
 
 
@@ -50,10 +50,11 @@ class Batch:
         advantages: Mapping[str, Advantage] | None = None,
         more: More | None = None,
     ) -> list[Datum]:
-        """What `loss` takes. Rollouts without advantage are left out, as they would only be paid for, unless it learns
-        from them, too (`Loss.all_data`).
+        """The batch as data for `loss`. Rollouts with advantage 0 are left out, since they would cost money and teach
+        nothing, unless the loss learns from them, too (`Loss.all_data`).
 
-        `advantages` replaces `advantage` for groups of these environments."""
+        `advantages` replaces `advantage` for groups of these environments.
+        """
         made: list[Datum] = []
         for group in self.groups:
             own = (advantages or {}).get(group.source, advantage)
@@ -71,7 +72,7 @@ class Batch:
         found = {
             name: _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]) for name in names
         }
-        found |= {  # last: an environment's metric takes none of their names
+        found |= {  # set last, so that no metric of an environment replaces these
             "reward": _mean([rollout.reward for rollout in rollouts]),
             "rollouts": float(len(rollouts)),
             "tokens/rollout": _mean([rollout.sampled for rollout in rollouts]),
@@ -95,7 +96,8 @@ def _advantages(group: Group, advantage: Advantage, penalty: Penalty | None) -> 
 
 
 def _one_each(what: str, found: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """`found`, which is a function of the user's own. Raises ValueError where no datum can hold it, in float32."""
+    """`found` as floats. It comes from a function of the user: raises ValueError unless it has one finite float32 for
+    each reward."""
     values = [float(value) for value in found]
     if len(values) != len(rewards) or not all(abs(value) <= MOST for value in values):
         raise ValueError(
@@ -106,7 +108,7 @@ def _one_each(what: str, found: Sequence[float], rewards: Sequence[float]) -> li
 
 
 def denominator(data: Sequence[Datum], reduce: Reduce) -> float:
-    """What the sum over these data of `rollout.data_of` is divided by."""
+    """The divisor for the summed loss of these data, by `reduce`."""
     if reduce == "sum":
         return 1.0
     if reduce == "rollouts":

@@ -23,11 +23,11 @@ from weft.training_client import TrainingClient
 from weft.wire.shown import arguments
 from weft.wire.weights import SaveWeightsRequest
 
-#: What the server takes as a checkpoint's metadata, less what is in it besides the state.
+#: How many bytes of a checkpoint's metadata the server leaves for the loop's state.
 MAX_STATE_BYTES = 16_000
 _NAME, _STATE, _STEP = "weft.rl", "weft.rl.state", "weft.rl.step"
 _PAGE = 100
-#: The step of a checkpoint that is not gone on with: it tells what a loop has spent that was refused.
+#: The step of a checkpoint that is never resumed: it only records what a refused loop has spent.
 _REFUSED = -1
 
 logger = logging.getLogger("weft")
@@ -42,7 +42,7 @@ class Checkpoints:
     ttl_seconds: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what the server would refuse, at the first save, with the steps before it lost."""
+        """Refuse here what the server would refuse at the first save, when the steps before it would be lost."""
         checks.count("every", self.every)
         with arguments(path="name"):
             SaveWeightsRequest(model_id="", path=self._named(0), ttl_seconds=self.ttl_seconds)
@@ -51,13 +51,14 @@ class Checkpoints:
         return f"{self.name}-{step:06d}"
 
     async def save(self, run: TrainingClient, step: int, state: Mapping[str, Any], began: str | None) -> str:
-        """Save the run after `step` steps; the checkpoint's path. `began` is that which this life has begun with.
-        Raises WeftError where another loop has come as far under this name: which the next life goes on with would be
-        chance, and what the other has spent would count for none."""
+        """Save the run after `step` steps; returns the checkpoint's path. `began` is the checkpoint that this life
+        resumed from. Raises WeftError if another loop has saved as many steps under this name: which of the two the
+        next life resumes would be chance, and the spending of the other would be lost."""
         found = await self.newest(run.create_rest_client())
         if found is not None and found[0] != began and found[1]["step"] >= step:
             run_id = (await run.get_info_async()).model_id
-            if _most(found[1]["elsewhere"], state) != found[1]["elsewhere"]:  # by no run's usage will it be found
+            # nothing else records this spending: no run is billed for it
+            if _most(found[1]["elsewhere"], state) != found[1]["elsewhere"]:
                 await self._put(run, step, {**state, "step": _REFUSED})
             raise WeftError(
                 f"another loop saves under {self.name!r}: {found[0]} is of step {found[1]['step']}, this loop came to"
@@ -75,14 +76,16 @@ class Checkpoints:
         return saved.path
 
     async def newest(self, rest: RestClient) -> tuple[str, dict[str, Any]] | None:
-        """Path and state of the checkpoint of this name with the most steps; of several, the last that was saved. Its
-        `runs`, and what was paid `elsewhere`, are those of all: a loop beside it that was refused has spent, too."""
+        """Path and state of the checkpoint of this name with the most steps; among equals, the last that was saved. Its
+        `runs` and `elsewhere` are joined from all checkpoints of the name: a loop that was refused beside it has spent
+        money, too."""
         best: tuple[int, str, dict[str, Any]] | None = None
         runs, elsewhere = list[str](), dict[str, int]()
         offset, last = 0, ""
         while True:
             listed = (await rest.list_user_checkpoints(_PAGE, offset)).checkpoints
-            if last and last not in [each.tinker_path for each in listed]:  # newer ones went: some were passed over
+            # newer checkpoints were deleted meanwhile, so the pages have shifted
+            if last and last not in [each.tinker_path for each in listed]:
                 offset, last = 0, ""
                 continue
             for each in listed:
@@ -104,15 +107,16 @@ def _together(runs: list[str], more: list[str]) -> list[str]:
 
 
 def _most(elsewhere: Mapping[str, int], state: Mapping[str, Any]) -> dict[str, int]:
-    """What was paid elsewhere, in nano-dollars, by run: each run's last word. "" is for lives that told their sum."""
+    """Spending billed to no run, in nano-dollars, by the run of the life that paid: the largest sum that each has
+    recorded. The key "" is for older states, which have one sum."""
     told: Mapping[str, int] = state.get("elsewhere") or {"": state.get("elsewhere_nusd", 0)}
     most = {run: max(elsewhere.get(run, 0), paid) for run, paid in told.items() if paid}
     return {**elsewhere, **most}
 
 
 def _fitting(state: Mapping[str, Any]) -> str:
-    """`packed`, without what the largest sources remember where that is more than a checkpoint keeps: the run that
-    would end for it is worth more. Raises WeftError where something else is too large."""
+    """`packed`, dropping the state of the largest task sources until it fits into a checkpoint: losing it is better
+    than ending the run. Raises WeftError if the rest is too large."""
     text, rollouts = packed(state), state.get("rollouts", {})
     sources = dict(rollouts.get("sources", {}))
     while len(text) > MAX_STATE_BYTES and sources:
@@ -132,7 +136,7 @@ def _fitting(state: Mapping[str, Any]) -> str:
 
 
 def packed(state: Mapping[str, Any]) -> str:
-    """A loop's state as a checkpoint's metadata take it."""
+    """A loop's state as text for a checkpoint's metadata."""
     return base64.b85encode(zlib.compress(json.dumps(state).encode(), 9)).decode()
 
 
@@ -142,14 +146,14 @@ def _unpacked(text: str) -> dict[str, Any]:
 
 
 def tell_resumed(checkpoint: Checkpoints | None, path: str, step: int, steps: int) -> None:
-    """Going on is told, since a name that was used before is also how nothing seems to happen."""
+    """Log that the loop resumes: a name used before could otherwise look as if nothing happened."""
     assert checkpoint is not None
     rest = "goes on from there" if step < steps else "has nothing left to do: more steps, or another name"
     logger.warning("%r was saved after step %d of %d (%s), and %s", checkpoint.name, step, steps, path, rest)
 
 
 def advantage_state(advantage: Callable[..., Any]) -> Mapping[str, Any] | None:
-    """What an advantage remembers, if it does (`RunningBaseline`)."""
+    """The state of an advantage that has one (`RunningBaseline`)."""
     return advantage.state_dict() if isinstance(advantage, _Remembers) else None
 
 

@@ -49,22 +49,22 @@ def conversations(
 
 @contextmanager
 def in_row(number: int) -> Iterator[None]:
-    """Names the row that a template refuses, or that is no conversation: one of a hundred thousand, perhaps."""
+    """Raise errors in the block with the number of the row: it may be one of a hundred thousand."""
     try:
         yield
-    except Exception as error:  # templates raise their own, and jinja what they meet
+    except Exception as error:  # chat templates raise errors of their own, and jinja any other
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"rows[{number}]: {what}") from error
 
 
 def supervised(ids: Sequence[int], trained: Sequence[bool]) -> Datum:
-    """A datum of cross entropy whose weights are 1 on what is trained."""
+    """A datum for cross entropy: weight 1 on the trained tokens, 0 elsewhere."""
     weights = np.asarray(trained[1:], np.float32)
     inputs = {"target_tokens": list(ids[1:]), "weights": weights}
     return Datum(ModelInput.from_ints(list(ids[:-1])), inputs)
 
 
 def scaled(datum: Datum, by: float) -> Datum:
-    """The datum, each of its weights times `by`."""
+    """The datum with all weights multiplied by `by`."""
     weights: Any = datum.loss_fn_inputs["weights"].to_numpy()
     return Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": weights * np.float32(by)})

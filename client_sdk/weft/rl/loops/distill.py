@@ -101,7 +101,8 @@ class _Distill(Loop):
         return [_taught(self.loss, datum, ref, gap, 1 / whole) for datum, (ref, gap) in zip(data, scored, strict=True)]
 
     def _readable(self, pairs: list[tuple[Any, Datum]]) -> list[tuple[Any, Datum]]:
-        """What the teacher has room for, with its hint; the first that it has not is told."""
+        """The pairs that, with the hint, fit into the teacher's context; the others are left out, counted and, the
+        first time, logged."""
         lengths = [len(self._hint_ids(task)) + datum.model_input.length + 1 for task, datum in pairs]
         before, self._too_long = self._too_long, sum(length > self._context for length in lengths)
         if self._too_long and not before:
@@ -114,7 +115,7 @@ class _Distill(Loop):
         return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= self._context]
 
     async def _score(self, task: Any, datum: Datum) -> tuple[Any, Any]:
-        """The teacher's logprob of each target, and what it has more than the policy's where a token was drawn."""
+        """The teacher's logprob of each target and, where the token was drawn, how far it is above the policy's."""
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
         before = self._hint_ids(task)
         whole = [*before, *datum.model_input.to_ints(), int(targets[-1])]

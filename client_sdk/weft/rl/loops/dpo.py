@@ -90,7 +90,7 @@ def dpo(
     going = checks.recipe(Recipe, recipe)
     checks.does("reference", reference, "get_base_model_async", "service.create_sampling_client(...)")
     context, asked = _Scorer(reference), wait(money.prices_of(reference))
-    known: dict[int, tuple[float, float]] = {}  # what the reference gives each pair, by its id
+    known: dict[int, tuple[float, float]] = {}  # the reference's two sums for each pair, by the pair's id
 
     def backward(batch: Sequence[Pair], purse: Purse) -> Shown:
         flat = [datum for pair in batch for datum in pair.data]
@@ -101,7 +101,7 @@ def dpo(
         purse.pay(asked.price(prefill=scored, sample=len(new)) + 4 * len(new), elsewhere=True)
         purse.pay(purse.price(prefill=tokens, train=tokens) + 4 * len(flat))
         known.update(zip(map(id, unknown), context.scores(new), strict=True))
-        for pair in unknown:  # data that are made when they are asked for do not last, and others get their ids
+        for pair in unknown:  # pairs that are made on access do not stay alive, and later ones could get their ids
             weakref.finalize(pair, known.pop, id(pair), None)
         lps = _sums(flat, run.forward(flat, "cross_entropy").result().loss_fn_outputs)
         margins = np.asarray([_margin(known[id(pair)], *lps[2 * i : 2 * i + 2]) for i, pair in enumerate(batch)])
@@ -128,13 +128,13 @@ def dpo(
 
 
 class _Scorer:
-    """Logprobs that a sampler gives to answers."""
+    """Computes logprobs of answers with a sampler."""
 
     def __init__(self, sampler: SamplingClient) -> None:
         self._sampler = sampler
 
     def scores(self, data: Sequence[Datum]) -> list[tuple[float, float]]:
-        """Of data in pairs: the sum over what each weighs."""
+        """For data in pairs: the sum of the logprobs over the weighted tokens of each."""
 
         async def all_of() -> list[float]:
             return list(await asyncio.gather(*(self._one(datum) for datum in data)))

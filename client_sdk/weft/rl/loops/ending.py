@@ -1,4 +1,4 @@
-"""Loops that are called from ordinary code."""
+"""Running a loop's coroutine from code without an event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 def to_end(work: Coroutine[Any, Any, T], instead: str) -> T:
-    """The result of `work`, in an event loop of its own. Raises RuntimeError where one runs, as in a notebook."""
+    """The result of `work`, run in an event loop of its own. Raises RuntimeError if a loop already runs, as in a
+    notebook."""
     if _running():
         work.close()
         raise RuntimeError(f"an event loop is running here already, as in a notebook: await {instead}(...) instead")

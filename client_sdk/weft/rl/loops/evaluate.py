@@ -22,7 +22,8 @@ from weft.wire.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every `every` steps, and after the last: `size` rollouts of each of `tasks`, all of `env`'s by default."""
+    """When and what to evaluate: every `every` steps and after the last step, `size` rollouts of each of `tasks` (by
+    default all tasks of `env`)."""
 
     env: Environment
     every: int = 20
@@ -38,15 +39,16 @@ class Evaluation:
             checks.tasks(self.tasks)
 
 
-#: Rollouts at a time, as of a step of training unless it is told otherwise: more would only wait for each other at the
-#: server, while the time that each of them has runs.
+#: How many rollouts of an evaluation run at a time: as many as a default training step has. More would only wait for
+#: each other at the server, while their time limits run.
 AT_A_TIME = Groups().batch * Groups().size
-#: Entered for each task: as many at a time as there is room for.
+#: A semaphore that is entered for each task.
 Places = AbstractAsyncContextManager[Any]
 
 
 async def places(evaluation: Evaluation, kept: int = 0) -> Places:
-    """Room for tasks beside `kept` sandboxes of training. Raises SandboxError where there is none for one task."""
+    """A semaphore for as many tasks at a time as there are sandboxes beside the `kept` ones of training. Raises
+    SandboxError if there are not enough for one task."""
     rollouts, sandboxes = AT_A_TIME, getattr(evaluation.env, "sandboxes", None)
     if sandboxes is not None:
         await require(sandboxes, kept + evaluation.size)
@@ -55,7 +57,7 @@ async def places(evaluation: Evaluation, kept: int = 0) -> Places:
 
 
 async def policy_of(weights: TrainingClient | SamplingClient) -> Policy:
-    """Samples of a run's weights as they are now, or of a sampler, with the base model's own chat template."""
+    """A policy that samples a run's present weights, or a sampler, with the base model's own chat template."""
     if not isinstance(weights, SamplingClient):
         weights = await weights.save_weights_and_get_sampling_client_async()
     model = await sampler_limits(weights)
@@ -72,8 +74,8 @@ async def evaluate(
 ) -> dict[str, float]:
     """Means over the rollouts; those that fail earn nothing and are counted. `policy` may be a run, of which a snapshot
     is taken, or any sampler: `service.create_sampling_client(model_path=...)`. Tasks wait for `room` (by default for
-    AT_A_TIME rollouts, within what the quota of their sandboxes leaves). Raises what any other rollout would meet, too:
-    a budget that is spent, a key that is refused."""
+    AT_A_TIME rollouts, within what the quota of their sandboxes leaves). Raises errors that every rollout would meet: a
+    spent budget, a refused key."""
     of = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()

@@ -1,5 +1,5 @@
-"""Why rollouts failed: the first of each kind is told, the rest is counted in the curves. And groups that come to
-nothing, one after another."""
+"""Failures of rollouts: the first of each kind is logged, all are counted in the curves; and rows of groups that came
+to nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RolloutsFailedError(WeftError):
 
 
 class Failures:
-    """Warns of each kind of error once. What the loop ends by itself is none."""
+    """Logs the first error of each kind. A sample that the loop made stale is no failure."""
 
     def __init__(self) -> None:
         self._seen: set[type[BaseException]] = set()
@@ -30,17 +30,17 @@ class Failures:
 
 
 class InARow:
-    """Groups that came to nothing since one did better: without a rollout, or rejected by a filter."""
+    """Counts groups in a row that came to nothing: all their rollouts failed, or a filter rejected them."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._failed = self._rejected = 0
 
     def failed(self, error: Exception, what: str = "a group") -> Exception | None:
-        """A group without a rollout. The next may do better; when none does, the loop must not go on silently: what it
-        ends with."""
+        """Count a group without any good rollout. Returns the error that the loop should end with: a fatal one at once,
+        another after so many failed groups in a row; else None."""
         self._failed += 1
-        if is_fatal(error):  # the loop ends with that, and tells it
+        if is_fatal(error):  # the loop ends with this error, and reports it
             return error
         logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
         if self._failed < max(4, self._batch):
@@ -53,7 +53,8 @@ class InARow:
         self._failed = 0
 
     def rejected(self, why: str, rewards: Sequence[float]) -> None:
-        """A group that no batch gets. Rejecting goes on as long as it takes, and costs: so it is told."""
+        """Count a group rejected by a filter. Rejections have no limit, but they cost money, so they are logged now and
+        then."""
         self._rejected += 1
         if self._rejected % (4 * self._batch) == 0:
             logger.warning(

@@ -1,4 +1,4 @@
-"""Several environments that train together: what each tries next, and how often its turn comes."""
+"""Several environments trained together: whose turn it is, and which task each tries next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("weft")
 
 @dataclass
 class Mixed:
-    """An environment of a mixture, and what it tries next."""
+    """An environment of a mixture, and the source of its tasks."""
 
     env: Environment
     source: Source
@@ -25,7 +25,7 @@ class Mixed:
 def mixture(
     env: Environment | Mapping[str, Environment], sources: Source | Mapping[str, Source] | None, seed: int
 ) -> dict[str, Mixed]:
-    """Environments by name, "" where there is one; `sources` are those that do not shuffle."""
+    """Environments by name ("" for a single one), each with its task source: that in `sources`, else a shuffled one."""
     named = dict(env) if isinstance(env, Mapping) else {"": env}
     for each in named.values():
         checks.does("env", each, "group", "rl.prompts(tasks, reward)")
@@ -39,7 +39,7 @@ def mixture(
 
 
 def ratios_of(envs: Mapping[str, Mixed], ratios: Mapping[str, float] | None) -> Ratios:
-    """Equal shares where nothing is said; else a share for each, which may be 0."""
+    """The share of each environment: equal by default, else as given, where 0 leaves one out."""
     given = ratios or dict.fromkeys(envs, 1.0)
     _known("ratios", given, envs)
     if missing := [name for name in envs if name not in given]:
@@ -49,8 +49,8 @@ def ratios_of(envs: Mapping[str, Mixed], ratios: Mapping[str, float] | None) -> 
 
 @dataclass(frozen=True, order=True)
 class Try:
-    """A task that a group tries. `number` counts the draws, and the group's samples are seeded by it: what is tried
-    again in another life is drawn as it would have been."""
+    """A task drawn for a group. `number` counts the draws and seeds the group's samples, so a task that a resumed loop
+    tries again gets the same random numbers."""
 
     number: int
     name: str
@@ -58,7 +58,8 @@ class Try:
 
 
 class Tries:
-    """What is tried next: first what an earlier life has not ended, then what ratios and sources draw."""
+    """The order of tasks: first those that an earlier life left unfinished, then draws from the ratios and the
+    sources."""
 
     def __init__(self, envs: Mapping[str, Mixed], ratios: Mapping[str, float] | None) -> None:
         self._envs, self._ratios = envs, ratios_of(envs, ratios)
@@ -72,7 +73,7 @@ class Tries:
         return Try(self._draws, name, self._envs[name].source.draw())
 
     def state_dict(self, tried: Iterable[Try]) -> dict[str, Any]:
-        """`tried` has not ended, and is tried again."""
+        """The state, in which the unfinished `tried` are to be drawn again."""
         return {
             "ratios": self._ratios.state_dict(),
             "sources": {name: each.source.state_dict() for name, each in self._envs.items()},
@@ -81,7 +82,7 @@ class Tries:
         }
 
     def _remember(self, name: str, state: Mapping[str, Any]) -> None:
-        """What the source of an earlier life has told its next, unless it was one of another kind."""
+        """Load the state of an earlier life's source, unless that source was of another kind."""
         source = self._envs[name].source
         try:
             source.load_state_dict(dict(state))
@@ -96,7 +97,7 @@ class Tries:
         for name, source in state["sources"].items():
             if name in self._envs:
                 self._remember(name, source)
-        # Older clients have saved no numbers: theirs go on from that of the last group.
+        # States of older clients have no draw numbers: there the numbers go on from that of the last group.
         self._draws = int(state.get("draws", state["pacer"]["numbers"]))
         for name, index, *number in state["again"]:
             self._draws += not number

@@ -1,4 +1,4 @@
-"""What a loop will cost, and a purse for what it does."""
+"""The estimated cost of a loop, and a purse that limits what it spends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NUSD = 10**9
 async def purse(
     run: TrainingClient, budget_usd: float | None, earlier: Sequence[str], elsewhere: Mapping[str, int]
 ) -> Purse:
-    """A purse at the prices of now. Earlier lives of the loop have cost what their runs were billed, the most that a
-    killed one has left under way can cost, and what each has paid elsewhere."""
+    """A purse at today's prices. Already spent are the bills of the loop's earlier runs, the holds of operations that a
+    killed life left under way, and `elsewhere`: spending of earlier lives that is billed to none of their runs."""
     limit = None if budget_usd is None else round(budget_usd * NUSD)
     rest, spent = run.create_rest_client(), sum(elsewhere.values())
     priced = await rest.get_prices(base_model_of(await run.get_info_async()))
@@ -35,12 +35,12 @@ async def purse(
 
 
 def paid_elsewhere(purse: Purse, earlier: Mapping[str, int], run_id: str) -> dict[str, int]:
-    """By run, this life's included."""
+    """Spending that is billed to no run, by the run of the life that paid; this life's is added."""
     return {**earlier, run_id: earlier.get(run_id, 0) + purse.elsewhere_nusd}
 
 
 async def prices_of(sampler: SamplingClient) -> Purse:
-    """A purse that tells what is asked of `sampler`, whose base model may be another than the run's."""
+    """A purse with the prices of the sampler's base model, which may differ from the run's."""
     priced = await sampler.create_rest_client().get_prices(await sampler.get_base_model_async())
     return Purse(dict[str, int](**priced.rates_uusd_per_mtok))
 
@@ -72,7 +72,8 @@ def estimate(
             )
         share = rollouts * shares[name]
         whole = size.drawn + size.read
-        # A turn reads all that came before it, which grows evenly: half of the whole, on average.
+        # Each turn reads all turns before it, and the conversation grows evenly: on average a turn reads half of the
+        # whole.
         prompts = size.read if size.turns == 1 else size.turns * whole / 2
         tokens["prefill"] += share * prompts
         tokens["sample"] += share * size.drawn

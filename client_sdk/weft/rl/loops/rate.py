@@ -55,7 +55,7 @@ def rate_of(given: float | Rate) -> Rate:
 
 
 def params_of(optim: AdamParams, rate: float | Rate, step: int) -> AdamParams:
-    """The optimizer's parameters at `step`. To be asked for before the step's gradient is sent: raises ValueError for
-    a rate that the server would refuse, and the gradient would be left to the next step."""
+    """The optimizer's parameters at `step`. Call it before the step's gradient is sent: it raises ValueError for a rate
+    that the server would refuse, and an unused gradient would be added to the next step's."""
     with arguments():
         return type(optim)(**{**dict(optim), "learning_rate": rate_of(rate)(step)})

@@ -44,14 +44,14 @@ from weft.wire.weights import SamplingClientKind
 
 logger = logging.getLogger("weft")
 
-#: How often the server is asked how long samples wait, and over which time at most, for `concurrency`.
+#: How often, and over which time at most, the server is asked how long samples wait (for `concurrency`).
 LOOK_S, WINDOW_S = 1.0, 10.0
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`batch` groups of `size` rollouts for a step. What a filter rejects stays out of training; with `refill` another
-    group takes its place, else the batch is smaller."""
+    """How many rollouts a step has: `batch` groups of `size`. Groups that a filter rejects are not trained; with
+    `refill` other groups take their places, else the batch is smaller."""
 
     batch: int = 16
     size: int = 8
@@ -67,7 +67,8 @@ class Groups:
 
 
 class Rollouts:
-    """Rollouts of one run, from `async with` on. `state_dict` says which tasks come next and the version."""
+    """The rollouts of one run, started by `async with`. `state_dict` holds the version and the tasks to be tried
+    next."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class Rollouts:
         seed: int = 0,
         batches: int | None = None,
     ) -> None:
-        """`batches`: how many will be asked for, so that nothing is sampled beyond the last. `routing_replay`: training
-        sends each token to the experts that it was sampled with, where the base model is a mixture of experts."""
+        """`batches`: how many batches will be taken, so that nothing is sampled beyond the last. `routing_replay`:
+        training sends each token to the experts that it was sampled with, if the base model is a mixture of experts."""
         self.run, self.groups, self.schedule = run, groups or Groups(), schedule or Sync()
         self.sampling = on_policy(sampling or SamplingParams())
         self.pacer = Pacer(self.schedule, self.groups.batch)
@@ -104,7 +105,7 @@ class Rollouts:
         self._chats: dict[int, list[Chat]] = {}
         self._base: int | None = None
         self._left = batches
-        self._cut_at = 0  # the newest group when the server refused a sample
+        self._cut_at = 0  # the newest group at the last refusal of a sample
         self._told, self._in_a_row = Failures(), InARow(self.groups.batch)
         self._error: Exception | None = None
         self._news = asyncio.Event()
@@ -136,11 +137,11 @@ class Rollouts:
             self._looking.cancel()
         tried = dict(self._tried)
         await self._cancel(list(self._tasks))
-        self._tried = tried  # a checkpoint that is saved after the end has these tasks tried again
+        self._tried = tried  # a checkpoint saved after the end lists these tasks as unfinished
 
     @property
     def _most_groups(self) -> int:
-        """Groups that may be under way at a time."""
+        """How many groups may be under way at a time."""
         return min(self.pacer.capacity, self._concurrency.most if self._concurrency else self.pacer.capacity)
 
     def most_of(self, sandboxes: Sandboxes) -> int:
@@ -149,8 +150,8 @@ class Rollouts:
         return self._most_groups * self.groups.size if held else 0
 
     async def _look(self, concurrency: Concurrency) -> None:
-        """Tell `concurrency` what share of their time samples wait. A limit is judged by groups that began under it:
-        those that were under way when it moved have to end first."""
+        """Tell `concurrency`, again and again, which share of their time samples wait. A new limit is judged only once
+        all groups have ended that were under way when it changed."""
         rest, run_id = self.run.create_rest_client(), (await self.run.get_info_async()).model_id
         limit, before, since = concurrency.limit, set[int](), time.monotonic()
         while True:
@@ -190,7 +191,8 @@ class Rollouts:
             await self._news.wait()
 
     async def step(self, update: Awaitable[Any] | None) -> Any:
-        """Wait for the optimizer's step and move rollouts to its weights; None: there was nothing to train on."""
+        """Wait for the optimizer step and move the rollouts to its weights. With None the batch had nothing to train
+        on."""
         if update is None:
             self._stepped(moved=False)
             return None
@@ -204,7 +206,7 @@ class Rollouts:
         return done
 
     def _stepped(self, moved: bool) -> None:
-        """The batch is done with: only now its tasks need not be tried again."""
+        """The batch is trained: only now are its tasks no longer unfinished."""
         self.pacer.stepped(moved)
         for number in self._training:
             self._tried.pop(number, None)
@@ -223,13 +225,13 @@ class Rollouts:
             self._tasks[number] = asyncio.ensure_future(self._group(number, tried))
 
     async def _group(self, number: int, tried: Try) -> None:
-        """One group, from its first sample to its reward."""
+        """Run one group, from its first sample to its rewards."""
         try:
             found = await self._roll(number, tried)
         except (Exception, asyncio.CancelledError) as cause:
             error = own(cause)
             self._tasks.pop(number, None)
-            if not is_fatal(error):  # which ends this life, and the next tries the task again
+            if not is_fatal(error):  # a fatal error ends this life: the next one tries the task again
                 self._tried.pop(number, None)
             self._count("failed_tokens", _drawn(self._chats.get(number, ())))
             self.pacer.drop(number)
@@ -238,7 +240,7 @@ class Rollouts:
             self._tasks.pop(number, None)
             try:
                 self._ended(number, found)
-            except Exception as error:  # of a filter or a source, which the next group would meet, too
+            except Exception as error:  # an error of a filter or a source, which every further group would meet
                 self._error = error
         finally:
             self._chats.pop(number, None)
@@ -276,7 +278,7 @@ class Rollouts:
         return Group(task, rollouts, tried.name, tried.index)
 
     def _watch(self, number: int, chats: Sequence[Chat]) -> asyncio.Task[None]:
-        """Tells the pacer how far a group is, for budgets of generated tokens."""
+        """Tell the pacer how many tokens a group has drawn, for schedules with a budget of generated tokens."""
 
         async def look() -> None:
             told = 0
@@ -290,7 +292,7 @@ class Rollouts:
         return asyncio.ensure_future(look())
 
     def _ended(self, number: int, group: Group) -> None:
-        """A group is complete: observe it, filter it, and give it to the pacer."""
+        """A group is complete: tell its source, filter it, and hand it to the pacer."""
         self._in_a_row.rolled()
         self._envs[group.source].source.observe(group.index, group.mean)
         oldest = group.oldest
@@ -317,14 +319,14 @@ class Rollouts:
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
 
     def _refused(self, number: int) -> None:
-        """The server said of a sample of this group that it is too much. Groups that were under way when it said so
-        before began under the limit of then."""
+        """Tell `concurrency` that the server refused a sample of this group (429), but only once for all groups that
+        were under way at the refusal: they had begun under the old limit."""
         if self._concurrency is not None and number > self._cut_at:
             self._concurrency.refused()
             self._cut_at = max(number, *self._tasks)
 
     def _failure(self, number: int, error: Exception, tried: Try) -> None:
-        """A group without a rollout."""
+        """Count and log a group without any good rollout."""
         if isinstance(error, StaleError):
             return
         if isinstance(error, RateLimitError):
@@ -334,7 +336,7 @@ class Rollouts:
         self._error = self._in_a_row.failed(error, which) or self._error
 
     async def _cancel(self, numbers: Sequence[int]) -> None:
-        """What can no longer be trained: stop it, and count what it has drawn as waste."""
+        """Stop groups that can no longer be trained, and count their tokens as waste."""
         for number in numbers:
             self._tried.pop(number, None)
             ready = self._ready.pop(number, None)
@@ -345,12 +347,12 @@ class Rollouts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _count(self, why: str, tokens: int) -> None:
-        """Tokens that were paid for and are not trained on."""
+        """Count tokens that are paid for and not trained on."""
         self.waste[why] += tokens
         self.waste["nusd"] += self._purse.price(sample=tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Of all sources, and of the schedule."""
+        """The metrics of all task sources and of the schedule."""
         found = {"in_flight": float(self.pacer.flying), "late_groups": float(self.pacer.late_groups)}
         if self._concurrency is not None:
             found["in_flight/limit"] = float(self._concurrency.limit)
@@ -360,7 +362,7 @@ class Rollouts:
         return found | {f"waste/{name}": float(count) for name, count in self.waste.items() if name != "nusd"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tasks that were under way, or in a batch that has had no step, are tried again."""
+        """The state. Tasks under way, or in a batch without a finished step, will be tried again."""
         return {"pacer": self.pacer.state_dict(), **self._next.state_dict(self._tried.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,29 +371,29 @@ class Rollouts:
 
 
 async def model_limits(run: TrainingClient) -> ModelLimits:
-    """What the base model of `run` takes."""
+    """The limits of the run's base model."""
     limits = await run.create_rest_client().get_limits()
     return limits.models[base_model_of(await run.get_info_async())]
 
 
 async def sampler_limits(sampler: SamplingClient) -> ModelLimits:
-    """What the base model of `sampler` takes, which may be another than a run's."""
+    """The limits of the sampler's base model, which may differ from the run's."""
     limits = await sampler.create_rest_client().get_limits()
     return limits.models[await sampler.get_base_model_async()]
 
 
 def _drawn(chats: Sequence[Chat]) -> int:
-    """Tokens that were drawn for these rollouts so far."""
+    """How many tokens these rollouts have drawn so far."""
     return sum(len(turn.tokens) for chat in chats for turn in chat.recorded)
 
 
 def _name_of(keep: GroupFilter) -> str:
-    """What the count of those that it rejects is called."""
+    """The name under which a filter's rejections are counted."""
     return str(getattr(keep, "__name__", type(keep).__name__))
 
 
 def on_policy(params: SamplingParams) -> SamplingParams:
-    """`params`. Raises ValueError where nothing that is drawn so can be trained on."""
+    """Returns `params`. Raises ValueError if tokens drawn with them cannot be trained on."""
     wrong = off_policy(params.temperature, params.top_p, params.top_k)
     if wrong:
         raise ValueError(f"rollouts to train on are drawn from all tokens, at a temperature above 0; got {wrong}")

@@ -17,10 +17,11 @@ from weft.wire.inputs import Datum
 def sft(
     run: TrainingClient, data: Sequence[Datum], *, test: Sequence[Datum] = (), every: int = 50, **recipe: Any
 ) -> Report:
-    """Train on `data`, the mean over the trained tokens of each batch by their weights. The rest is `Recipe`'s.
+    """Train on `data`: the loss of a batch is the mean over its trained tokens, weighted by their weights. Other
+    arguments are `Recipe`'s.
 
-    The server packs short sequences together. `test` is scored every so many steps and after the last, not trained on:
-    `test/loss`.
+    The server packs short sequences together. `test` data are not trained on; their loss is logged as `test/loss` every
+    so many steps and after the last.
     """
     checks.count("every", every)
 
@@ -41,7 +42,7 @@ def sft(
 
 
 def nll(run: TrainingClient, data: Sequence[Datum]) -> float:
-    """Mean negative logprob of what `data` weigh, with the weights of now."""
+    """The mean negative logprob, by weight, of `data` under the run's present weights."""
     return run.forward(data, "cross_entropy").result().metrics["loss:sum"] / _whole(_weight(data))
 
 
@@ -50,5 +51,5 @@ def _weight(data: Sequence[Datum]) -> float:
 
 
 def _whole(weight: float) -> float:
-    """What a sum is divided by: nothing where data weigh nothing, or less."""
+    """The divisor of a weighted sum: the sum of the weights, or 1 if that is not positive."""
     return weight if weight > 0 else 1.0

@@ -1,5 +1,5 @@
-"""Where a loop's numbers go besides the server, which always gets them as the run's curves. Packages are imported
-when used."""
+"""Further places for a loop's numbers; the server always gets them as the run's curves. Packages are imported when
+used."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger("weft")
 
 
 class Sink(Protocol):
-    """Takes the numbers of each step. A loop closes it at its end; the next loop that is given it logs to it again."""
+    """Takes the numbers of each step. The loop closes it at its end; another loop may use it again."""
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 def tell(sinks: Sequence[Sink], step: int, of: int, metrics: Mapping[str, float]) -> None:
-    """The numbers of a step to all sinks. Whatever fails there, a full disk or a tracker that is away, is no reason to
-    end a run, whose server has them, too."""
+    """Give the numbers of a step to all sinks. A sink's failure (a full disk, a tracker that is away) is logged and
+    ends no run, since the server has the numbers, too."""
     for sink in sinks:
         try:
             sink.log(step, of, metrics)
@@ -77,14 +77,14 @@ class Progress:
 
 
 class JsonLines:
-    """A file with one JSON object for each step. What JSON has no number for is null."""
+    """A file with one JSON object for each step. Numbers that JSON lacks (NaN, infinity) are null."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file = self._opened()
 
     def _opened(self) -> TextIO:
-        """The file, behind its last line, which a full disk and a kill may have left without its end."""
+        """Open the file for appending; a last line that a full disk or a kill cut off is ended first."""
         cut = False
         if self._path.is_file() and self._path.stat().st_size:
             with self._path.open("rb") as file:
@@ -107,8 +107,8 @@ class JsonLines:
 
 
 class Wandb:
-    """Weights & Biases. Options are those of `wandb.init`; `id` and `resume` continue a run there. The axis of its
-    curves is `step`: at steps of its own it drops what comes late, as an evaluation's numbers do. A second loop that is
+    """Weights & Biases. Options are those of `wandb.init`; `id` and `resume` continue a run there. Its curves use the
+    axis `step`: W&B's own steps must not go back, and would drop an evaluation's late numbers. A second loop that is
     given it begins a run of its own there."""
 
     def __init__(self, **options: Any) -> None:

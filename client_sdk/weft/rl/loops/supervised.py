@@ -30,8 +30,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How fixed data are gone through, in batches of one size: as many as are nearest to `epochs`, of two the more, and
-    what an epoch leaves of one is filled from the next. Data fewer than `batch` are all in each batch."""
+    """How fixed data are trained, in batches of `batch` items. The number of steps is `epochs` epochs, rounded to whole
+    batches (half a batch up); a batch cut by the end of an epoch is filled from the next. With fewer items than
+    `batch`, every batch has all of them."""
 
     batch: int = 32
     epochs: float = 1.0
@@ -53,9 +54,10 @@ class Recipe:
             checks.finite("budget_usd", self.budget_usd)
 
 
-#: What to show of a gradient, once it is computed.
+#: Gives the metrics of a gradient, once it is computed.
 Shown = Callable[[], Mapping[str, float]]
-#: Has the gradient of some items computed, and does not wait for it. It asks the purse before it spends.
+#: Starts the gradient of some items without waiting for it. It takes the cost out of the purse before it sends
+#: anything.
 Backward = Callable[[Sequence[T], Purse], Shown]
 
 
@@ -67,8 +69,9 @@ def go(
     between: Callable[[int, bool, Purse], Mapping[str, float]] = lambda step, last, purse: {},
     most: int | None = None,
 ) -> Report:
-    """One optimizer step for each batch; `between` is asked for more numbers after each, and told which is the last.
-    `most`: the tokens that whoever else reads the items takes."""
+    """Take one optimizer step for each batch. `between` is called after each step and gives further numbers; it is told
+    whether the step is the last. `most` is the longest item, in tokens, that another reader of the items (the
+    reference) takes."""
     checks.listed("data", items)
     if not items:
         raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
@@ -79,13 +82,13 @@ def go(
 
 
 def _fitting(items: Sequence[Any], most: int) -> None:
-    """Raises for what is no datum, and for one that is longer than the base model takes: the step that it is in would
-    end the run, after all steps before. Not asked of data that are made when they are asked for."""
+    """Raise for an item that is no datum, or longer than the base model takes: its step would end the run after all
+    steps before it. Items that are made on access are not checked."""
     for index, item in enumerate(items if isinstance(items, list | tuple) else ()):
         data = getattr(item, "data", (item,))
         if not all(hasattr(datum, "model_input") for datum in data):
             raise TypeError(f"data[{index}] must be as rl.conversations or rl.pairs makes it, got {item!r:.80}")
-        of_pair = hasattr(item, "data")  # the reference reads the last target, too
+        of_pair = hasattr(item, "data")  # the reference reads the last target, too, so a pair takes one token more
         length = max(datum.model_input.length for datum in data) + of_pair
         if length > most:
             raise ValueError(
@@ -119,12 +122,13 @@ def _go(
         wait(recipe.checkpoint.save(run, done, known, began))
 
     if recipe.budget_usd is not None and recipe.checkpoint is not None and done < steps:
-        save()  # so that a life that dies before its next is counted, too
+        save()  # a life that dies before its next save must still be counted
     try:
         for step in range(report.resumed_at, steps):
             params = params_of(recipe.optim, recipe.learning_rate, step)
             shown = backward([items[order.draw()] for _ in range(size)], purse)
-            # Sent before anything is waited for: a Ctrl-C between them would leave the gradient to the next step.
+            # The step is sent before the batch is waited for: a Ctrl-C between the two would leave the gradient to the
+            # next step.
             update = run.optim_step(params)
             numbers = {**shown(), **plain(update.result().metrics or {})}
             done = step + 1
@@ -132,7 +136,7 @@ def _go(
             report.steps.append(numbers)
             try:
                 numbers |= between(step, done == steps, purse)
-            finally:  # the step is taken, whatever ends the loop here
+            finally:  # the step is taken, however the loop ends here
                 run.log(numbers, step)
                 tell(sinks, step, steps, numbers)
             if recipe.checkpoint is not None and done % recipe.checkpoint.every == 0:
@@ -150,8 +154,8 @@ def _go(
 
 
 def _resume(run: TrainingClient, recipe: Recipe, steps: int, size: int) -> tuple[str | None, dict[str, Any]]:
-    """Where an earlier life has saved, and what. Raises ValueError where its steps had another size: so many of this
-    one would leave data out, or train them twice."""
+    """The checkpoint to resume from, and its state. Raises ValueError if it was saved with another batch size: its step
+    count would then skip data, or train some twice."""
     found = wait(recipe.checkpoint.newest(run.create_rest_client())) if recipe.checkpoint else None
     if found is None:
         return None, {"step": 0, "runs": [], "elsewhere": {}}

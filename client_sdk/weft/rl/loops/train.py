@@ -55,7 +55,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that `train` is told, but the run and the environment; its fields are `train`'s arguments."""
+    """All arguments of `train` but the run and the environment."""
 
     steps: int = 100
     groups: Groups = field(default_factory=Groups)
@@ -99,7 +99,8 @@ class Recipe:
             checks.finite("budget_usd", self.budget_usd)
 
     def chosen_loss(self) -> Loss:
-        """On-policy plain importance sampling; with a lag PPO, which bounds what old tokens do."""
+        """The loss, if the user chose none: importance sampling for on-policy data; PPO with a lag, since it bounds the
+        effect of old tokens."""
         loss = self.loss or (ppo() if self.schedule.max_lag else importance_sampling())
         if self.schedule.max_lag > 1 and not loss.bounded:
             warnings.warn(
@@ -126,7 +127,7 @@ async def train_async(run: TrainingClient, env: Environment | Mapping[str, Envir
 
 
 class Loop:
-    """One life of a training loop. `_data` is where distillation differs."""
+    """One life of a training loop. Distillation overrides `_data`."""
 
     def __init__(self, run: TrainingClient, env: Environment | Mapping[str, Environment], recipe: Recipe) -> None:
         self.run, self.env, self.recipe = run, env, recipe
@@ -167,7 +168,7 @@ class Loop:
                 load_advantage(advantage, state.get("advantages", {}).get(name))
             load_advantage(recipe.advantage, state.get("advantage"))
         if recipe.budget_usd is not None and recipe.checkpoint is not None and recipe.steps > self._saved:
-            await self._save(self._saved, rollouts)  # so that a life that dies before its next is counted, too
+            await self._save(self._saved, rollouts)  # a life that dies before its next save must still be counted
         try:
             async with rollouts:
                 if (evaluation := recipe.evaluation) is not None:
@@ -233,7 +234,7 @@ class Loop:
             await self._save(step + 1, rollouts)
 
     def _nothing(self, step: int, batch: Batch) -> None:
-        """A step whose batch teaches nothing: the first is told, whose cause may be that of all."""
+        """A step whose batch has nothing to learn from: the first is logged, since all may have the same cause."""
         if self._idle:
             return
         self._idle, rewards = True, [rollout.reward for rollout in batch.rollouts]
@@ -252,30 +253,30 @@ class Loop:
         return batch.data(recipe.advantage, self.loss, penalty=recipe.penalty, reduce=recipe.reduce, advantages=own)
 
     def _advantages(self) -> dict[str, Advantage]:
-        """Those of environments that have one of their own."""
+        """The advantages of environments that bring their own."""
         named = self.env if isinstance(self.env, Mapping) else {"": self.env}
         return {name: env.advantage for name, env in named.items() if env.advantage is not None}
 
     def _numbers(self) -> dict[str, float]:
-        """More of the step, for loops that know more."""
+        """Further numbers of the step; subclasses add theirs."""
         return {}
 
     def _price(self, data: Sequence[Datum], handle: LossHandle | None) -> int:
-        """What it costs to train on `data`, whose requests may each be rounded up. A traced loss that the server does
-        not run itself takes a forward pass before."""
+        """The price of training on `data`, each request rounded up. A traced loss that the client must run itself costs
+        a forward pass more."""
         tokens = sum(datum.model_input.length for datum in data)
         twice = handle is not None and handle.loss_id is None
         return self.purse.price(train=tokens, prefill=tokens * twice) + len(data) * (1 + twice)
 
     async def _evaluate(self, step: int, policy: Policy, evaluation: Evaluation) -> None:
-        """Start it with the weights of now, at batch priority; training goes on meanwhile, and goes first."""
+        """Start an evaluation of the present weights, at batch priority: training goes on meanwhile, and goes first."""
         sampler = await self.run.save_weights_and_get_sampling_client_async()
         frozen = Policy(sampler, policy.renderer, policy.context, priority="batch", purse=self.purse, stop=policy.stop)
 
         async def work() -> None:
             try:
                 self._log(step, await evaluate(frozen, evaluation, self.recipe.seed, room=self._room))
-            except Exception as error:  # an evaluation never ends a run
+            except Exception as error:  # a failed evaluation never ends a run
                 logger.warning("the evaluation of step %d failed: %s", step, error)
 
         task = asyncio.ensure_future(work())
@@ -300,14 +301,15 @@ class Loop:
         self._saved = step
 
     async def _last(self, step: int, rollouts: Rollouts) -> None:
-        """Evaluations that are under way, and a checkpoint of where it ended."""
+        """Wait for evaluations under way, and save a last checkpoint."""
         await asyncio.gather(*self._evaluations)
         if self.recipe.checkpoint is not None and step > self._saved:
             await self._save(step, rollouts)
 
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Server metrics without their reduction: `loss:sum` is `loss`. Of several, what is no mean keeps it: `x/max`."""
+    """Server metrics without their reduction: `loss:sum` becomes `loss`. If a name has several reductions, all but the
+    mean keep theirs: `x/max`."""
     metrics = means(metrics)
     parts = {told: told.removeprefix("custom/").partition(":") for told in metrics}
     several = Counter(name for name, _, _ in parts.values())

@@ -1,4 +1,4 @@
-"""Bodies of an administrator's questions: audit log, usage by the hour, stored bytes. Tinker's shapes.
+"""Bodies of an administrator's questions: audit log, usage by the hour, stored bytes. The shapes are Tinker's.
 
 Amounts here are floats of US dollars because the protocol says so; Weft's own, exact amounts are in
 `weft.wire.account.usage`.

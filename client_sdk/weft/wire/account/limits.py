@@ -17,7 +17,7 @@ class ModelLimits(Response):
 
     vocab_size: int
     context_length: int
-    #: What ends a sample that says nothing of `stop`.
+    #: The tokens that end a sample whose request says nothing about `stop`.
     eos_token_ids: list[int] | None = None
     #: What `routed_experts` [T, mixture layers, choices] are made of; 0 experts: a model that has none.
     num_experts: int | None = None
@@ -33,14 +33,14 @@ class LossLimits(Response):
     config: dict[str, float | str | None] = Field(default_factory=dict)
     #: Whether `target_tokens` may be [T, K].
     multi_target: bool = False
-    #: Whether data may have inputs that are not named here.
+    #: Whether data may have inputs other than these.
     other_inputs: bool = False
     #: Required inputs that a datum may lack where its provenance spans say what was recorded when it was sampled.
     recorded: list[str] = Field(default_factory=list)
 
     @property
     def accepted(self) -> frozenset[str]:
-        """All inputs that are named here."""
+        """The names of all these inputs."""
         return frozenset((*self.required, *self.optional))
 
 
@@ -61,7 +61,7 @@ class LimitsResponse(Response):
     max_top_logprobs: int | None = None
     min_ttl_seconds: int | None = None
     max_ttl_seconds: int | None = None
-    #: How the client cuts operations, which decides how often an amount is rounded.
+    #: The sizes at which the client cuts operations. They decide how often an amount is rounded.
     chunk_data: int = Field(default=1024, ge=1)
     chunk_bytes: int = Field(default=5_000_000, ge=1)
 
@@ -76,8 +76,8 @@ class PricesResponse(Response):
 
 
 class BalanceResponse(Response):
-    """What was spent, and what is left, in nano-USD. `balance_nusd`, and what is `available_nusd` of it and of the
-    overdraft beside what is held for running operations, are None where nothing limits spending."""
+    """What was spent, and what is left, in nano-USD. `available_nusd` is the balance plus the overdraft, less the holds
+    of running operations. It and `balance_nusd` are None where nothing limits spending."""
 
     spent_nusd: int
     spent_this_month_nusd: int

@@ -34,7 +34,7 @@ class LedgerResponse(Response):
 
 
 class BudgetAlertRow(Response):
-    """When spending reached `pct` percent of the limit there was."""
+    """Spending reached `pct` percent of the limit that was set at the time."""
 
     pct: int
     at: datetime
@@ -102,7 +102,7 @@ class InvoicesResponse(Response):
 
 
 class WebhookResponse(Response):
-    """To Stripe; `new`: this event had not come before."""
+    """The answer to Stripe's webhook; `new`: this event had not come before."""
 
     received: bool
     new: bool

@@ -14,8 +14,8 @@ UsageKind = Literal["train", "prefill", "cached_prefill", "sample"]
 
 
 class UsageRow(Response):
-    """Tokens of one kind that one run (None: sampling of a base model) has used, and what they cost; of storage, bytes
-    times hours.
+    """Tokens of one kind that one run (None: sampling of a base model) has used, and what they cost. Storage is counted
+    in bytes times hours.
 
     `amount_nusd` is in billionths of a dollar and is the amount that is billed; `amount_usd` is the same for reading.
     """
@@ -39,7 +39,7 @@ class UsageResponse(Response):
     held_nusd: int = 0
 
 
-#: Where transformers looks for chat templates beside a model's own.
+#: The folder of a tokenizer in which transformers looks for further chat templates.
 CHAT_TEMPLATES = "additional_chat_templates"
 
 

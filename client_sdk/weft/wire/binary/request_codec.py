@@ -32,14 +32,16 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
 
 
 def as_decoded(datum: Datum) -> ArrayDatum:
-    """The datum as the server decodes it. `WireError` where it cannot be sent, or would not be read."""
+    """The datum as the server will decode it. Raises `WireError` for a datum that cannot be sent, or that the server
+    could not read."""
     inputs = {name: np.atleast_1d(tensor.to_numpy()) for name, tensor in datum.loss_fn_inputs.items()}
     tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int32)
     spans = datum.model_input_spans, datum.loss_fn_input_spans
     for name, given in zip(("model_input_spans", "loss_fn_input_spans"), spans, strict=True):
         for span in given or []:
             check_span(span, name)
-    return ArrayDatum(tokens, inputs, *(given or None for given in spans))  # on the wire, no spans are none at all
+    # empty lists of spans do not exist on the wire
+    return ArrayDatum(tokens, inputs, *(given or None for given in spans))
 
 
 def _write_datum(message: pb.Datum, datum: Datum, where: str) -> None:

@@ -1,9 +1,9 @@
 """What is wrong with a forward or forward_backward.
 
-Everything a worker would trip over is found here, so that a bad datum costs its sender an error and nobody else any
+Whatever would make a worker fail is found here, so that a bad datum costs its sender an error and costs nobody else any
 compute. Each rule looks at all data at once, and at single data only where something is wrong: a good batch costs a few
-comparisons of whole arrays. A rule passes over what another one has reported. Shapes: T tokens of a datum, K targets
-per position.
+comparisons of whole arrays. A rule does not repeat a problem that another rule has reported. Shapes: T tokens of a
+datum, K targets per position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK = 2**16
 LOW, HIGH = THRESHOLDS
 TARGETS = "target_tokens"
 
-#: Stands in for a loss that is not known, so that the rest can be checked.
+#: Stands in for an unknown loss, so that the rest can be checked.
 _ANY = LossLimits(required=[], multi_target=True, other_inputs=True)
 
 
@@ -45,8 +45,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What a batch is held against. Without a `model`, its vocabulary, context and experts are not checked; `reads` are
-    of the custom loss that the batch names, if they are known."""
+    """What a batch is held against. Without a `model`, nothing is checked against its vocabulary, context and experts;
+    `reads` are the inputs of the batch's custom loss, if known."""
 
     losses: Mapping[str, LossLimits]
     model: ModelLimits | None = None
@@ -91,7 +91,7 @@ def batch_problems(batch: TrainBatch, rules: BatchRules) -> Iterator[Found]:
 
 
 def refusal(found: Found) -> str:
-    """A problem as an error says it: the sentences about a datum or a loss name their field themselves."""
+    """A problem as an error text. Sentences about a datum or a loss already name their field."""
     index, problem = found
     if index is not None:
         return f"datum {index}: {problem.what}"
@@ -130,7 +130,7 @@ def config_problems(loss_fn: str, loss: LossLimits, config: Mapping[str, float |
 
 
 def _bounds(value: Any) -> bool:
-    """Whether it is a number that a setting may be, before the wire has looked at its type."""
+    """Whether the value is a number that a setting may have; its type has not been checked yet."""
     return not isinstance(value, str) and hasattr(value, "__float__") and 0 <= float(value) < math.inf
 
 
@@ -180,7 +180,7 @@ def _ids(arrays: Sequence[Array], model: ModelLimits | None, field: str, where: 
 
 
 def _numbers(data: Sequence[ArrayDatum], loss: LossLimits, reads: Reads | None) -> Iterator[Found]:
-    """Values that are not finite, in what the loss reads; for a loss that nobody knows, in anything."""
+    """Values that are not finite, in the inputs that the loss reads; in all inputs if the loss is unknown."""
     whatever = loss is _ANY or not loss.other_inputs
     read = {name for name, _ in reads.inputs[1:]} if reads else set()
     columns: dict[str, list[tuple[int, Array]]] = {}
@@ -231,7 +231,7 @@ def custom_problems(reads: Reads, inputs: Mapping[str, Array]) -> Iterator[Probl
         if found is None:
             what = f"the loss {reads.name!r} reads {key!r}; it has {sorted(inputs)}"
             yield Problem(_input(key), what, None, sorted(inputs))
-        # A scalar has no shape to say on the wire, and comes as one value.
+        # On the wire a scalar has no shape: it comes as one value.
         elif found.ndim != rank and not (rank == 0 and found.size == 1):
             what = f"{key!r} has shape {found.shape}, the loss {reads.name!r} declared rank {rank}"
             yield Problem(_input(key), what, rank, found.ndim)
@@ -272,7 +272,8 @@ def _targets(targets: Array, length: int, loss_fn: str, loss: LossLimits) -> Ite
 
 
 def _thresholds(inputs: Mapping[str, Array], loss: LossLimits, config: Mapping[str, float | str]) -> Iterator[Problem]:
-    """Bounds per token. Those that are not given per token are those of the config, or the loss's own."""
+    """Problems of the clip bounds given per token; a bound that is not given per token is the config's, or the loss's
+    default."""
     bounds: list[Array] = []
     for name in THRESHOLDS:
         if name in inputs and name in config:
@@ -290,14 +291,15 @@ def _thresholds(inputs: Mapping[str, Array], loss: LossLimits, config: Mapping[s
 
 
 def _temperatures(datum: ArrayDatum, loss: LossLimits) -> Iterator[Problem]:
-    """Problems of what a datum was sampled at: one value, or one for each of its T positions."""
+    """Problems of the temperatures that a datum was sampled at: one value, or one for each of its T positions."""
     values, where, length = datum.inputs[TEMPERATURE], _input(TEMPERATURE), len(datum.tokens)
     if values.size != 1 and values.shape != (length,):
         what = f"{TEMPERATURE!r} has shape {values.shape}; it needs one value, or one for each position ({length},)"
         yield Problem(where, what, (length,), values.shape)
         return
     numbers = values.reshape(-1).astype(np.float64)
-    known = np.isfinite(numbers) | (not loss.other_inputs)  # of other losses, `_numbers` tells what is not finite
+    # for other losses, `_numbers` reports values that are not finite
+    known = np.isfinite(numbers) | (not loss.other_inputs)
     bad = np.flatnonzero((numbers <= 0) | ~known)
     if bad.size:
         value = float(numbers[bad[0]])

@@ -31,19 +31,20 @@ from weft.wire.checks.custom_shapes import (
     number,
 )
 
-#: Elements that a datum's nodes may make and read together: per position of the datum, and in addition.
+#: How many elements the nodes of one datum may read and write together: per position of the datum, and in addition.
 ELEMENTS_PER_POSITION = 1024
 ELEMENTS_FREE = 65_536
-#: Work of a datum: each node counts one, and so do so many elements of an addition. Some 50 microseconds.
+#: How much work one datum may cost. Each node counts as one, and so do this many elements of an addition. One unit
+#: takes some 50 microseconds.
 ELEMENTS_PER_WORK = 16_384
 #: Work of all data of one operation.
 MAX_WORK = 2**18
-#: Nodes that are looked at, with data of other and other sizes, to know the cost of one operation: some 50 ms. What is
-#: beyond counts as the most that its size allows.
+#: How many nodes are planned, over data of different sizes, to find the cost of one operation: some 50 ms. Data beyond
+#: that count as the most that their size allows.
 MOST_NODES = 4096
 DEAREST = max(form.cost for forms in (*FUNCTIONS.values(), *METHODS.values()) for form in forms)
 
-#: Keywords that say where a tensor lies, which the server decides, and those that are known to say nothing.
+#: Keywords that say where a tensor lies, which the server decides, and keywords known to have no effect.
 PLACES = frozenset({"device", "layout", "memory_format", "pin_memory", "requires_grad", "out", "inplace"})
 _ALIASES = {"axis": "dim", "self": "input", "A": "input", "x": "input"}
 _SILENT = frozenset({"size_average", "reduce"})
@@ -78,8 +79,8 @@ def plan_datum(loss: CustomLoss, inputs: Sequence[Shape]) -> DatumPlan:
 
 
 def check_upload(loss: CustomLoss) -> None:
-    """What no data could make possible. Raises CustomLossError naming the node; sizes that do not fit are left to the
-    data."""
+    """Refuse a loss that no data could make possible: raises CustomLossError naming the node. Sizes that depend on the
+    data are not judged here."""
     try:
         plan_datum(loss, [Shape((64,) * rank) for _, rank in loss.inputs])
     except Unfit:
@@ -112,12 +113,12 @@ def work_of(loss: CustomLoss, data: Sequence[ArrayDatum]) -> list[int]:
 
 
 def most_work(loss: CustomLoss, shapes: Sequence[Shape]) -> int:
-    """What no datum of this size exceeds."""
+    """The most work that a datum of this size can be."""
     return len(loss.nodes) + -(-_budget_of(shapes) * DEAREST // ELEMENTS_PER_WORK)
 
 
 def input_shapes(loss: CustomLoss, datum: ArrayDatum) -> list[Shape]:
-    """Of what `loss` reads of a datum that `weft.wire.checks.batches` has checked."""
+    """The shapes of the inputs that `loss` reads from a datum, which `weft.wire.checks.batches` has checked."""
     arrays = [datum.inputs[name] for name, _ in loss.inputs[1:]]
     kinds = ["b" if array.dtype == bool else "f" if array.dtype.kind == "f" else "i" for array in arrays]
     found = [
@@ -179,7 +180,7 @@ def _planned(node: Node, values: Mapping[str, Any], budget: _Budget) -> Any:
 
 
 def _result(node: Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """What a node gives, and how much an element costs in it."""
+    """The result of a node, and how much one element of it costs."""
     if node.target == "getattr":
         return _attribute(args[0], args[1]), 1
     if node.target == "operator.add" and all(isinstance(arg, tuple) for arg in args):
@@ -233,7 +234,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _bound(forms: Sequence[Form], args: list[Any], kwargs: dict[str, Any]) -> tuple[Form, Given]:
-    """The first form that takes these arguments, and they by name."""
+    """The first form of the operation that takes these arguments, and the arguments by parameter name."""
     args = [arg for arg in args if not isinstance(arg, Device)]
     told = ""
     for form in forms:
@@ -344,8 +345,8 @@ _SYMBOLS: Mapping[str, Any] = {"dtype": lambda name: Dtype(DTYPES[name]), "devic
 
 
 def decoded(arg: Any, values: Mapping[str, Any], symbols: Mapping[str, Any]) -> Any:
-    """An argument in its wire form, its references looked up in `values`; `symbols` has what stands for dtypes and for
-    the device."""
+    """An argument decoded from its wire form. References are looked up in `values`; `symbols` has the values for dtypes
+    and for the device."""
     if isinstance(arg, list):
         return [decoded(item, values, symbols) for item in arg]
     if not isinstance(arg, Mapping):

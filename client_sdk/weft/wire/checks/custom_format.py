@@ -21,10 +21,10 @@ from weft.wire.shown import quote
 MAX_INPUTS = 16
 MAX_NODES = 512
 MAX_METRICS = 64
-#: Values that the arguments of one node may hold, and how deep they may nest.
+#: How many values the arguments of one node may hold, and how deep they may nest.
 MAX_VALUES, MAX_DEPTH = 128, 6
 MAX_TEXT = 128
-#: Keywords that torch.nn.functional passes on; they may only say that nothing is written in place.
+#: Keywords that functions of torch.nn.functional pass on; their values may only say that nothing is written in place.
 WRITING = ("out", "inplace")
 MAX_INTEGER = 2**53
 
@@ -85,7 +85,7 @@ def parse_custom_loss(name: str, inputs: Sequence[tuple[str, int]], graph: Mappi
 
 
 def encode_custom_loss(name: str, inputs: Sequence[tuple[str, int]], graph: Mapping[str, Any]) -> bytes:
-    """What is stored of a loss that `parse_custom_loss` has accepted."""
+    """The stored form of a loss that `parse_custom_loss` has accepted."""
     return json.dumps({"name": name, "inputs": [list(pair) for pair in inputs], "graph": graph}).encode()
 
 
@@ -175,7 +175,7 @@ def _check_tagged(kind: str, content: Any, seen: set[str], where: str, budget: l
         good = isinstance(content, str) and content in DTYPES
     elif kind == "ellipsis":
         good = content is True
-    else:  # where a tensor lies is the server's business
+    else:  # where a tensor lies is the server's decision
         good = kind in ("device", "layout", "memory_format") and isinstance(content, str) and len(content) <= MAX_TEXT
     if not good:
         raise CustomLossError(f"{where}: the argument {quote({kind: content})} is not known, or names a later node")

@@ -1,4 +1,4 @@
-"""What indexing gives, in an uploaded loss."""
+"""The result of indexing in an uploaded loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.wire.checks.custom_shapes import (
 
 
 def indexed(value: Any, index: Any) -> Any:
-    """What value[index] is: of a tuple, or of a tensor by numbers, slices, masks or tensors of integers."""
+    """The result of value[index]: of a tuple, or of a tensor by numbers, slices, masks or tensors of integers."""
     if isinstance(value, tuple):
         if isinstance(index, slice) and all(part is None or isinstance(part, int) for part in _parts(index)):
             return value[index]

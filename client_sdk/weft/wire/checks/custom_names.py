@@ -31,14 +31,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to call an operation. `cost` is how much more an element costs than in an addition."""
+    """One way to call an operation. `cost` is the cost of one element, relative to an addition's."""
 
     rule: str
     parameters: tuple[Parameter, ...]
     cost: int
 
 
-#: rule, cost: parameters: operations. `?` marks what may be left out; behind `*` stands what is given by name alone.
+#: rule, cost: parameters: operations. `?` marks optional parameters; those after `*` are given by name only.
 _SHARED = """
 each 1: input:x: abs absolute neg negative positive sign sgn relu ceil floor trunc frac
 counts 1: input:x: square
@@ -191,7 +191,7 @@ number 1: input:n: not_
 getitem 8: input:x index:x: getitem
 """
 
-#: On numbers only, such as the length of a datum.
+#: Operations on numbers only, such as the length of a datum.
 _MATH = """
 number 1: x:n: sqrt exp log log2 log10 log1p expm1 floor ceil fabs tanh isfinite isinf isnan
 number 1: x:n y:n: pow

@@ -1,4 +1,4 @@
-"""How large a result is of operations that only arrange elements anew, or repeat them (`custom_rules`)."""
+"""The result sizes of operations that only rearrange or repeat elements (see `custom_rules`)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _ordered(shape: Shape, order: Sequence[int]) -> Shape:
 
 
 def transpose(given: Given) -> Shape:
-    """Of the two dimensions given; else of the last two, where there are two."""
+    """Swap the two given dimensions, or else the last two, if there are two."""
     shape: Shape = given["input"]
     order = list(range(len(shape.dims)))
     if len(order) < 2 and "dim0" not in given:

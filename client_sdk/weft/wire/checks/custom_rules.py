@@ -1,6 +1,6 @@
 """How large the result of each operation of an uploaded loss is. No torch here.
 
-A rule takes the arguments of a form of `custom_names` by name and gives what the result will be.
+A rule takes the arguments of a form of `custom_names` by name and returns the shape or the value of the result.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _outer(given: Given) -> Shape:
 
 
 def _vector_norm(given: Given) -> Shape:
-    """torch.linalg.norm takes the norm of a matrix, of one or of many, unless it is told one dimension or no order."""
+    """The norm of a vector. A matrix norm, which torch.linalg.norm computes if it is given an order and several
+    dimensions, is refused."""
     shape, order = given["input"], given.get("ord")
     if order not in (None, "fro") and len(dims_given(given)) > 1:
         raise CustomLossError(

@@ -1,4 +1,4 @@
-"""What is known of a value in an uploaded loss before anything runs, and what rules (`custom_rules`) have in common.
+"""What is known of a value in an uploaded loss before anything runs, and helpers shared by the rules (`custom_rules`).
 
 Tensors are known by their shape; where a mask has chosen elements it is an upper bound (`exact` is then false), and a
 number read from such a shape is `UNKNOWN`. All other numbers, and all tuples, are known before anything runs.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_DIMS = 8
-#: Values that a tuple may hold, those of tuples inside of it and these tuples included.
+#: How many values a tuple may hold, nested tuples and their values included.
 MAX_LEAVES = 128
 MAX_NUMBER = 2.0**63
 
@@ -23,7 +23,7 @@ class CustomLossError(ValueError):
 
 
 class Unfit(CustomLossError):
-    """These sizes do not fit the loss; others may."""
+    """The loss is not possible with these sizes; other sizes may work."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Dtype:
 
 @dataclass(frozen=True)
 class Device:
-    """Where a tensor lies, which is not the loss's to say."""
+    """The device of a tensor, which a loss may not choose."""
 
 
 UNKNOWN = Unknown()
@@ -63,7 +63,7 @@ def is_number(value: Any) -> bool:
 
 
 def leaves(value: Any) -> int:
-    """The values that a tuple holds, at any depth, itself included; not counted on beyond MAX_LEAVES."""
+    """How many values a tuple holds at any depth, itself included; counting stops beyond MAX_LEAVES."""
     if not isinstance(value, tuple | list):
         return 1
     total = 1
@@ -78,7 +78,8 @@ def leaves(value: Any) -> int:
 
 
 def number(target: str, values: Sequence[Any]) -> Any:
-    """A function of Python on numbers. Also what runs it: what it gives is never longer than MAX_NUMBER."""
+    """Call a function of Python on numbers. The interpreter calls it through here, too: no whole number beyond
+    MAX_NUMBER comes of it."""
     if any(isinstance(value, Unknown) for value in values):
         return UNKNOWN
     room, _, name = target.rpartition(".")
@@ -133,7 +134,7 @@ def all_exact(given: Given) -> bool:
 
 
 def dim_of(dim: int, count: int) -> int:
-    """A dimension counted from the front."""
+    """The index of a dimension, counted from the front."""
     if not -max(1, count) <= dim < max(1, count):
         raise Unfit(f"dimension {dim} of a tensor of {count} dimensions")
     return dim % max(1, count)
@@ -144,7 +145,7 @@ def as_sizes(value: Any) -> tuple[int, ...]:
 
 
 def dims_given(given: Given) -> tuple[int, ...]:
-    """Those that a reduction is over: all, unless it says so."""
+    """The dimensions that a reduction is over: all, unless it names some."""
     shape, dim = given["input"], given.get("dim")
     if dim is None or dim == () or dim == []:
         return tuple(range(len(shape.dims)))

@@ -1,4 +1,4 @@
-"""The losses that a server has, and the names of their inputs that mean something to more than one of them."""
+"""The losses of a server, and the names of inputs that more than one part of the code must know."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.wire.account.limits import LossLimits
 #: Bounds on the probability ratio exp(lp - q): absolute values, not epsilons. Also legal as per-token inputs.
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
-#: exp of it is still a float32.
+#: The largest logarithm whose exp is still a float32.
 MAX_LOG_RATIO = 88.0
 #: exp of it is still a float64, and so is the sum of a billion of them; JSON has no word for an infinite one.
 MAX_TOLD_LOG_RATIO = 688.0
@@ -17,16 +17,17 @@ MAX_TOLD_LOG_RATIO = 688.0
 #: The loss_fn whose formula the user has uploaded (custom_format.py).
 CUSTOM = "custom"
 
-#: Says which positions of a datum make up its sequence ratio (gspo).
+#: The input that marks which positions of a datum belong to its sequence ratio (gspo).
 RATIO_MASK = "sequence_ratio_mask"
 
 #: The experts that each input token must choose, [T, mixture layers, choices]: rollout routing replay.
 ROUTES = "routed_experts"
 
-#: What the tokens of a datum were sampled at: one value, or one for each position. Log-probabilities are taken there.
+#: The temperatures that the tokens of a datum were sampled at: one value, or one for each position. Training takes
+#: log-probabilities at these.
 TEMPERATURE = "sampling_temperature"
 
-#: Inputs that every loss takes, for they are the forward's: their shapes are not those of the targets.
+#: Inputs that every loss takes, since the forward pass uses them. Their shapes are not those of the targets.
 OF_THE_FORWARD = (ROUTES, TEMPERATURE)
 
 _RL = ["target_tokens", "logprobs", "advantages"]

@@ -33,19 +33,19 @@ class Problem:
         return f"{self.where}: {self.what}" + (f" ({'; '.join(details)})" if details else "")
 
     def within(self, place: str) -> Problem:
-        """The same problem, of a part of something larger."""
+        """The same problem with `where` made a part of something larger."""
         return replace(self, where=f"{place}.{self.where}" if self.where else place)
 
 
 def bounds(least: int | None, most: int | None) -> str:
-    """A range in words, of which an older server may not name an end."""
+    """A range in words. An older server may not name one of its ends."""
     if most is None:
         return f"at least {least}"
     return f"at most {most}" if least is None else f"{least} to {most}"
 
 
 def build(kind: type[B], fields: Mapping[str, Any], where: str) -> Generator[Problem, None, B | None]:
-    """Make a `kind` of `fields`. Yields a problem for each field that is wrong; returns None if there are any."""
+    """Make a `kind` from `fields`. Yields a problem for each wrong field, and then returns None."""
     try:
         return kind(**fields)
     except ValidationError as error:

@@ -1,4 +1,5 @@
-"""What is wrong with where data say they come from: spans tile their field, and an advantage is of a sampled token."""
+"""What is wrong with provenance spans: they must tile their field, and a token with an advantage must be a sampled
+one."""
 
 from __future__ import annotations
 

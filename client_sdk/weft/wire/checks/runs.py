@@ -1,4 +1,4 @@
-"""What is wrong with a run that is asked for, with a step of its optimizer, or with what is saved of it."""
+"""What is wrong with a requested run, with a step of its optimizer, or with a save of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from weft.wire.weights import NAME_PATTERN
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
-#: A gradient whose square is 0 in float32 is smaller. With a smaller eps its weight would move by gradient
-#: / eps, many times the learning rate.
+#: The smallest eps of Adam. A gradient whose square underflows to 0 in float32 would, with a smaller eps, move its
+#: weight by gradient / eps: many times the learning rate.
 LEAST_EPS = 1e-20
-#: Weights move by about their learning rate: beyond, the product of two factors of LoRA is no float32 any more.
+#: The largest learning rate. Weights move by about the learning rate; beyond it, the product of two LoRA factors
+#: overflows float32.
 MOST_RATE = 1e18
-#: Of learning rate times weight decay, which is what decay takes off a weight of 1.
+#: The largest product of learning rate and weight decay: the part that one step takes off every weight.
 MOST_DECAY = 2.0
 
 _NOT_TAKEN = "no step was taken: "
@@ -52,7 +53,7 @@ def optimizer_problems(family: object, known: Collection[str]) -> Iterator[Probl
 
 
 def step_problems(given: str, optimizer: str) -> Iterator[Problem]:
-    """A step must be one of the run's own optimizer: `given` is the optimizer whose parameters it has."""
+    """A step must be for the run's own optimizer; `given` is the optimizer whose parameters the step has."""
     if given != optimizer:
         use = f"; {_USE[optimizer]}" if optimizer in _USE else ""
         what = f"this model's optimizer is {optimizer}, set when it was created{use}"
@@ -60,17 +61,17 @@ def step_problems(given: str, optimizer: str) -> Iterator[Problem]:
 
 
 def step_not_taken(kind: str, why: str) -> str:
-    """What a step is told that counts on an operation of this `kind`, which failed: `why` it did."""
+    """The error of a step that depends on a failed operation of this `kind`; `why` is that operation's error."""
     return f"{_NOT_TAKEN}{_WITHOUT[kind]}. It failed because of this: {why}"
 
 
 def is_not_taken(told: str) -> bool:
-    """Whether a step failed for that reason."""
+    """Whether a step failed because it was not taken (`step_not_taken`)."""
     return told.startswith(_NOT_TAKEN)
 
 
 def adam_problems(params: AdamParams) -> Iterator[Problem]:
-    """What the type does not say."""
+    """Problems that the type alone does not exclude."""
     if params.eps < LEAST_EPS:
         limit = f"at least {LEAST_EPS:.3g}"
         what = f"must be {limit}, since squares of gradients below it are 0 in float32, got {params.eps}"
@@ -84,7 +85,7 @@ def adam_problems(params: AdamParams) -> Iterator[Problem]:
 
 
 def rate_problems(name: str, rate: float) -> Iterator[Problem]:
-    """A rate with which no run computes anything after the step."""
+    """Problems of a learning rate so large that the run's weights become useless after the step."""
     if rate > MOST_RATE:
         limit = f"at most {MOST_RATE:g}"
         yield Problem(name, f"must be {limit}, beyond which weights have no products, got {rate}", limit, rate)

@@ -1,4 +1,4 @@
-"""What is wrong with a request for samples: its prompt, its parameters, and what it asks about other tokens."""
+"""What is wrong with a request for samples: its prompt, its parameters, and the likeliest tokens that it asks for."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weft.wire.tensor import TensorData
 
 Tokens = npt.NDArray[np.int64]
 
-#: The lowest temperature but 0: logits are divided by it, and in float32 that must stay a number.
+#: The lowest temperature other than 0: logits are divided by it, and must stay finite in float32.
 LEAST_TEMPERATURE = 1e-6
 
 
 def text_problems(prompt: ModelInput) -> Iterator[Problem]:
-    """Chunks that the models served cannot read."""
+    """Problems of chunks that are not text."""
     for index, chunk in enumerate(prompt.chunks):
         if not isinstance(chunk, EncodedTextChunk):
             what = f"{chunk.type} chunks are not supported; the models served here read text only (encoded_text)"
@@ -73,7 +73,8 @@ def count_problems(num_samples: int, limits: LimitsResponse) -> Iterator[Problem
 
 
 def params_problems(params: SamplingParams, model: ModelLimits | None, limits: LimitsResponse) -> Iterator[Problem]:
-    """What the type does not say. `stop` is a string, strings, or token ids; absent means EOS, [] nothing."""
+    """Problems that the type alone does not exclude. `stop` is a string, strings, or token ids; without it the model's
+    EOS ends a sample, with [] nothing does."""
     if 0 < params.temperature < LEAST_TEMPERATURE:
         limit = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
         what = f"must be {limit}, got {params.temperature}"
