@@ -1,4 +1,5 @@
-"""From what a generator has answered to an operation that has ended: on every replica, whichever comes first."""
+"""Settling the answers of generators: every replica takes answers from the shared queue, and whichever takes one first
+ends its operation."""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ from store.blobs.contract import Blobs, Damaged
 
 log = logging.getLogger(__name__)
 
-#: Before another try, when answers cannot be taken.
+#: Pause after a failure to take or settle answers.
 AGAIN_S = 1.0
-#: Answers of which something is being stored in blobs, at most: each may be INLINE_BYTES in memory.
+#: How many answers with blobs may be settled at a time: each may have INLINE_BYTES in memory.
 MOST_STORING = 1024
-#: How often a replica that leads, and is not alone, looks whether the others take the answers.
+#: How often a replica that leads, and is not alone, looks whether the other replicas take the answers.
 LOOK_S = 0.1
 
 
 class SampleAnswers:
-    """`replica` is who takes them, and `leads` whether it leads: then it has enough to do. An answer is forgotten when
-    it is settled; until then another may take it. While results that are blobs wait for the store, others are
-    settled."""
+    """Takes answers as `replica`. While `leads()`, it leaves them to other replicas as long as those keep up: leading
+    is enough work. An answer is forgotten once it is settled; until then another replica may take it. Answers with
+    blobs wait for the store without holding up the others."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class SampleAnswers:
         self._journal, self._queue, self._blobs, self._replica = journal, queue, blobs, replica
         self._leads = leads
         self._untaken = "", 0
-        self._storing: dict[str, asyncio.Task[None]] = {}  # answers of which something lies in blobs
+        self._storing: dict[str, asyncio.Task[None]] = {}  # answers being settled that have something in blobs
 
     async def settle(self) -> None:
-        """For as long as the server runs."""
+        """Take and settle answers for as long as the server runs."""
         try:
             await self._settle_on()
         finally:
@@ -91,7 +92,8 @@ class SampleAnswers:
             log.exception("answers cannot be settled; another look is taken at them")
             await asyncio.sleep(AGAIN_S)
             return
-        for answer in list(stored.values())[: max(0, MOST_STORING - len(self._storing))]:  # others are taken again
+        # those beyond the limit are taken again later
+        for answer in list(stored.values())[: max(0, MOST_STORING - len(self._storing))]:
             task = asyncio.create_task(self._settle_some([answer], queued))
             self._storing[answer.id] = task
             task.add_done_callback(lambda _, answer=answer: self._storing.pop(answer.id))  # type: ignore[misc]
@@ -106,9 +108,9 @@ class SampleAnswers:
         await asyncio.gather(*(journal.run(self._delete, one.ref) for one in settled if one.ref))
 
     async def _queued(self, answers: list[Answered]) -> dict[str, Operation]:
-        """The operations that may not have ended. What was accepted here is known, what elsewhere comes with its
-        answer, and settling it again does nothing; but what lies in blobs is written before: for that the database is
-        asked."""
+        """The operations of these answers that may not have ended. An operation accepted here is known in memory, and
+        one accepted elsewhere is packed with its answer; settling one that has ended does nothing. Only for answers
+        with blobs is the database asked, because their blobs are written before they are settled."""
         journal = self._journal
         small = (answer for answer in answers if not _is_stored(answer))
         known = {op.id: op for op in map(self._known, small) if op is not None}
@@ -124,7 +126,7 @@ class SampleAnswers:
             return None
 
     async def _settle(self, answer: Answered, op: Operation | None) -> _Settled | None:
-        """None: it cannot be settled for now."""
+        """Settle one answer. Returns None if that is not possible for now."""
         journal, settled = self._journal, _Settled(answer)
         try:
             parcel = parcel_of(answer.result)
@@ -136,7 +138,7 @@ class SampleAnswers:
                 ended = await journal.end(op, done)
                 if ended and done.failure is None:
                     settled.path, settled.tokens = op.path, journal.corrected(op, done)
-        except (FileNotFoundError, Damaged):  # its result is lost: it is sampled again
+        except (FileNotFoundError, Damaged):  # its result is lost: the request is sampled again
             settled.ref = ""
         except Exception:
             log.exception("the answer to %s could not be settled; another look is taken at it", answer.id)
@@ -144,12 +146,12 @@ class SampleAnswers:
         return settled
 
     def _delete(self, ref: str) -> None:
-        with suppress(OSError):  # then the reaper finds it
+        with suppress(OSError):  # the reaper deletes it later
             self._blobs.delete(ref)
 
 
 def _is_stored(answer: Answered) -> bool:
-    """Whether its result is a blob or becomes one, or something beside it does."""
+    """Whether its result, or the logprobs recorded with it, is or becomes a blob."""
     if len(answer.result) > SMALL_BYTES:
         return True
     try:
@@ -161,8 +163,8 @@ def _is_stored(answer: Answered) -> bool:
 
 @dataclass
 class _Settled:
-    """An answer that was settled, the tokens that its flow at `path` is to be corrected by, and the blob of its
-    result, which is not needed any more."""
+    """A settled answer, the tokens to correct its flow at `path` by, and the blob of its result, which is no longer
+    needed."""
 
     answer: Answered
     path: Path = ()

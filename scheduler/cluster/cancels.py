@@ -1,4 +1,4 @@
-"""How a replica takes a sample out of the shared queue, or has the generator that draws it stop."""
+"""How a replica takes a queued sample out of the shared queue, or tells the generator that draws it to stop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scheduler.links.redis_queue import RedisQueue
 
 log = logging.getLogger(__name__)
 
-#: While Redis is away it is tried again, for so long; then the sample is drawn.
+#: How long a cancel is tried while Redis is away; after that the sample is drawn.
 TRIES_S = 60.0
 AGAIN_S = 0.5
 
 
 class Cancels:
-    """`run` calls what blocks."""
+    """`run` runs blocking calls in a thread."""
 
     def __init__(self, queue: RedisQueue, broadcasts: Broadcasts, run: Callable[..., Awaitable[bool]]) -> None:
         self._queue, self._broadcasts, self._run = queue, broadcasts, run
 
     async def withdraw(self, op_id: str) -> bool:
-        """Whether the queue has the sample no more."""
+        """Whether the shared queue no longer holds the sample, so that it can be ended as cancelled."""
         loop = asyncio.get_running_loop()
         until = loop.time() + TRIES_S
         while loop.time() < until:
@@ -36,8 +36,8 @@ class Cancels:
         return False
 
     def _withdraw(self, op_id: str) -> bool:
-        """What the queue does not know was removed, and the reply was lost; or it is answered and settled, and cannot
-        end again."""
+        """Remove the sample, or cancel it at its generator. If the queue does not know it, it was removed and the reply
+        was lost; or it was answered and settled, and then it cannot end again."""
         if self._queue.remove(op_id):
             return True
         worker = self._queue.holder(op_id)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from scheduler.journal.ending.completions import Completion, FeedKey, Feeds
 from scheduler.links.contract import QueueUnreachable
 
-#: Stamps for what one look into the database may find.
+#: How many stamps are reserved for what one look into the database may find.
 BLOCK = 10_000
 
 
@@ -40,13 +40,14 @@ class SharedFeeds:
         stamp = self._blocks.pop(key, 0)
         if self._feeds.follows(key):
             missed = self._feeds.unknown(key, completions)
-            many = -(-len(missed) // BLOCK)  # of one stamp, where there are more than stamps
+            many = -(-len(missed) // BLOCK)  # completions that share one stamp, if there are more than stamps
             self._feeds.prepend(key, [(stamp + place // many, completion) for place, completion in enumerate(missed)])
 
     def heard(self, key: FeedKey, completion: Completion, stamp: int) -> None:
-        """A broadcast says that a request has ended, on whichever replica."""
+        """Take in a broadcast that a request has ended, on any replica."""
         self._feeds.append(key, stamp, completion)
 
     def clear(self) -> None:
-        """Something may have been missed: clients ask again, and are then told what the database says."""
+        """Drop all feeds, because a broadcast may have been missed: clients ask again, and get what the database
+        has."""
         self._feeds.clear()

@@ -1,4 +1,5 @@
-"""Which replica leads: every one would, and the lease in the database (`scheduler.cluster.fence`) decides."""
+"""Elects the replica that leads: every replica tries, and the lease in the database (`scheduler.cluster.fence`)
+decides."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Leadership:
     async def _serve(self, term: Term) -> None:
         log.info("this replica leads")
         self.term = term
-        renewals = asyncio.create_task(self._renew_until_over(term))  # also while it takes up what is there
+        # renewed also while the term still takes up the runs
+        renewals = asyncio.create_task(self._renew_until_over(term))
         try:
             await term.begin()
             await renewals
@@ -80,7 +82,8 @@ class Leadership:
         await term.end()
 
     async def _renew_until_over(self, term: Term) -> None:
-        """Until the lease is another's. While the database does not answer it is nobody's: nothing can be written."""
+        """Renew the lease until another replica has it. While the database does not answer nobody can have it: nothing
+        can be written."""
         while not term.over.is_set():
             try:
                 if not await self._take(term.token):

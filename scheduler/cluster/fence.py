@@ -27,15 +27,16 @@ _HOLDER: Question = {"postgresql": _SELECT, "sqlite": _SELECT}
 
 
 class Superseded(BaseException):
-    """Another process leads. Not an Exception: nothing that goes on after an error may go on after this."""
+    """Another process leads. A BaseException, so that no `except Exception` goes on after it."""
 
 
 def take(session: Session, token: str, now: datetime) -> bool:
-    """In a write: become the leader, or stay it. False while somebody else is."""
+    """Within a write: become the leader, or stay it. False while another process leads."""
     lease, until = tables.JobLease, now + timedelta(seconds=tables.LEADS_S)
     if session.get(lease, tables.LEADS) is None:
         stand = insert_into(session, lease).values(name=tables.LEADS, holder=token, until=until)
-        stand = stand.on_conflict_do_nothing(index_elements=["name"])  # several may stand at the first start of all
+        # at the very first start several replicas may insert the row
+        stand = stand.on_conflict_do_nothing(index_elements=["name"])
         return session.scalar(stand.returning(lease.holder)) == token
     free = or_(lease.holder == token, lease.over(now, tables.LEADS_S))
     change = update(lease).where(lease.name == tables.LEADS, free).values(holder=token, until=until)
@@ -43,14 +44,14 @@ def take(session: Session, token: str, now: datetime) -> bool:
 
 
 def give_up(session: Session, token: str, now: datetime) -> None:
-    """In a write: the next one need not wait for the lease to end."""
+    """Within a write: give up the lease, so that the next leader need not wait for its end."""
     lease = tables.JobLease
     session.execute(update(lease).where(lease.name == tables.LEADS, lease.holder == token).values(until=now, holder=""))
 
 
 def check(session: Session, token: str) -> None:
-    """Raise Superseded unless `token` leads, now or with what is asked next, and keep it so until this transaction is
-    over."""
+    """Raise Superseded unless `token` leads, now or with the next query; it then stays so until this transaction
+    ends."""
 
     def leads(found: list[Any]) -> None:
         if [row[0] for row in found] != [token]:
@@ -60,12 +61,13 @@ def check(session: Session, token: str) -> None:
 
 
 class Fenced:
-    """`Transactions` as a leader has them: every write checks first that it still leads."""
+    """`Transactions` for a leader: every write first checks that it still leads."""
 
     def __init__(self, database: Database, token: str) -> None:
         self._database = database
         self._token = token
-        self._batches: dict[Batch, Batch] = {}  # what runs together must be one batch
+        # calls of one batch function must pass the same function to be run together
+        self._batches: dict[Batch, Batch] = {}
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -82,7 +84,7 @@ class Fenced:
         def run(session: Session, items: list[Any]) -> list[Any]:
             check(session, self._token)
             done = batch(session, items)
-            make_sure(session.connection())  # while it harms nobody who shares the transaction
+            make_sure(session.connection())  # now: a failing check must not fail batches that share the transaction
             return done
 
         return self._batches.setdefault(batch, run)

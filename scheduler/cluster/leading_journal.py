@@ -1,4 +1,5 @@
-"""The runs' part of the journal, on the replica that leads: what any replica has accepted comes in here."""
+"""The runs' part of the journal, on the replica that leads: it takes in the operations of runs that any replica has
+accepted."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.room import Room
 
-#: Runs whose logs a new leader reads, and takes up, before others of its event loop have their turn.
+#: How many runs a new leader takes up before it lets other work of its event loop run.
 TAKEN_UP_AT_ONCE = 32
 
 
 class FencedRecorder:
-    """Records nothing any more once another process leads: that one does."""
+    """A recorder that does nothing once another process leads: the new leader records the operation."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -59,22 +60,22 @@ class LeadingJournal:
         self._storing = Storing(database, blobs, room)
         answers, samplers = Answers(database, blobs), Samplers(database)
         recorder = FencedRecorder(DatabaseRecorder(database, blobs, prices, room, answers, samplers))
-        self._weights: dict[str, int] = {}  # of organisations that have live runs
+        self._weights: dict[str, int] = {}  # by organisation with live runs: its fair share
         self.training = Training(database, blobs, self._storing, recorder, self._weight, self._ended, sizes)
 
     def _weight(self, org_id: str) -> int:
         return self._weights.get(org_id, 1)
 
     def reweigh(self) -> None:
-        """Read the shares of organisations, in a thread: they are asked for in the event loop, which waits for no
-        database."""
+        """Read the fair shares of organisations; blocks, so it runs in a thread. The event loop uses them and may not
+        wait for the database."""
         run, org = tables.Run, tables.Organisation
         theirs = select(org.id, org.weight).join(run, run.org_id == org.id).where(run.state == "live").distinct()
         with self._database.read() as session:
             self._weights = {org_id: weight for org_id, weight in session.execute(theirs)}
 
     async def recover(self, run: Callable[..., Awaitable[Any]]) -> None:
-        """Take up the runs that the one before has left, some at a time. `run` calls what blocks."""
+        """Take up the runs that the last leader left, some at a time. `run` runs blocking calls in a thread."""
         live = await run(self._live)
         for start in range(0, len(live), TAKEN_UP_AT_ONCE):
             logs: dict[str, RunLog] = await run(self.logs_of, live[start : start + TAKEN_UP_AT_ONCE])
@@ -86,13 +87,14 @@ class LeadingJournal:
             return list(session.scalars(select(tables.Run.id).where(tables.Run.state == "live")))
 
     async def stop(self, within_s: float) -> None:
-        """Nothing happens here any more, after what is being stored is, or cannot be for now: the next leader does it
-        again."""
+        """End this journal: wait until everything under way is stored, at most `within_s`. What is not stored then, the
+        next leader does again."""
         self.training.stop()
         await self._storing.stop(within_s)
 
     def hear(self, packed: bytes) -> bool:
-        """An operation that some replica has accepted and packed. False: it has to be looked up."""
+        """Take in an operation that a replica has accepted and packed. Returns False if it has to be read from the
+        database."""
         try:
             op = unpack(packed)
         except ValueError:
@@ -105,15 +107,16 @@ class LeadingJournal:
         return True
 
     def logs_of(self, run_ids: Iterable[str]) -> dict[str, RunLog]:
-        """Of the live ones among runs; in a thread."""
+        """The logs of those runs that are live; blocks, so it runs in a thread."""
         self.reweigh()
         with self._database.read() as session:
             found = (session.get(tables.Run, run_id) for run_id in run_ids)
             return {run.id: log_of(session, run) for run in found if run is not None and run.state == "live"}
 
     def take_in(self, row: tables.Operation, logs: Mapping[str, RunLog]) -> Operation | None:
-        """An operation that some replica has accepted; `logs` has those of runs that were not in hand when they were
-        read, and may have come and ended since. Returned when its run can do nothing more."""
+        """Take in an operation that a replica has accepted, from its row. `logs` has the logs of runs that were not in
+        hand when the rows were read; such a run may have begun and ended since. Returns the operation if its run can do
+        nothing more."""
         training = self.training
         lane = training.runs.get(row.lane)
         if training.opened(row.id) is not None or (lane is not None and lane.spent(row.seq)):
@@ -130,12 +133,12 @@ class LeadingJournal:
         return None
 
     def waiting(self, op_id: str) -> Waiting | None:
-        """What an operation waits for, if it is here."""
+        """What an operation waits for; None if it is not here."""
         op = self.training.opened(op_id)
         return self.training.waiting(op) if op is not None else None
 
     def gaps(self) -> list[tuple[str, int]]:
-        """The numbers that runs wait for: (run, number)."""
+        """The (run, sequence number) that each run with parked operations waits for."""
         return [(lane.run_id, lane.next_seq) for lane in self.training.runs.values() if not lane.idle]
 
     def _ended(self, op: Operation) -> None:

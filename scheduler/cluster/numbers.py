@@ -1,5 +1,5 @@
-"""Whether numbers of runs and samplers have been taken, for a replica, which cannot know: it looks into the
-database."""
+"""Whether sequence numbers of runs and samplers have been taken. A replica does not know what the others accepted, so
+it asks the database."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Number:
 
 
 def numbers_of(database: Database, keys: Sequence[Key]) -> list[Number]:
-    """In the order of `keys`."""
+    """The facts about each key, in the order of `keys`."""
     lanes, seqs = [lane for lane, _ in keys], [seq for _, seq in keys]
     with database.ask() as connection:
         if connection.dialect.name == "postgresql":

@@ -1,5 +1,5 @@
-"""What is told over Redis or looked up in the database, many at a time: what comes in one turn of the event loop, while
-a call is under way, and for a moment after it began, goes with one call."""
+"""Batching of Redis messages and database look-ups: items that come in one turn of the event loop, while a call is
+under way, or within a few milliseconds of its start, go out with one call."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-#: In one call.
+#: The most items of one call.
 MOST = 256
-#: Between the beginnings of two calls, in seconds: a call costs as much as some dozen of what it may carry.
+#: The least time between the starts of two calls, in seconds: a call costs about as much as some dozen items in it.
 APART_S = 0.004
 
 
 class Pace:
-    """Keeps what is done again and again APART_S apart. What comes alone does not wait. Lives in one event loop."""
+    """Keeps repeated calls at least APART_S apart; a single call does not wait. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
     async def keep(self) -> None:
-        """Until it may begin."""
+        """Wait until the next call may start."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self._next - loop.time()))
         self._next = loop.time() + APART_S
 
 
 class Gathered(Generic[T, R]):
-    """`do` does some, in their order, and gives what comes of each. Lives in one event loop."""
+    """Batches items: `do` takes some items, in order, and returns one result for each. Lives in one event loop."""
 
     def __init__(self, do: Callable[[list[T]], Awaitable[list[R]]]) -> None:
         self._do = do
@@ -43,11 +43,12 @@ class Gathered(Generic[T, R]):
         self._pace = Pace()
 
     async def get(self, item: T) -> R:
-        """Returns after the call that does it. Raises what the call raises."""
+        """The result for `item`, after the call that takes it. Raises what that call raises."""
         done: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, done))
         if self._doing is None:
-            self._doing = asyncio.create_task(self._do_all(), context=Context())  # for all, not for the first
+            # without the context of the item that happens to come first
+            self._doing = asyncio.create_task(self._do_all(), context=Context())
         return await done
 
     async def _do_all(self) -> None:
@@ -64,7 +65,7 @@ class Gathered(Generic[T, R]):
             results = await self._do([item for item, _ in some])
         except Exception as error:
             for _, done in some:
-                if not done.done():  # nobody waits for it any more
+                if not done.done():  # unless its caller gave up
                     done.set_exception(error)
             return
         for (_, done), result in zip(some, results, strict=True):
@@ -73,14 +74,15 @@ class Gathered(Generic[T, R]):
 
 
 class Outbox(Generic[T]):
-    """`tell` tells some, in their order. What it fails to tell is logged, and lost. Lives in one event loop."""
+    """Sends items in batches: `tell` takes some, in order. A failure is logged and the items are lost. Lives in one
+    event loop."""
 
     def __init__(self, tell: Callable[[list[T]], Awaitable[object]]) -> None:
         self._tell = tell
         self._gathered = Gathered(self._try)
 
     async def put(self, item: T) -> None:
-        """Returns after the call that tells it."""
+        """Returns after the call that sends `item`."""
         await self._gathered.get(item)
 
     async def _try(self, items: list[T]) -> list[None]:

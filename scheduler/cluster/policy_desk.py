@@ -1,4 +1,4 @@
-"""The leader's end of what moves policies over Redis (`scheduler.links.policies`)."""
+"""The leader's end of the channel that tells generators of new policies over Redis (`scheduler.links.policies`)."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from scheduler.links.policies import MOST_MOVES, PolicyBoard
 from scheduler.order.operations import Operation
 from scheduler.order.presence import Present
 
-#: Between two times that it is told what has moved: every generator hears everything, so it hears more at once.
+#: Pause between two messages about moved policies: every generator reads each message, so several moves go together.
 TOGETHER_S = 0.05
-#: The leader looks this often whether Redis has lost something.
+#: How often the leader checks that Redis still has all policies.
 LOOK_AGAIN_S = 2.0
 
 
 class PolicyDesk:
-    """The leader's end: a desk of its runs. `run` calls what blocks."""
+    """The leader's end, as a desk of its runs. `run` runs blocking calls in a thread."""
 
     worker = "generator"
 
     def __init__(self, training: Training, board: PolicyBoard, run: Callable[..., Awaitable[Any]]) -> None:
         self._training, self._board, self._run = training, board, run
-        self._versions: dict[str, tuple[int, int]] = {}  # by run: (operation, version)
-        self._weights: dict[str, tuple[int, str]] = {}  # by run: (operation, what inflight samplers are on)
+        self._versions: dict[str, tuple[int, int]] = {}  # by run: the operation that moved it last, and its version
+        # by run: the operation that moved it last, and the weights of its inflight samplers
+        self._weights: dict[str, tuple[int, str]] = {}
         self._untold: set[str] = set()
         self._moves = asyncio.Event()
         self._look_at = 0.0
         training.desks.append(self)
 
     def presence(self, base_model: str) -> Present:
-        """Generators say that at the shared queue."""
+        """Generators report their presence at the shared queue, not here."""
         return Present(here=True, serves=True)
 
     def wake(self) -> None:
-        """Generators come to the shared queue by themselves."""
+        """Nothing to wake: generators come to the shared queue by themselves."""
 
     def cancel(self, op: Operation) -> None:
-        """Replicas cancel samples."""
+        """Nothing to cancel here: replicas cancel samples."""
 
     def policy_moved(self, moved: PolicyMoved) -> None:
-        """Two operations of a run may be settled in either order: the later one counts."""
+        """Note a move. Two operations of a run may be settled in either order: the later operation counts."""
         run_id, none = moved.run_id, (-1, 0)
         self._versions[run_id] = max(self._versions.get(run_id, none), (moved.seq, moved.version))
         if moved.adapter_ref:
@@ -54,7 +55,7 @@ class PolicyDesk:
         self._moves.set()
 
     async def tell(self) -> None:
-        """Tell what has moved, when it has; and every LOOK_AGAIN_S, however much moves, what Redis does not know."""
+        """Tell generators of moves when they happen; and every LOOK_AGAIN_S of policies that Redis does not have."""
         loop = asyncio.get_running_loop()
         if (left := self._look_at - loop.time()) <= 0:
             await self._look()

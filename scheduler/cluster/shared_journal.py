@@ -67,21 +67,21 @@ from store.settings import Limits
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Clients that wait for an outcome look into the database this often, in case its broadcast was lost.
+#: How often clients that wait for an outcome look into the database, in case its broadcast was lost.
 LOOK_AGAIN_S = 5.0
 #: How often replicas tell each other what they have queued.
 EXCHANGE_S = 1.0
 #: Results up to this size are told to all replicas, so that those who wait for them need not read them.
 TOLD_BYTES = 2048
-#: Numbers that were found to be new, whose operations have not come: what is beyond is looked up again.
+#: How many numbers found to be unused are remembered until their operations come; others are looked up again.
 MOST_FRESH = 10_000
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class SharedJournal:
-    """A `scheduler.journal.front.OperationJournal`. Blocking calls go to `threads`. `name` is this replica's.
-    `waiting_of` says what an operation waits for, on the replica that leads."""
+    """A `scheduler.journal.front.OperationJournal`. Blocking calls go to `threads`. `name` is the name of this replica.
+    `waiting_of` says what an operation waits for; only the replica that leads knows that."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class SharedJournal:
         self.answers = Answers(database, blobs)
         self.samplers = Samplers(database, runs_move_elsewhere=True)
         self.draining = False
-        self.reachable: Callable[[], bool] = lambda: True  # Redis, as far as this replica knows
-        self.others = 0  # replicas that take answers, too
-        self.generators: dict[str, float] = {}  # counts over all generators, as they were lately
-        self.each_generator: dict[str, dict[str, float]] = {}  # of each that has worked lately
-        self.loading: list[Loading] = []  # workers that load, as it was lately
-        self._presence = Presence()  # of generators
+        self.reachable: Callable[[], bool] = lambda: True  # whether Redis is reachable, as far as this replica knows
+        self.others = 0  # how many other replicas take answers
+        self.generators: dict[str, float] = {}  # latest counts over all generators
+        self.each_generator: dict[str, dict[str, float]] = {}  # latest counts of each generator that has worked lately
+        self.loading: list[Loading] = []  # workers that load a model, as last read
+        self._presence = Presence()  # when generators of each base model were last seen
         self.stored = StoredOperations(database)
         self._database, self._costs = database, expected_costs_of(database)
         self._name, self._queue, self._broadcasts, self._threads = name, queue, broadcasts, threads
@@ -120,7 +120,7 @@ class SharedJournal:
         self._backlog = Backlog(max_queued_per_org, max_queued_bytes_per_org)
         self._waiters = Waiters()
         self._numbers = Gathered[Key, Number](lambda keys: self.run(numbers_of, database, keys))
-        self._fresh: dict[tuple[str, int], bool] = {}  # numbers found to be new: whether their run is open
+        self._fresh: dict[tuple[str, int], bool] = {}  # by unused number: whether its run is open
         self._cancels = Cancels(queue, broadcasts, self.run)
         self._samples = Outbox[Operation](self.push)
         self._accepted = Outbox[Accepted](lambda notes: self.reach(broadcasts.accepted, notes))
@@ -161,7 +161,8 @@ class SharedJournal:
         return False
 
     def maybe_stored(self, new: NewOperation) -> bool:
-        """One that another replica accepts at this moment is found when it is inserted."""
+        """False for a number just found to be unused: if another replica accepts it at this moment, the insert finds
+        that out."""
         return (new.lane, new.seq) not in self._fresh
 
     def put(self, op: Operation) -> None:
@@ -169,23 +170,23 @@ class SharedJournal:
         self._storing.in_background(told)
 
     async def adopt(self, request_id: str) -> None:
-        """The leader finds it."""
+        """Nothing to do: the leader finds the operation in the database."""
 
     def skip(self, op: Operation) -> None:
         self._storing.in_background(self._accepted.put(Accepted(op.id)))
 
     async def push(self, ops: Sequence[Operation]) -> None:
-        """Put samples into the shared queue, which knows those that are there already."""
+        """Put samples into the shared queue, which ignores those that it already has."""
         await self.reach(self._push, ops)
 
     def _push(self, ops: Sequence[Operation]) -> None:
-        """In a thread: what the database has to say of samplers and weights is asked for, too."""
+        """`push` in a thread: it may have to read about samplers and weights from the database."""
         items = []
         for op in ops:
             op.charged = self._costs.expected(op)
             try:
                 sampler = self.samplers.facts(op.lane)
-            except NoResultFound:  # it holds up nobody
+            except NoResultFound:  # one bad sample does not hold up the others
                 log.warning("operation %s: there is no sampler %s", op.id, op.lane)
                 continue
             message, packed = _encode(message_of(op, sampler)), pack(op, body=False)
@@ -193,7 +194,7 @@ class SharedJournal:
         self._queue.push_all(items)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
-        """Call a carrier. When it cannot be reached, nothing is lost: the leader looks into the database."""
+        """Call Redis. A failure is only logged: the leader finds what is missing in the database."""
         try:
             return await self.run(call, *arguments)
         except QueueUnreachable as error:
@@ -214,7 +215,7 @@ class SharedJournal:
                 changed = waiters.changed
                 if waiters.told is not None and waiters.org_id == org_id:
                     return waiters.told
-                mine = self._open.get(request_id)  # until it is heard of, it has not ended
+                mine = self._open.get(request_id)  # an operation of this replica has not ended until that is heard
                 if mine is not None and mine.org_id == org_id and not looked:
                     found: Operation | Outcome | Gone | None = mine
                 else:
@@ -249,9 +250,9 @@ class SharedJournal:
         return queued_for("generator", ahead or 0, model, found)
 
     async def look_for_workers(self) -> set[str]:
-        """The base models that generators serve, and who loads any."""
+        """Read which base models generators serve, and which workers load one."""
         served, loading = await self.reach(self._queue.served), await self.reach(self._loads.there)
-        if served is None or loading is None:  # nor could a worker say that it is there
+        if served is None or loading is None:  # without Redis no worker could report itself either
             self._presence.forget()
         self._presence.saw(served or ())
         self.loading = loading or []
@@ -271,20 +272,20 @@ class SharedJournal:
                 self.completions.heard(key, Completion(end.op_id, end.size_bytes), stamp)
 
     def _over(self, op_id: str, org_id: str, told: Outcome | None) -> None:
-        """It has ended, so it is not open here, and nobody waits for it."""
+        """Forget an operation that has ended: it is not open here, and nobody waits for it."""
         op = self._open.get(op_id)
         if op is not None and not op.settling:
             self._admission.forget(op)
         self._waiters.wake(op_id, org_id, told)
 
     def missed(self) -> None:
-        """Some broadcasts may have been lost: everybody looks into the database again."""
+        """Broadcasts may have been lost: everybody who waits looks into the database again."""
         self.completions.clear()
         self._waiters.wake_all()
 
     async def look_after(self) -> None:
-        """For as long as the server runs: tell again what was accepted here and has ended; its broadcast may be
-        lost."""
+        """For as long as the server runs: announce again operations that were accepted here and have ended, in case a
+        broadcast was lost."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             try:
@@ -301,7 +302,7 @@ class SharedJournal:
         await asyncio.gather(*map(self._ended.put, ends))
 
     async def exchange_backlogs(self) -> None:
-        """For as long as the server runs: limits hold for all replicas together."""
+        """For as long as the server runs: exchange backlogs, so that limits hold over all replicas."""
         while True:
             others = await self.reach(self._board.exchange, self._name, self._backlog.own())
             if others is not None:
@@ -312,11 +313,11 @@ class SharedJournal:
     # ---- finishing samples
 
     def opened(self, op_id: str) -> Operation | None:
-        """An operation that was accepted here, and has not ended as far as this replica has heard."""
+        """An operation that was accepted here and is not known to have ended."""
         return None if (op := self._open.get(op_id)) is None or op.settling else op
 
     async def end(self, op: Operation, done: Done) -> bool:
-        """Settle an operation that no journal of this process has in hand. False: it has ended already."""
+        """Settle an operation that no journal of this process holds. Returns False if it had ended already."""
         known = self._open.get(op.id)
         if known is not None and known.settling:
             return False
@@ -344,7 +345,8 @@ class SharedJournal:
         outcome = op.outcome
         assert outcome is not None
         size, told = (len(outcome.payload) if outcome.error is None else None), None
-        final = outcome.error is None or outcome.category == "user"  # what failed here may yet be done again
+        # an operation that failed by the server's fault may be done again
+        final = outcome.error is None or outcome.category == "user"
         self._over(op.id, op.org_id, outcome if final else None)
         if final and len(outcome.payload) + len(outcome.error or "") <= TOLD_BYTES:
             told = Told(outcome.payload, outcome.content_type, outcome.error, outcome.category)

@@ -1,4 +1,4 @@
-"""What is queued and in flight on all replicas together, as each of them counts it when it lets something in.
+"""What all replicas together have queued and in flight, which each of them checks before it accepts something.
 
 In flight is asked of the database, which is exact: an operation of a run that is in flight anywhere is always let in,
 or what a run waits for could be kept out by what waits behind it. The backlog is what every replica says of its own in
@@ -19,25 +19,25 @@ from store import tables
 from store.database.db import Database
 
 _KEY = "{weft:backlogs}"
-#: A replica that has said nothing for so long is gone.
+#: A replica silent for this long is taken for gone.
 SILENT_S = 10
 
 _row = tables.Operation
 
 
 class BacklogBoard(Board):
-    """Where replicas say what they have."""
+    """Where replicas publish how much they have queued."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, _KEY)
 
     def exchange(self, replica: str, own: dict[str, tuple[int, int]]) -> list[dict[str, tuple[int, int]]]:
-        """Say what this replica has; what the others say."""
+        """Publish this replica's backlog; returns those of the others."""
         return [json.loads(said) for said in self.put(replica, json.dumps(own).encode(), SILENT_S)]
 
 
 def in_flight(database: Database, scope: str, id: str, work: Work | None) -> Elsewhere:
-    """Of all replicas, as the database has it."""
+    """What all replicas have in flight, as the database has it."""
     mine = _row.state == "queued", _owner(scope, id)
     unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
     with database.read() as session:
@@ -49,7 +49,7 @@ def in_flight(database: Database, scope: str, id: str, work: Work | None) -> Els
 
 
 def _owner(scope: str, id: str) -> ColumnElement[bool]:
-    """The operations that count for `scope` `id` (`scheduler.journal.accepting.in_flight`)."""
+    """The condition for operations that count for `scope` `id` (`scheduler.journal.accepting.in_flight`)."""
     if scope == "key":
         return _row.key_id == int(id)
     if scope == "project":

@@ -1,4 +1,4 @@
-"""What the database has of operations, as a replica asks it: others accept and settle them, too."""
+"""Operations as the database has them, for a replica: other replicas accept and settle them, too."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from store import tables
 from store.database.bulk import among
 from store.database.db import Database
 
-#: Operations that are asked for at once.
+#: How many operations one query asks for.
 MOST_AT_ONCE = 500
 
-#: When a sample was accepted, and its id.
+#: When a sample was accepted, and its operation id.
 QueuedSample = tuple[datetime, str]
 
 _OP = tables.Operation.__table__
@@ -32,19 +32,19 @@ class StoredOperations:
         self._database = database
 
     def queued(self, op_id: str) -> Operation | None:
-        """One that has not ended."""
+        """The operation, if it has not ended."""
         with self._database.read() as session:
             row = session.get(tables.Operation, op_id)
         return from_row(row) if row is not None and row.state == "queued" else None
 
     def all_queued(self, op_ids: Sequence[str]) -> dict[str, Operation]:
-        """Those that have not ended, by their ids."""
+        """By id: those of the operations that have not ended."""
         with self._database.ask() as connection:
             found: Iterable[Any] = connection.execute(_QUEUED[connection.dialect.name], {"ids": list(op_ids)})
             return {one.id: from_row(one) for one in found}  # plain rows, for there are many
 
     def queued_samples(self, after: QueuedSample | None, most: int) -> list[QueuedSample]:
-        """From the oldest on, or from the next one `after` another."""
+        """Samples that have not ended, oldest first, beginning after sample `after` if it is given."""
         row = tables.Operation
         query = select(row.accepted_at, row.id).where(row.state == "queued", row.kind == SAMPLE)
         if after is not None:

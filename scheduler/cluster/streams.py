@@ -12,7 +12,7 @@ from scheduler.links.messages import Drawn
 
 
 class SharedStreams:
-    """`before` reads what an operation has drawn so far; None when it cannot be reached."""
+    """`before` reads what an operation has drawn so far; it returns None while Redis is unreachable."""
 
     def __init__(self, before: Callable[[str], Awaitable[list[Drawn] | None]]) -> None:
         self._before = before
@@ -30,7 +30,7 @@ class SharedStreams:
             stream.hear(drawn.parts)
 
     def missed(self) -> None:
-        """Something may have been told while nobody listened."""
+        """Read all followed streams again: messages may have been missed."""
         for op_id in list(self._streams):
             task = asyncio.ensure_future(self._read(op_id))
             self._reading.add(task)

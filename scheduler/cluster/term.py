@@ -45,11 +45,11 @@ from store.database.db import Database
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-#: What is being stored at the end of a term has this long; what cannot be is done again by the next leader.
+#: How long the end of a term waits for what is being stored; the rest is done again by the next leader.
 STORE_WITHIN_S = 5.0
-#: How often the leader looks for what is accepted in the database and queued nowhere.
+#: How often the leader looks for operations that are accepted in the database and queued nowhere.
 RESCAN_S = 2.0
-#: Samples that one look takes, and queues again.
+#: The most samples that one look reads and queues again.
 RESCAN_ROWS = 2000
 
 _OP = tables.Operation.__table__
@@ -58,7 +58,7 @@ _OF_RUNS = {dialect: select(_OP).where(one, _OP.c.kind != SAMPLE) for dialect, o
 
 @dataclass(frozen=True)
 class Shared:
-    """What a replica has in common with the others."""
+    """What the parts of one replica share."""
 
     url: str
     database: Database
@@ -74,7 +74,7 @@ class Shared:
 
 
 class Term:
-    """One time of leading, from the election to its end."""
+    """One replica's time of leading, from its election to its end."""
 
     def __init__(self, shared: Shared, token: str) -> None:
         self.token = token
@@ -99,8 +99,8 @@ class Term:
         self._sure_until = 0.0
         self.renewed()
         self.over = asyncio.Event()
-        self._serving: set[asyncio.Task[None]] = set()  # trainers
-        self._waiting: list[QueuedSample] = []  # what the last look found
+        self._serving: set[asyncio.Task[None]] = set()  # one task for each trainer's link
+        self._waiting: list[QueuedSample] = []  # samples that the last look found queued in the database
 
     async def begin(self) -> None:
         await self.journal.recover(self._run)
@@ -109,8 +109,8 @@ class Term:
         self._tasks = [asyncio.create_task(self._keep(work)) for work in works]
 
     async def end(self) -> None:
-        """The trainers are let go last: until then what they have done is stored, and then nobody is to blame for what
-        is left in their hands."""
+        """End the term. The trainers' links are closed last, after their results are stored: what they still hold then
+        is no suspect in their loss."""
         for task in self._tasks:
             task.cancel()
         await self.journal.stop(STORE_WITHIN_S)
@@ -126,7 +126,7 @@ class Term:
         self.desk.drain()
 
     async def drained(self, within_s: float) -> None:
-        """Until the trainers have said goodbye, and everything that they have sent is settled."""
+        """Wait until the trainers have said goodbye and all that they sent is settled, at most `within_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 if self._serving:
@@ -134,7 +134,7 @@ class Term:
                 await self.journal.training.flush()
 
     async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do `work` again and again; end the term when it finds out that another leads."""
+        """Do `work` again and again. If it finds that another replica leads, the term is over."""
         while True:
             try:
                 await work()
@@ -148,17 +148,17 @@ class Term:
                 await asyncio.sleep(BEAT_S)
 
     def renewed(self) -> None:
-        """The lease is ours from now on for LEADS_S."""
+        """The lease has just been renewed: it is ours for LEADS_S."""
         self._sure_until = asyncio.get_running_loop().time() + tables.LEADS_S
 
     async def _lead(self) -> None:
-        """Have trainers come here, but not while another may lead already."""
+        """Tell trainers to come here, unless the lease may have run out."""
         if not self._draining and asyncio.get_running_loop().time() < self._sure_until:
             await self._run(self._joining.lead, tables.LEADS_S)
         await asyncio.sleep(BEAT_S)
 
     async def _trainers(self) -> None:
-        """Those that join, each served beside the others."""
+        """Serve the next trainer that joins, in a task of its own."""
         name = await self._run(self._joining.next, 1.0)
         if name is not None and not self._draining:
             task = asyncio.create_task(self._serve(name))
@@ -180,7 +180,7 @@ class Term:
 
     async def _hear(self) -> None:
         notes: list[Accepted] = await self._run(self._shared.broadcasts.next_accepted, 1.0)
-        for note in notes:  # first: the step that follows it may be among what was accepted
+        for note in notes:  # failures first: a step that follows one may be among the accepted operations
             if note.told is not None:
                 self.journal.training.told(note.told)
         await self._take_in([note.op_id for note in notes if note.op_id and not self.journal.hear(note.packed)])
@@ -198,7 +198,7 @@ class Term:
             await self._shared.journal.end(op, Done(op.id, failure=failure))
 
     def _rows(self, op_ids: list[str]) -> list[Any]:
-        """Of operations of runs, in the order of their numbers: plain rows, for there are many."""
+        """Rows of operations of runs, by run and number. Plain rows, because there may be many."""
         found = list[Any]()
         with self.database.read() as session:
             connection = session.connection()
@@ -208,33 +208,33 @@ class Term:
         return sorted(found, key=lambda one: (one.lane, one.seq))
 
     async def _rescan(self) -> None:
-        """What the database knows, and nobody told."""
+        """Take in what the database has and no message told of."""
         missing, samples, closed = await self._run(self._look)
         await self._take_in([op_id for op_id in missing if self.journal.training.opened(op_id) is None])
         for run_id in closed:
             self.journal.training.close_run(run_id)
         waiting, self._waiting = {op_id for _, op_id in self._waiting}, samples
-        if waiting:  # at the last look: what was accepted only now is on its way
+        if waiting:  # only samples that the last look already found: the newest are still on their way
             known = await self._run(self._shared.queue.known, sorted(waiting))
             await self._push_again(waiting - known)
         await asyncio.sleep(RESCAN_S)
 
     async def _push_again(self, lost: set[str]) -> None:
-        """Samples that are queued nowhere, the oldest first."""
+        """Queue again samples that the shared queue has lost, the oldest first."""
         if lost:
             rows = await self._run(self._shared.journal.stored.all_queued, sorted(lost))
             await self._shared.journal.push(sorted(rows.values(), key=lambda op: op.accepted_at))
 
     def _lately(self) -> list[tables.Operation]:
-        """What the one before may have settled without telling."""
+        """Operations that the last leader may have settled without telling anyone."""
         row, since = tables.Operation, datetime.now(UTC) - timedelta(seconds=2 * tables.LEADS_S + 10)
         with self.database.read() as session:
             return list(session.scalars(select(row).where(row.finished_at > since).limit(RESCAN_ROWS)))
 
     def _look(self) -> tuple[list[str], list[QueuedSample], list[str]]:
-        """Operations of runs that may not have arrived, samples that are queued, and runs whose session has ended. Of
-        more samples than it may take a look goes on where the last one ended: behind what waits for long, for a model
-        that nobody serves, others may be lost."""
+        """Read from the database: operations of runs that may not have arrived, queued samples, and runs whose session
+        has ended. If there are more samples than one look may read, the next look goes on after the last one: lost
+        samples may stand behind others that wait long, for a model that nobody serves."""
         self.journal.reweigh()
         row = tables.Operation
         gaps = self.journal.gaps()

@@ -1,4 +1,4 @@
-"""Who waits for the outcome of an operation, on this replica. Lives in one event loop."""
+"""Requests on this replica that wait for the outcome of an operation. Lives in one event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.order.operations import Outcome
 
 @dataclass
 class Waiting:
-    """For one outcome. `told` is what is known of it, for the organisation `org_id` alone."""
+    """A wait for one outcome. `told` is what a broadcast has said of it, for the organisation `org_id` alone."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     count: int = 0
@@ -20,7 +20,7 @@ class Waiting:
     told: Outcome | None = None
 
     def wake(self) -> None:
-        """Also those who are looking at this moment, and will wait for what they saw before."""
+        """Wake the waiters; those who are just looking will look again before they wait."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -34,7 +34,7 @@ class Waiters:
 
     @contextmanager
     def on(self, op_id: str) -> Iterator[Waiting]:
-        """Within it somebody waits."""
+        """Wait for this operation within the block."""
         waiting = self._of.setdefault(op_id, Waiting())
         waiting.count += 1
         try:
@@ -45,12 +45,12 @@ class Waiters:
                 self._of.pop(op_id, None)
 
     def wake(self, op_id: str, org_id: str, told: Outcome | None) -> None:
-        """The operation has its outcome: it is `told`, or has to be looked up."""
+        """The operation has its outcome, which is `told` or has to be looked up."""
         if (waiting := self._of.get(op_id)) is not None:
             waiting.org_id, waiting.told = org_id, told or waiting.told
             waiting.wake()
 
     def wake_all(self) -> None:
-        """All look again."""
+        """Have all waiters look again."""
         for waiting in self._of.values():
             waiting.wake()

@@ -1,8 +1,8 @@
 """Which worker gets what is next, where one process speaks for them all: in the embedded service, and in the simulator.
 
 The queue decides what is next, and whether a worker had better leave it to another (`FairQueue.lease`). Here workers
-come to it in turn, the emptiest first, for one item each time: work spreads over them, and no slot is free while what
-fits it waits. One that is alone takes all at once.
+take turns, the emptiest first, each leasing one item at a time: work spreads over them, and no slot stays free while an
+item that fits it waits. A single worker leases all at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from scheduler.links.contract import FairQueue, Lease
 from scheduler.order.roster import fullness
 
-#: What is held is held until it ends, or its holder is known to be gone.
+#: An item is leased until it ends, or its worker is known to be gone.
 FOR_EVER = math.inf
 
 
 @dataclass(eq=False)
 class Offer:
-    """The slots of one worker, as they are known here: `busy` are of what it holds."""
+    """One worker's slots as this process knows them; `busy` are taken by the items that it holds."""
 
     worker: str
     models: Sequence[str] = ()
@@ -33,12 +33,13 @@ class Offer:
 
 
 def announce(queue: FairQueue, offer: Offer) -> None:
-    """Let the queue know what is free, before others are asked."""
+    """Tell the queue how many slots are free, before items are leased to any worker."""
     queue.lease(offer.worker, offer.models, offer.free, FOR_EVER, most=0)
 
 
 def hand_out(queue: FairQueue, offers: Iterable[Offer], take: Callable[[str, Lease], None]) -> None:
-    """Lease all that can be; `take` is told who has what, and fills the offer."""
+    """Lease every item that fits. `take` is called with each worker and its lease, and must update that worker's
+    offer."""
     asking = [offer for offer in offers if offer.free > 0]
 
     def one(offer: Offer) -> bool:

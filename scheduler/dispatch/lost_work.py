@@ -1,8 +1,9 @@
-"""What is suspected of having ended a trainer: the operations that were in its hands.
+"""When a trainer is lost, the operations that were in its hands are suspected of having caused it.
 
-One over which that happens LIVES times, getting no further in between, is failed, so that it cannot take the service
-down with it. One whose uploaded loss took longer than it may is failed at once: that is its user's doing, and no other
-operation of the pass is suspected. A run that cannot be rebuilt for that reason waits, longer each time.
+An operation that is suspected LIVES times without getting further in between is failed, so that it cannot take the
+service down with it. An operation whose uploaded loss exceeded its time limit is failed at once: that is its user's
+doing, and no other operation of the pass is suspected. A run that cannot be rebuilt for that reason waits, longer each
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from scheduler.order.operations import Operation
 
 
 def suspect(training: Training, held: list[Unit], loss: InLoss | None, *, overran: bool) -> None:
-    """A trainer was lost with these in its hands, while it computed `loss`, which had `overran`."""
+    """A trainer was lost with these units in its hands. `loss` is the uploaded loss that it was computing, `overran`
+    whether that had exceeded its time."""
     for run_id in dict.fromkeys(unit.send.run_id for unit in held):
         if (lane := training.runs.get(run_id)) is not None:
             units = [unit for unit in held if unit.send.run_id == run_id]
@@ -40,7 +42,7 @@ def _suspect(training: Training, lane: RunLane, units: list[Unit], loss: InLoss 
         mine = loss is not None and loss.op_id == op.id
         if op.attempts < LIVES and not (mine and overran):
             continue
-        if lane.is_past(op):  # what is behind it was computed on a run that it had changed
+        if lane.is_past(op):  # later operations were computed on the run as this one had changed it
             training.setbacks.break_run(lane, _gave_up(op))
         elif loss is not None and mine:
             training.finish(Done(op.id, facts={"tokens": loss.tokens}, failure=_too_long(loss)))

@@ -1,8 +1,8 @@
 """The time that a trainer has for what is in its hands, as the server sees it.
 
 A trainer ends itself when a pass, or the uploaded loss of an operation, takes longer than it may
-(`workers.trainer.watchdog`). Here it is known whose loss that was; and a trainer that cannot even end itself is cut
-off, which for the embedded service means killed.
+(`workers.trainer.watchdog`). The server remembers whose loss it was. A trainer that fails to end itself is cut off; the
+embedded service then kills it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable
 
 from scheduler.links.messages import InLoss
 
-#: What a trainer that should have ended itself is given beyond its limit.
+#: How much longer than its limit a trainer may take before it is cut off: it should have ended itself.
 GRACE_S = 10.0
-#: A loss over which a trainer died after so much of its limit was the reason.
+#: If a trainer dies after this share of a loss's limit, that loss is taken for the cause.
 MOST_OF_IT = 0.5
 
 
 class Overdue:
-    """`cut_off` ends the link to the trainer."""
+    """The deadline of one trainer. `cut_off` ends the link to it."""
 
     def __init__(self, cut_off: Callable[[], None]) -> None:
-        self.loss: InLoss | None = None  # which is being computed
+        self.loss: InLoss | None = None  # the uploaded loss being computed
         self._since = 0.0
         self._cut_off = cut_off
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def begin(self, limit_s: float) -> None:
-        """A pass has begun; 0: it may take for ever."""
+        """A pass has begun that may take `limit_s`; 0: as long as it likes."""
         self._set("pass", limit_s)
 
     def told(self, loss: InLoss) -> None:
@@ -45,7 +45,7 @@ class Overdue:
 
     @property
     def overran(self) -> bool:
-        """Whether the loss that is being computed has had its time."""
+        """Whether the loss being computed has used up its time."""
         took_s = asyncio.get_running_loop().time() - self._since
         return self.loss is not None and took_s >= MOST_OF_IT * self.loss.limit_s
 

@@ -1,8 +1,7 @@
 """Which runs each trainer may take, and which it is to hand over: `scheduler.order.homes` on the runs in hand.
 
-A run that moves is nobody's until the trainer that has it has said that it is forgotten (`HandedOver`), or is gone.
-What is queued of it is made anew then, from what was saved: as for a trainer that was lost, so that a move changes no
-bit.
+No trainer may take a run that moves until the trainer that holds it has forgotten it (`HandedOver`) or is gone. Then
+its units are queued again from its saved state, as after the loss of a trainer, so a move changes no bit.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class Residents:
     def __init__(self, training: Training, pass_tokens: int, clock: Callable[[], float]) -> None:
         self._training = training
         self._homes = Homes(pass_tokens, clock)
-        self._there: dict[str, bool] = {}  # trainers: whether they take runs
-        self._moving: dict[str, str] = {}  # runs that are to be handed over, and by whom
-        self._in_hand: dict[str, dict[str, int]] = {}  # of runs: operations that trainers have, and their tokens
+        self._there: dict[str, bool] = {}  # by trainer: whether it takes runs
+        self._moving: dict[str, str] = {}  # by run to be handed over: the trainer that still holds it
+        self._in_hand: dict[str, dict[str, int]] = {}  # by run: the operations in trainers' hands, and their tokens
         self.moves = 0
 
     def offer(self, trainer: str, models: Iterable[str], memory_bytes: int) -> None:
@@ -45,7 +44,7 @@ class Residents:
         return lambda run_id: run_id not in self._moving and (homes.home(run_id) or places.get(run_id)) == trainer
 
     def _places(self) -> dict[str, str]:
-        """Where the runs that have work, and no home, would go now. Mostly there are none."""
+        """The trainers that runs with work but without a home would go to now. Mostly there are no such runs."""
         homes, runs, queue = self._homes, self._training.runs, self._training.queue
         if not any(queue.queued(runs[run_id].path) for run_id in homes.without(runs.keys())):
             return {}
@@ -54,7 +53,7 @@ class Residents:
         return homes.place(list(map(self._claim, waiting)))
 
     def taken(self, trainer: str, units: Iterable[Unit]) -> None:
-        """These are in the trainer's hands."""
+        """These units are in the trainer's hands now."""
         for unit in units:
             lane = self._training.runs.get(unit.send.run_id)
             if lane is None:
@@ -65,7 +64,7 @@ class Residents:
             ops[op_id] = ops.get(op_id, 0) + cost_of(unit, lane.spec, self._training.sizes(lane.spec))
 
     def observe(self) -> None:
-        """Note what the runs have outstanding whose queues have changed."""
+        """Tell `Homes` how many tokens are outstanding of each run whose queue has changed."""
         changed, self._training.changed = self._training.changed, set()
         for run_id in changed:
             self._outstanding(run_id)
@@ -74,7 +73,7 @@ class Residents:
         """An operation of a run is in no trainer's hands any more."""
         ops = self._in_hand.get(run_id, {})
         if ops.pop(op_id, None) is None:
-            return  # told before: with its answer, or with its pass
+            return  # already told, by the operation's answer or at the end of its pass
         if not ops:
             del self._in_hand[run_id]
         self._outstanding(run_id)
@@ -86,7 +85,7 @@ class Residents:
             self._homes.outstanding(run_id, self._training.queue.queued(lane.path) + in_hand)
 
     def released(self) -> list[tuple[str, str]]:
-        """Trainers that may forget a run, and that run."""
+        """(trainer, run) for each run that has ended and that the trainer may forget."""
         over, self._training.released = self._training.released, []
         found = [(self._holder(run_id), run_id) for run_id in over]
         for run_id in over:
@@ -94,14 +93,14 @@ class Residents:
         return [(holder, run_id) for holder, run_id in found if holder is not None]
 
     def even_out(self) -> list[tuple[str, str]]:
-        """Trainers that are to hand over a run, and that run."""
+        """(trainer, run) for each run that the trainer is to hand over now."""
         at_home = (lane for lane in self._training.runs.values() if self._homes.home(lane.run_id) is not None)
         moves = self._homes.even_out(map(self._claim, at_home))
         self._moving.update((move.run_id, move.source) for move in moves)
         return [(move.source, move.run_id) for move in moves]
 
     def handed_over(self, run_id: str, *, kept: bool) -> None:
-        """The trainer that had it holds a run no more; or, with `kept`, still."""
+        """The trainer that held the run has forgotten it; with `kept` it could not, and still holds it."""
         source, lane = self._moving.pop(run_id, None), self._training.runs.get(run_id)
         if source is None or lane is None:
             return
@@ -112,7 +111,7 @@ class Residents:
         self._training.rebuild(lane)
 
     def gone(self, trainer: str) -> None:
-        """A trainer is not there any more: queue what rebuilds its runs."""
+        """A trainer is gone: queue the units that rebuild its runs."""
         self._there.pop(trainer, None)
         lost = [lane for lane in self._training.runs.values() if self._holder(lane.run_id) == trainer]
         self._homes.leave(trainer)
@@ -121,11 +120,11 @@ class Residents:
             self._training.rebuild(lane)
 
     def count(self, trainer: str) -> int:
-        """The runs that live there."""
+        """How many runs live on the trainer."""
         return sum(self._holder(run_id) == trainer for run_id in self._training.runs)
 
     def _holder(self, run_id: str) -> str | None:
-        """The trainer that has it, also of a run that it is to hand over."""
+        """The trainer that holds the run, even if it is to hand it over."""
         return self._moving.get(run_id) or self._homes.home(run_id)
 
     def _claim(self, lane: RunLane) -> Claim:

@@ -1,7 +1,7 @@
 """Where generators come for work in the embedded service: between the fair queue and their links.
 
-A generator says how many slots it has free, and the desk leases for it (`scheduler.dispatch.handing_out`). What it
-holds is its own until its link closes: then it is dead, and all of that is queued again at once.
+A generator says how many slots it has free, and the desk leases for it (`scheduler.dispatch.handing_out`). It keeps its
+samples until its link closes: then it is dead, and its samples are queued again at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Held:
 
 @dataclass(eq=False)
 class _Generator:
-    """From the moment its link opens until it closes. `refused` are adapters that it cannot serve, and why."""
+    """One generator, while its link is open. `refused` has the adapters that it cannot serve, each with the reason."""
 
     name: str
     link: Link
@@ -57,15 +57,16 @@ class _Generator:
 
 
 class SampleDesk:
-    """`expected` generators are to come: what those who are here have declined waits for the others, and fails when all
-    have. `loading_s` says for how long one loads."""
+    """Hands out samples to generators. A sample that all present generators have declined waits until `expected`
+    generators have come, and fails when all of them have declined it. `loading_s` says for how long a generator has
+    been loading a model."""
 
     worker = "generator"
 
     def __init__(self, journal: Journal, expected: int = 1, loading_s: LoadingFor = nobody_loads) -> None:
         self._journal, self._queue = journal, journal.sample_queue
         self._queue.expect(expected)
-        self._generators: dict[str, _Generator] = {}  # by their names at the queue
+        self._generators: dict[str, _Generator] = {}  # by the worker's name at the queue
         self._lives = 0
         self._presence, self._loading_s = Presence(), loading_s
         self.stats: dict[str, Any] = {**_COUNTS, "busy_s": 0.0, "lost": 0}
@@ -74,7 +75,7 @@ class SampleDesk:
     async def serve(self, link: Link, name: str = "generator") -> None:
         """Talk to one generator until its link closes."""
         self._lives += 1
-        worker = f"{name} {self._lives}"  # a successor is somebody else
+        worker = f"{name} {self._lives}"  # a restarted generator is another worker
         generator = self._generators[worker] = _Generator(name, link, Offer(worker))
         try:
             async for message in link.messages():
@@ -113,7 +114,7 @@ class SampleDesk:
                 generator.link.send(moved)
 
     def drain(self) -> None:
-        """Generators finish what somebody may come back for."""
+        """Let generators finish the samples that a client may still fetch; cut off the others."""
         for generator in self._generators.values():
             generator.offer.free = 0
             for held in generator.held.values():
@@ -128,11 +129,12 @@ class SampleDesk:
         return Present(bool(told), serves, self._loading_s(base_model), self._presence.missing_s(base_model))
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """Each generator that is here: its counts, and what it holds now."""
+        """By generator that is here: its counts, and how many samples it holds."""
         return {one.name: {**one.stats, "held": len(one.held)} for one in self._generators.values()}
 
     def _take(self, generator: _Generator, lease: Lease) -> Operation | None:
-        """What the queue has given to a generator, if it is to have it."""
+        """Take over a leased sample for a generator. None if the sample has ended, or the generator cannot serve its
+        adapter."""
         op = self._journal.opened(lease.id)
         if op is None:
             self._queue.forget(lease.id)
@@ -173,7 +175,7 @@ class SampleDesk:
         elif isinstance(message, PullSamples):
             generator.offer.models, generator.offer.free = message.models, message.free_slots
             announce(self._queue, generator.offer)
-            self._expire()  # of all that were expected it may be the last
+            self._expire()  # this may be the last of the expected generators
             self.wake()
         elif isinstance(message, Declined):
             self._decline(generator, message)
@@ -184,7 +186,7 @@ class SampleDesk:
             self.stats["busy_s"] += message.seconds
 
     def _drop(self, generator: _Generator, op_id: str) -> _Held | None:
-        """A generator has something no more: what that was."""
+        """A generator no longer holds the sample; returns what it held."""
         held = generator.held.pop(op_id, None)
         if held is not None:
             generator.offer.busy -= samples_of(held.op)
@@ -205,13 +207,13 @@ class SampleDesk:
         self.wake()
 
     def _hand_on(self, op: Operation, epoch: int, why: str) -> None:
-        """To a generator that can serve it; it fails when they all have declined."""
+        """Leave the sample to a generator that can serve it; it fails when all have declined."""
         reasons = self._queue.decline(op.id, epoch, why)
         if reasons:
             self._fail(op.id, Failure("; ".join(reasons), "user"))
 
     def _lost(self, generator: _Generator) -> None:
-        """A generator is gone: what it held goes back to the queue, for another one or for its successor."""
+        """A generator is gone: its samples go back to the queue."""
         self.stats["lost"] += 1
         self._presence.saw(generator.offer.models)
         for held in generator.held.values():
@@ -233,6 +235,6 @@ class SampleDesk:
 
 
 def _stop(op: Operation) -> None:
-    """It is in no generator's hands any more."""
+    """The sample is in no generator's hands any more."""
     op.running = False
     op.timings.end(datetime.now(UTC))

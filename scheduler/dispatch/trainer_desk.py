@@ -1,9 +1,9 @@
 """Where trainers come for work, between the journal's queue and their links.
 
-The desk hands out work when a trainer has asked for it and there is some that it may take, whichever comes last: pull,
-not push. A run lives on one trainer (`scheduler.dispatch.residents`); passes of several are in flight at once. What is
-in a trainer's hands when its link closes goes back to the queue, and is suspected (`scheduler.dispatch.lost_work`),
-unless the trainer has said that it leaves.
+Trainers pull: the desk sends a pass as soon as a trainer has asked for one and there is work that it may take. A run
+lives on one trainer (`scheduler.dispatch.residents`); passes of several are in flight at once. If a trainer's link
+closes, the units in its hands go back to the queue and are suspected (`scheduler.dispatch.lost_work`), unless the
+trainer had announced that it leaves.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _COUNTS = {"passes": 0, "shared_passes": 0, "tokens": 0, "busy_s": 0.0}
 
 @dataclass(eq=False)
 class _Trainer:
-    """From the moment that its link opens until its runs are queued again. `models` are what its waiting pull can
-    serve, None when none waits, and `has` those of its last; `units` the pass in its hands, of which it has left out
-    the runs `aside`; `release` and `hand_over` are runs that its next pass is to name."""
+    """One trainer, from the opening of its link until its runs are queued again. `models`: the base models of its
+    waiting pull, None if no pull waits; `has`: those of its last pull. `units`: the pass in its hands; `aside`: runs
+    that it has left out of that pass. `release` and `hand_over`: runs that its next pass will name."""
 
     key: str
     name: str
@@ -65,8 +65,8 @@ class _Trainer:
 
 
 class TrainerDesk:
-    """Hands out passes. A pass of `pass_tokens` may take `pass_limit_s`, or for ever (0). `loading_s` says for how long
-    a trainer loads."""
+    """Hands out passes of about `pass_tokens` tokens. A pass may take `pass_limit_s` (0: as long as it likes).
+    `loading_s` says for how long a trainer has been loading a model."""
 
     worker = "trainer"
 
@@ -91,7 +91,7 @@ class TrainerDesk:
     async def serve(self, link: Link, name: str = "trainer") -> None:
         """Talk to one trainer until its link closes."""
         self._lives += 1
-        key = f"{name} {self._lives}"  # a successor is somebody else
+        key = f"{name} {self._lives}"  # a restarted trainer is another one
         trainer = self._trainers[key] = _Trainer(key, name, link, Overdue(lambda: _cut_off(name, link)))
         try:
             async for message in link.messages():
@@ -100,7 +100,7 @@ class TrainerDesk:
             await self._lost(trainer)
 
     def wake(self) -> None:
-        """Give the trainers that wait their next passes, if there is anything to do."""
+        """Give every waiting trainer its next pass, if there is work for it."""
         self._residents.observe()
         for key, run_id in self._residents.released():
             if key in self._trainers:
@@ -139,10 +139,10 @@ class TrainerDesk:
                     unit.op.timings.begin(Stretch(self._passes, runs, organisations, tokens, now))
 
     def cancel(self, op: Operation) -> None:
-        """Training is never cancelled half way."""
+        """Does nothing: training is never cancelled half way."""
 
     def policy_moved(self, moved: PolicyMoved) -> None:
-        """Trainers know."""
+        """Does nothing: the trainer made this version itself."""
 
     def drain(self) -> None:
         for trainer in self._trainers.values():
@@ -155,8 +155,8 @@ class TrainerDesk:
         return Present(bool(self._trainers), serves, self._loading_s(base_model), missing_s)
 
     def report(self) -> dict[str, Any]:
-        """The counts of all, the `moves` of runs that one trainer handed over to another, and as `replicas` each that
-        is here: its counts, and how many runs live there."""
+        """The counts of all trainers, the `moves` of runs from one trainer to another, and by trainer in `replicas`:
+        its counts and how many runs live there."""
         here = self._trainers.values()
         replicas = {one.name: {**one.stats, "runs": self._residents.count(one.key)} for one in here}
         return {**self.stats, "moves": self._residents.moves, "replicas": replicas}
@@ -177,12 +177,12 @@ class TrainerDesk:
             trainer.aside.add(message.run_id)
             self._training.setbacks.set_aside(message)
         elif isinstance(message, HandedOver):
-            await self._training.flush()  # what it has answered is not done again
+            await self._training.flush()  # so that what it has answered is not done again
             self._residents.handed_over(message.run_id, kept=message.kept)
             self.wake()
         elif isinstance(message, Leaving):
             self._leaves(trainer)
-            self._give_back(trainer)  # it does nothing of what is on its way to it
+            self._give_back(trainer)  # it will do nothing of a pass that is on its way to it
         elif isinstance(message, PullPass):
             trainer.has = message.models
             self._got_on(trainer, self._end(trainer))
@@ -198,7 +198,7 @@ class TrainerDesk:
         self._residents.retire(trainer.key)
 
     def _got_on(self, trainer: _Trainer, done: list[Unit]) -> None:
-        """A pass is over: no trainer was lost over what was in it."""
+        """A pass is over, so no trainer was lost over its units: clear their suspicion."""
         aside, trainer.aside = trainer.aside, set()
         for unit in done:
             send, lane = unit.send, self._training.runs.get(unit.send.run_id)
@@ -222,7 +222,7 @@ class TrainerDesk:
             stats["busy_s"] += over.seconds
 
     async def _lost(self, trainer: _Trainer) -> None:
-        """A trainer is gone, and with it the state of each run that lived there: queue again what rebuilds them."""
+        """A trainer is gone, and with it the state of the runs that lived there: queue the units that rebuild them."""
         self.stats["lost"] += 1
         self._presence.saw(trainer.has)
         loss, overran = trainer.overdue.loss, trainer.overdue.overran
@@ -236,7 +236,7 @@ class TrainerDesk:
         self.wake()
 
     def _give_back(self, trainer: _Trainer) -> list[Unit]:
-        """What was in the trainer's hands, and is in nobody's."""
+        """Take back the units in the trainer's hands: nobody computes them now."""
         held = self._end(trainer)
         for unit in held:
             if unit.op is not None:
@@ -244,7 +244,7 @@ class TrainerDesk:
         return held
 
     def _end(self, trainer: _Trainer) -> list[Unit]:
-        """The pass is over, one way or the other: nothing is in the trainer's hands. Returns what was."""
+        """The pass is over, finished or not. Returns its units, which are in the trainer's hands no more."""
         now = datetime.now(UTC)
         trainer.overdue.end()
         held, trainer.units = trainer.units, []

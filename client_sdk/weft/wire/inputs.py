@@ -211,7 +211,7 @@ class Datum:
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
 
-    if TYPE_CHECKING:  # type checkers see more input types here than the attributes have
+    if TYPE_CHECKING:  # for type checkers: more types are accepted than the fields hold
 
         def __init__(
             self,
