@@ -30,7 +30,7 @@ class Leadership:
         self._elections = asyncio.create_task(self._stand())
 
     async def stop(self, drain_s: float) -> None:
-        """Let the next one lead, after what is running has ended."""
+        """Give up leading, once the passes that run have ended, so that another replica can lead."""
         if self._elections is not None:
             self._elections.cancel()
             await asyncio.gather(self._elections, return_exceptions=True)

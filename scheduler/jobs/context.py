@@ -1,4 +1,4 @@
-"""What jobs work with, in a process that is not the server."""
+"""What jobs need, in a process that is not the server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from store.settings import Settings
 
 
 def open_context(settings: Settings) -> JobContext:
-    """The database must be migrated. Whoever opens a context closes its database. Raises SettingsError, also when the
-    prefix of the object store is another service's, whose blobs jobs would delete; StoreAway."""
+    """The database must be migrated. The caller closes the context's database. Raises StoreAway, and SettingsError;
+    also if the object store's prefix belongs to another service, whose blobs the jobs would delete."""
     database = Database(settings.effective_database_url, durable=settings.durable)
     try:
         claim_prefix(settings, database)

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 #: Longest time between a job becoming due and its start, when no other one is running.
 LOOK_EVERY_S = 1.0
-#: A job in hand has this long when the server stops. What it leaves undone is due again when its lease is over.
+#: How long the job in hand may take when the server stops. What it leaves undone is due again when its lease has ended.
 STOP_S = 10.0
 
 

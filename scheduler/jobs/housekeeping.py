@@ -16,7 +16,7 @@ from scheduler.journal.ending import results
 from store.database import leaps
 from store.tables import JobRun
 
-#: One per data folder and process: it remembers what the last round found unneeded.
+#: One reaper for each data folder and process: it remembers which folders the last round found unneeded.
 _REAPERS: dict[Path, Reaper] = {}
 
 
@@ -30,8 +30,8 @@ def _reaper(context: JobContext) -> Reaper:
 
 @job(leaps.HEARTBEAT, every_s=30)
 def heartbeat(context: JobContext) -> Result:
-    """Its own row in job_runs: while that is young, driver, carrier and database all work; and what time it is, which
-    what cannot be undone is held against."""
+    """Update its own row in job_runs: while that is recent, driver, carrier and database all work. It also notes the
+    time, which jobs that cannot be undone are checked against."""
     now = context.now()
     with context.database.read() as session:
         before = leaps.noted_in(session.get(JobRun, leaps.HEARTBEAT))
@@ -42,7 +42,7 @@ def heartbeat(context: JobContext) -> Result:
 
 
 def _tell(session: Session, before: leaps.Noted, noted: leaps.Noted) -> None:
-    """Of a leap, and when it is over."""
+    """Log a leap of the clock, and later that it is over."""
     if before.leapt_at is not None:
         resolve_alert(session, kind="clock_leapt", ref=_ref(before.leapt_at), now=noted.at)
     if noted.leapt_at is not None:
@@ -72,7 +72,7 @@ def sweep_results(context: JobContext) -> Result:
 
 @job("forget_samples", every_s=3600, final=True)
 def forget_samples(context: JobContext) -> Result:
-    """An hour late: reports that look back as far begin with a whole one."""
+    """An hour later than a report's window, so that a report begins with a whole hour."""
     before = context.now() - timedelta(days=context.settings.limits.sample_days, hours=1)
     return {"deleted": results.forget_samples(context.database, before)}
 

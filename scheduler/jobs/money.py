@@ -1,6 +1,5 @@
-"""The money's own jobs: storage metered, expired credit taken back, the books held against each other, budgets that
-were reached made known. Holds need no reaping: one is a column of its queued operation and cannot outlive it.
-"""
+"""Jobs about money: meter storage, take back expired credit, check the books, send budget alerts. Holds need no
+reaping: one is a column of its queued operation and cannot outlive it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from store.tables import Alert, Budget, BudgetAlert
 
 @job("meter_storage", every_s=3600, final=True)
 def meter_storage(context: JobContext) -> Result:
-    """What was stored in the hours that are over."""
+    """Meter what was stored in the hours that have ended."""
     return storage.meter(context.database, context.prices, context.now())
 
 
@@ -33,8 +32,8 @@ def expire_credit(context: JobContext) -> Result:
 
 @job("reconcile", every_s=86_400)
 def reconcile_books(context: JobContext) -> Result:
-    """Zero drift, or an alert a day that says what differs. Nothing is put right by itself; what differs stops the
-    month of its organisation from being closed."""
+    """Check that all books agree; if they differ, alert once a day and say where. Nothing is corrected automatically,
+    and an organisation whose books differ does not get its month closed."""
     drifts, now = reconcile.check(context.database), context.now()
     for drift in drifts:
         alert = partial(
@@ -51,7 +50,7 @@ def reconcile_books(context: JobContext) -> Result:
 
 @job("budget_alerts", every_s=60)
 def budget_alerts(context: JobContext) -> Result:
-    """Budgets of which a part was spent that somebody wanted to know of. An alert is over with its budget or period."""
+    """Alert on budgets whose spending has reached a threshold. An alert ends with its budget or the budget's period."""
     with context.database.read() as session:
         reached = session.scalars(_untold(context.now())).all()
         budgets = session.execute(select(Budget.id, Budget.period))
@@ -75,7 +74,8 @@ def budget_alerts(context: JobContext) -> Result:
 
 
 def _untold(now: datetime) -> Select[BudgetAlert]:
-    """What was reached in a total, in this month, or in the last one, some of whose work ends in this."""
+    """Thresholds reached without an alert, in budgets over all time, of this month, or of the last month, whose last
+    operations end in this one."""
     this = period_start("month", now)
     starts = (period_start("total", now), this, period_before(this))
     row, month = BudgetAlert, case({start: f"{start:%Y-%m}" for start in starts}, value=BudgetAlert.start)

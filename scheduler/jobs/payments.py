@@ -1,6 +1,5 @@
-"""Stripe's jobs: meter events out, webhooks in, months closed, sums compared. Nothing happens unless payments are
-enabled.
-"""
+"""Stripe's jobs: send meter events, handle webhooks, close months, compare sums. They do nothing unless payments are
+enabled."""
 
 from __future__ import annotations
 
@@ -29,18 +28,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Calls to Stripe at a time, each for another customer's meter.
+#: Calls to Stripe at a time, each for another customer.
 SENDERS = 8
-#: One run sends this many rounds at most; the rest is due at the next.
+#: The most rounds that one run sends; the rest is sent by the next run.
 ROUNDS = 50
-#: Webhooks that one run acts on.
+#: The most webhooks that one run handles.
 WEBHOOKS = 200
 
 
-@job("put_meter_events", every_s=1800)  # Stripe takes what was used last in a month for an hour after its end
+@job("put_meter_events", every_s=1800)  # Stripe accepts a month's last usage up to an hour after the month's end
 def put_meter_events(context: JobContext) -> Result:
-    """Usage since the last time into the outbox, organisation by organisation; each is a customer and subscribed first,
-    because Stripe invoices a meter from the start of the subscription on."""
+    """Put the usage since the last run into the outbox, organisation by organisation. Each is first made a customer
+    with a subscription, because Stripe invoices a meter only from the start of the subscription."""
     settings, now = context.settings.payments, context.now()
     if not settings.enabled:
         return {}
@@ -62,8 +61,8 @@ def put_meter_events(context: JobContext) -> Result:
 
 
 def _each(things: Iterable[T], work: Callable[[T], R]) -> tuple[list[R], list[StripeError]]:
-    """Do `work` for each thing. What Stripe refuses of one (its customer was deleted there) holds up no other: the
-    caller raises it in the end, so that the job is seen to fail."""
+    """Do `work` for each item. If Stripe refuses one (its customer was deleted there), the others still go on; the
+    caller raises the error at the end, so that the job is seen to fail."""
     import stripe  # slow to import
 
     done, refused = list[R](), list[stripe.StripeError]()
@@ -78,7 +77,7 @@ def _each(things: Iterable[T], work: Callable[[T], R]) -> tuple[list[R], list[St
 
 @job("send_meter_events", every_s=60)
 def send_meter_events(context: JobContext) -> Result:
-    """The outbox to Stripe, until nothing is due."""
+    """Send the outbox to Stripe until nothing is due."""
     if not context.settings.payments.enabled:
         return {}
     client = stripe_client(context.settings.payments)
@@ -91,7 +90,7 @@ def send_meter_events(context: JobContext) -> Result:
             states = list(pool.map(lambda row: _send(context, client, row), claimed))
             counts.update(states)
             if "sent" not in states:
-                break  # Stripe is not well, or not ours today: the next run tries again
+                break  # Stripe does not answer, or refuses us for now: the next run tries again
     counts.update(_decide(context, client))
     return dict(counts)
 
@@ -103,7 +102,7 @@ def _send(context: JobContext, client: StripeClient, claimed: StripeOutbox) -> s
 
 
 def _decide(context: JobContext, client: StripeClient) -> list[str]:
-    """Rows too old to be resent: what does Stripe say?"""
+    """Ask Stripe about rows that are too old to be sent again."""
     with context.database.read() as session:
         rows = {row.identifier: row for row in summaries.unclear(session, context.now())}
     if not rows:
@@ -124,7 +123,7 @@ def _decide(context: JobContext, client: StripeClient) -> list[str]:
 
 @job("process_webhooks", every_s=60)
 def process_webhooks(context: JobContext) -> Result:
-    """What the inbox holds. One that fails does not hold up the others, unless Stripe does not answer at all."""
+    """Handle the webhooks in the inbox. If one fails the others go on, unless Stripe does not answer at all."""
     if not context.settings.payments.enabled:
         return {}
     client = stripe_client(context.settings.payments)
@@ -134,7 +133,7 @@ def process_webhooks(context: JobContext) -> Result:
     for row in waiting:
         state = _act(context, client, row.event_id, dict(row.payload))
         counts[state] += 1
-        if state == "away":  # it would take a timeout for each
+        if state == "away":  # each further one would wait for a timeout
             break
     return dict(counts)
 
@@ -155,7 +154,7 @@ def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[s
 
 @job("ask_for_missed_events", every_s=86_400)
 def ask_for_missed_events(context: JobContext) -> Result:
-    """What Stripe has told, and nobody has heard: a payment that was made must be somebody's money."""
+    """Ask Stripe for events whose webhooks never arrived: a payment that was made must be credited."""
     if not context.settings.payments.enabled:
         return {}
     client, now = stripe_client(context.settings.payments), context.now()
@@ -176,8 +175,8 @@ def _keep(session: Session, page: list[dict[str, Any]], now: datetime) -> int:
 
 @job("close_invoices", every_s=3600, final=True)
 def close_invoices(context: JobContext) -> Result:
-    """The last month of every organisation that was metered in it, and what could not be closed in its time. What a
-    clock that was ahead closed of this one goes on."""
+    """Close the last month of each organisation with usage in it, and months that could not be closed in time. A month
+    that a fast clock closed too early is continued."""
     if not context.settings.payments.enabled:
         return {}
     now = context.now()
@@ -192,7 +191,7 @@ def close_invoices(context: JobContext) -> Result:
 
 @job("compare_with_stripe", every_s=86_400)
 def compare_with_stripe(context: JobContext) -> Result:
-    """Stripe's sums of this month and the last against what it confirmed to us."""
+    """Compare Stripe's sums of this month and the last with the usage that it has confirmed to us."""
     if not context.settings.payments.enabled:
         return {}
     client = stripe_client(context.settings.payments)

@@ -20,11 +20,11 @@ from scheduler.jobs.registry import JobContext
 from scheduler.jobs.running import LEASE_S, run_if_due, states
 from store.settings import Settings, SettingsError
 
-#: Time between two looks, and so how late a job may start.
+#: Pause between two looks; a job may start this late.
 LOOK_EVERY_S = 5.0
-#: A "look" that nobody took by then is dropped: a newer one says the same.
+#: A "look" that nobody took in this time is dropped: a newer one says the same.
 LOOK_EXPIRES_S = 3 * LOOK_EVERY_S
-#: A task is killed before its lease ends, so that a job never runs twice at a time.
+#: A task is killed before its lease ends, so that a job never runs twice at once.
 TASK_LIMIT_S = LEASE_S - 30.0
 
 #: Without `socket_timeout` a worker whose connection dies silently hears nothing for ever, and looks alive
@@ -40,7 +40,7 @@ TRANSPORT_OPTIONS = {
 
 
 class ProcessContext:
-    """The context of this process, opened on first use: a database does not survive the fork of a worker."""
+    """The context of this process, opened on first use: a database connection does not survive the fork of a worker."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -53,20 +53,21 @@ class ProcessContext:
 
 
 class ForgettingRequest(Request):  # type: ignore[misc]
-    """Of a worker that stays able to hear when an acknowledgement is lost.
+    """A request whose worker keeps receiving messages after an acknowledgement is lost.
 
     Celery's worker counts messages that it has not acknowledged, and takes no more than its prefetch limit. When the
     link dies while a task runs, the acknowledgement fails, is logged, and the message is counted for ever: with a limit
     of 1, the worker never asks Redis for anything again, and so never notices that the link is dead (measured with
     Celery 5.7 and kombu 5.7: `tests/scheduler/jobs/test_celery.py`). Here the message stops being counted. Redis still
-    has it and hands it out again after the visibility timeout, which jobs are made for."""
+    has it and hands it out again after the visibility timeout; jobs may run twice.
+    """
 
     def acknowledge(self) -> None:
         super().acknowledge()
         channel = getattr(self.message, "channel", None)
         qos = getattr(channel, "qos", None)
         if isinstance(qos, virtual.QoS):
-            # What is counted here, not what Redis has.
+            # Forgets the message in the worker's count only; Redis still has it.
             virtual.QoS.ack(qos, self.message.delivery_tag)  # type: ignore[no-untyped-call]
 
 
@@ -75,7 +76,7 @@ class JobTask(Task):  # type: ignore[misc]
 
 
 def celery_app(settings: Settings) -> Any:
-    """The Celery application of worker and beat. Raises SettingsError where they name no Redis."""
+    """The Celery application of worker and beat. Raises SettingsError if the settings name no Redis."""
     context = ProcessContext(settings)
     broker = settings.jobs.redis_url or settings.redis_url
     if not broker:
@@ -95,7 +96,7 @@ def celery_app(settings: Settings) -> Any:
         broker_connection_max_retries=None,
         broker_transport_options=TRANSPORT_OPTIONS,
         timezone="UTC",
-        beat_scheduler="celery.beat:Scheduler",  # in memory: the database knows what ran
+        beat_scheduler="celery.beat:Scheduler",  # kept in memory: the database records what ran
         beat_schedule={
             "look": {"task": "weft.look", "schedule": LOOK_EVERY_S, "options": {"expires": LOOK_EXPIRES_S}},
         },
@@ -120,4 +121,4 @@ def celery_app(settings: Settings) -> Any:
 
 
 def _as_it_is(**_: Any) -> None:
-    """Celery leaves the log alone where somebody answers this: `store.logs` has set it up."""
+    """Celery does not set up logging if a receiver of this signal exists: `store.logs` has done so."""

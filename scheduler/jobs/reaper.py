@@ -22,30 +22,31 @@ from store.blobs.contract import Blobs
 from store.database import audit
 from store.database.db import Database
 
-#: Logprobs recorded for stable_reinforce are kept for a day after they were last trained on, and so are custom losses
-#: after they were made, or until their session is over.
+#: How long logprobs recorded for stable_reinforce are kept after they were last trained on. Custom losses are kept that
+#: long after they were made, and longer if their session is still active.
 RECORDINGS_LAST = timedelta(hours=24)
-#: What was sampled under a client's own session id.
+#: How long turns sampled under a client's own session id are kept.
 TURNS_LAST = timedelta(hours=24)
-#: Archives outlive the links to them, which are good for an hour.
+#: Archives are kept longer than the links to them, which are good for an hour.
 ARCHIVES_LAST = timedelta(hours=2)
-#: Nobody writes one blob for longer.
+#: No write of one blob takes longer than this.
 WRITING_LASTS = timedelta(hours=24)
-#: Ids that one query asks for.
+#: How many ids one query asks for.
 BATCH = 500
 
 
 class Reaper:
-    """For a thread: `sweep` may take long. One of each at a time."""
+    """Deletes what has expired and what nothing needs. Runs in a thread, since `sweep` may take long; one call of each
+    method at a time."""
 
     def __init__(self, database: Database, blobs: Blobs, clock: Callable[[], datetime]) -> None:
         self._database = database
         self._blobs = blobs
-        self.clock = clock  # of the job that is at it
+        self.clock = clock  # set by the job that runs
         self._unneeded: set[str] = set()
 
     def expire(self) -> int:
-        """Delete checkpoints whose time is over, some at a time, and rows of turns. Returns how many checkpoints."""
+        """Delete expired checkpoints, some at a time, and rows of old turns. Returns the number of checkpoints."""
         now, expired = self.clock(), 0
         self._database.write_now(partial(_forget_turns, before=now - TURNS_LAST))
         while some := self._database.write_now(partial(_expire, now=now)):
@@ -55,7 +56,8 @@ class Reaper:
     def sweep(self) -> list[str]:
         """Delete the files that nothing needs. Returns what was deleted.
 
-        Most results went before (`scheduler.journal.ending.results`): here are those that no row speaks of."""
+        Most results are deleted by `scheduler.journal.ending.results`; here only those go that no row names.
+        """
         weights = set(self._blobs.listed("weights/*"))
         snapshots = {ref: _name(ref) for ref in self._blobs.listed("runs/*")}
         bodies = {_name(ref): ref for ref in self._old("ops/*/*", RESULTS_LAST)}
@@ -80,7 +82,8 @@ class Reaper:
         return deleted
 
     def _delete(self, refs: Iterable[str], delete: Callable[[str], None], used: Mapping[str, timedelta]) -> list[str]:
-        """What has a last use is looked at again: to delete what came before it may have taken minutes."""
+        """Delete these. For files with a last use the age is checked again just before: deleting the earlier ones may
+        have taken minutes."""
         deleted = []
         for ref in refs:
             if ref not in used or self._old(ref, used[ref]):
@@ -89,7 +92,7 @@ class Reaper:
         return deleted
 
     def _old(self, pattern: str, age: timedelta) -> list[str]:
-        """What lies there and was not written since `age` ago."""
+        """Blobs of this pattern that were last written more than `age` ago."""
         before = (self.clock() - age).timestamp()
         return sorted(ref for ref, written in self._blobs.listed(pattern).items() if written < before)
 

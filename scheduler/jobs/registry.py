@@ -1,5 +1,5 @@
-"""The jobs there are. A job is a function that may run at any time, twice, or not at all for a while: what is to do is
-in the database, never in a message, so a second run finds nothing left.
+"""All jobs. A job is a function that may run at any time, twice, or not at all for a while: its work is listed in the
+database, never in a message, so a second run finds nothing left to do.
 
 Drivers (`scheduler.jobs.embedded`, `scheduler.jobs.production`) decide when; `scheduler.jobs.running` runs one.
 """
@@ -17,13 +17,13 @@ from store.database.db import Database
 from store.database.leaps import Watch
 from store.settings import Settings
 
-#: What a job did, in numbers: {"sent": 3}.
+#: What a job did, as counts: {"sent": 3}.
 Result = dict[str, int]
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """What every job works with; `clock` is a test's own."""
+    """What every job works with; tests pass a `clock` of their own."""
 
     database: Database
     blobs: Blobs
@@ -33,8 +33,8 @@ class JobContext:
     watch: Watch = field(default_factory=Watch)
 
     def now(self) -> datetime:
-        """The database's time: one machine whose clock is ahead would close months, let checkpoints expire and bill
-        storage too early. Not inside of a write."""
+        """The database's time. One machine with a fast clock would otherwise close months, expire checkpoints and bill
+        storage too early. Not to be called within a write."""
         if self.clock is not None:
             return self.clock()
         with self.database.read() as session:
@@ -46,7 +46,8 @@ Run = Callable[[JobContext], Result]
 
 @dataclass(frozen=True)
 class Job:
-    """`final`: what it does cannot be undone, so it waits while the time is not believed (`store.database.leaps`)."""
+    """`final`: the job's effects cannot be undone, so it waits while the time is not believed
+    (`store.database.leaps`)."""
 
     name: str
     every_s: float

@@ -1,4 +1,4 @@
-"""Which jobs are due, and running one: under its lease row, with what came of it written down.
+"""Decides which jobs are due and runs one, under its lease, and records the result.
 
 Both drivers go through here, so that what is due is decided by the database alone. A lease keeps two processes from
 doing the same work at once; that is thrift, not safety: jobs are safe to run twice.
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 #: A job that has not ended by then may be started again: its process is taken for dead.
 LEASE_S = 600.0
-#: A job that failed is tried again after this long, and so many times as long as it took; or after its own time if that
+#: Pause after a failed job: this long, and a multiple of the time that the job took; or the job's own interval, if that
 #: is shorter.
 RETRY_S = 60.0
 RESTS_TIMES = 10
@@ -33,7 +33,7 @@ RESTS_TIMES = 10
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as an operator sees it. `waits`: until the time is believed again."""
+    """A job as an operator sees it. `waits`: it does not run until the time is believed again."""
 
     job: Job
     row: JobRun | None
@@ -49,14 +49,15 @@ class JobState:
         failed = self.row.failed_at is not None and self.row.failed_at >= self.row.started_at
         rest_s = max(RETRY_S, RESTS_TIMES * (self.row.duration_ms or 0) / 1000) if failed else RETRY_S
         wait_s = self.job.every_s if ended_well else min(self.job.every_s, rest_s)
-        return abs(now - self.row.started_at) >= timedelta(seconds=wait_s)  # ahead of now: the clock was set back
+        # abs(): if the clock was set back since, it started in the future
+        return abs(now - self.row.started_at) >= timedelta(seconds=wait_s)
 
     def age_s(self, now: datetime) -> float | None:
-        """Seconds since it last succeeded; None: never."""
+        """Seconds since it last succeeded; None if it never has."""
         return (now - self.row.succeeded_at).total_seconds() if self.row and self.row.succeeded_at else None
 
     def overdue(self, now: datetime) -> bool:
-        """It should have succeeded twice over since it last did."""
+        """Whether it has not succeeded for more than twice its interval and the time of a lease."""
         age_s = self.age_s(now)
         return not self.waits and (age_s is None or age_s > 2 * self.job.every_s + LEASE_S)
 
@@ -69,7 +70,8 @@ def states(session: Session, jobs: Mapping[str, Job], now: datetime) -> list[Job
 
 
 def ask(session: Session, name: str, now: datetime) -> None:
-    """Make a job due at once. In the transaction that writes what it is to do, so that neither is lost."""
+    """Make a job due at once. Call it in the transaction that writes the job's work, so that neither is lost without
+    the other."""
     row = insert_into(session, JobRun).values(name=name, asked_at=now)
     session.execute(row.on_conflict_do_update(index_elements=["name"], set_={"asked_at": now}))
 
@@ -90,7 +92,7 @@ def run_now(context: JobContext, job: Job) -> Result | None:
 
 
 class TimeNotBelieved(RuntimeError):
-    """The clock has leapt."""
+    """The clock has leapt, so a job that cannot be undone does not run."""
 
 
 def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
@@ -101,7 +103,7 @@ def _run(context: JobContext, job: Job, *, forced: bool) -> Result | None:
     result: Result | None = None
     error: str | None = None
     try:
-        # However the clock leaps meanwhile.
+        # From a clock that does not leap.
         steady = replace(context, clock=lambda: started_at + timedelta(seconds=time.monotonic() - began))
         result = job.run(steady if job.final else context)
         return result

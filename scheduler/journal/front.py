@@ -1,4 +1,4 @@
-"""What the HTTP front uses of a journal, be it that of the embedded service or a replica's."""
+"""The interface of the journal to the API, for the embedded service and for replicas alike."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scheduler.journal.samples.streams import TokenStreams
 from scheduler.order.operations import Gone, NewOperation, Outcome, Waiting
 from store import tables
 
-#: Work that waits keeps a session whose client is silent for at most so long. So long after the session has ended it is
-#: given up: nobody waits for it, and it would hold money for ever where its model is not served any more.
+#: How long waiting work keeps the session of a silent client alive. Once the session has ended, the work is given up
+#: after the same time: nobody waits for it, and it would hold money for ever if its model is no longer served.
 WORK_WAITS = timedelta(hours=24)
 
 
@@ -35,8 +35,8 @@ class OperationJournal(Protocol):
     def answers(self) -> Answers: ...
 
     async def taken(self, lane: str, seq: int) -> bool:
-        """Whether that number of a run or sampler has been used before. A repeat is not judged again: what it needed
-        may be gone by now."""
+        """Whether that number of a run or sampler has been used before. A repeat is not checked again: what it refers
+        to may be gone by now."""
 
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.
@@ -44,22 +44,23 @@ class OperationJournal(Protocol):
         Raises SequenceReused, QueueFull, Draining, NoRoom, RunClosed, OutOfMoney."""
 
     async def outcome(self, org_id: str, request_id: str, timeout_s: float) -> Outcome | Waiting | Gone | None:
-        """How an operation ended, waiting at most `timeout_s` for it; None when this organisation has no such one."""
+        """How an operation ended, waiting at most `timeout_s` for it. None if this organisation has no such
+        operation."""
 
     async def tell_failure(self, org_id: str, request_id: str) -> None:
-        """Before a client is told that an operation has failed. What it sends of its run afterwards, and waits for
-        nothing before, shows that it goes on knowing that (`scheduler.order.gradients`)."""
+        """Call it before a client is told that an operation failed. If the client then sends more of the run, not
+        having waited for anything else, it does so knowing of the failure (`scheduler.order.gradients`)."""
 
     async def cancel(self, org_id: str, request_id: str) -> bool:
         """Stop a sample: one that waits ends at once and empty, one that runs ends with the tokens it has."""
 
     def close_run(self, run_id: str) -> None:
-        """Its session has ended: let queued work finish, unless it has waited for WORK_WAITS, then forget the run.
-        To be called again until it is forgotten."""
+        """The run's session has ended: let queued work finish, or fail it once it has waited for WORK_WAITS, then
+        forget the run. Call it again until the run is forgotten."""
 
     async def working_sessions(self) -> set[str]:
-        """Sessions with operations that can go on; one that waits for a number that never came cannot, nor can what has
-        waited for WORK_WAITS."""
+        """Sessions with operations that can still run. Not those whose operations wait for a number that never came, or
+        have waited longer than WORK_WAITS."""
 
     async def queue_lengths(self) -> dict[str, int]:
         """How many operations have not ended (`open`), are `running`, and how many `runs` take operations."""

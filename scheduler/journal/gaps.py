@@ -1,4 +1,4 @@
-"""Operations that arrived before one that they follow, which never comes: after a while they go on without it.
+"""Gaps in a run's sequence numbers: if an operation never arrives, the later ones go on without it after a while.
 
 A client may count a number that never reaches the server: a proxy refused its body, and the client counts on. Until it
 is given up, what waits for it holds its organisation's money, and the run stands still. Then the number is spent, as by
@@ -28,18 +28,19 @@ from store.people.secret import new_id
 
 log = logging.getLogger(__name__)
 
-#: A parked operation waits at least so long for the next one of its run to arrive, and at most twice. It is counted
-#: while nothing before the gap is at work, for what comes next may be made of its result.
+#: How long a parked operation waits for the missing one, at least; at most twice as long. Time counts only while no
+#: operation before the gap is being computed: the client may need its result for the missing one.
 GAP_LASTS_S = 600.0
-#: In so many pieces: while this process stands still nothing can arrive, and however long that is, it is one of them.
+#: The wait is counted in this many pieces. However long this process stands still, when nothing can arrive, only one
+#: piece passes.
 PIECES = 60
-#: Each number that is spent is a row, and a client may write any number into a request: what waits behind a wider gap
-#: is given up itself.
+#: The widest gap that is filled. Each spent number becomes a row, and a client may send any number: beyond a wider gap
+#: the waiting operations are given up instead.
 WIDEST = 1000
 
 
 class Gaps:
-    """`skip` lets a run go on without an operation, which failed; `give_up` ends one with what its client is told.
+    """`skip` lets a run go on without a failed operation; `give_up` fails an operation with a message for its client.
     Lives in one event loop."""
 
     def __init__(
@@ -49,9 +50,9 @@ class Gaps:
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, lane: RunLane) -> None:
-        """Something of this run may be parked."""
+        """Start watching the run if it has parked operations."""
         if lane.parked and lane.run_id not in self._watching:
-            # For the run, not for the request that comes first.
+            # The task belongs to the run, not to the request that happens to start it.
             task = asyncio.get_running_loop().create_task(self._watch(lane), context=Context())
             self._watching[lane.run_id] = task
             task.add_done_callback(lambda _ended: self._watching.pop(lane.run_id, None))
@@ -74,7 +75,8 @@ class Gaps:
                 )
 
     async def _lasts(self, lane: RunLane) -> bool:
-        """Whether nothing happens for so long that would end this gap, or could."""
+        """Whether the gap lasts for GAP_LASTS_S without progress: the missing number has not come, and nothing before
+        it is computed."""
         missing = lane.next_seq
         for _ in range(PIECES):
             await asyncio.sleep(GAP_LASTS_S / PIECES)
@@ -83,13 +85,13 @@ class Gaps:
         return True
 
     async def _go_on_without(self, lane: RunLane, first: Operation) -> None:
-        """The numbers before `first` are spent, here and for every other server."""
+        """Spend the numbers before `first`, for this and every other server."""
         numbers = [seq for seq in range(lane.next_seq, first.seq) if not lane.spent(seq)]
         log.warning("run %s goes on without operations %s, which never arrived", lane.run_id, numbers)
         rows = [_row(first, seq) for seq in numbers]
         try:
             ended = await self._storing.change(lambda session: _spend(session, lane.run_id, rows))
-        except Unrecorded as error:  # another server accepts one of them at this moment
+        except Unrecorded as error:  # another server is accepting one of them just now
             log.warning("run %s does not go on yet: %s", lane.run_id, error)
             return
         for row in ended:
@@ -101,7 +103,7 @@ class Gaps:
 
 
 def _row(behind: Operation, seq: int) -> dict[str, Any]:
-    """Of a number for which an operation `behind` it has waited long enough."""
+    """The row of a number that never arrived; operation `behind` it has waited long enough."""
     now = datetime.now(UTC)
     op = Operation(
         id=new_id(),
@@ -126,7 +128,7 @@ def _row(behind: Operation, seq: int) -> dict[str, Any]:
 
 
 def _spend(session: Session, run_id: str, rows: Sequence[dict[str, Any]]) -> list[tables.Operation]:
-    """Insert those whose numbers are free. Returns all operations under these numbers that have ended."""
+    """Insert the rows whose numbers are still free. Returns all operations with these numbers that have ended."""
     row = tables.Operation
     these = select(row).where(row.lane == run_id, row.seq.in_([new["seq"] for new in rows]))
     taken = {one.seq for one in session.scalars(these)}

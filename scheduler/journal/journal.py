@@ -56,7 +56,7 @@ from store.settings import Limits
 
 log = logging.getLogger(__name__)
 
-#: Between two attempts to read what a sample samples from.
+#: Pause before another attempt to read which weights a sampler uses.
 READ_AGAIN_S = 0.2
 
 
@@ -117,8 +117,7 @@ class Journal:
             raise RunClosed(f"run {new.lane} is closed: its session has ended, or it is a copy of weights")
 
     async def _learn(self, new: NewOperation | Operation) -> None:
-        """What the database says that is needed to queue it: read in threads, for the event loop waits for no
-        database."""
+        """Read in threads what the event loop needs to queue the operation: the event loop waits for no database."""
         if not self._costs.weight_lasts(new.org_id):
             await anyio.to_thread.run_sync(self._costs.weight, new.org_id)
         if new.kind == SAMPLE:
@@ -129,7 +128,8 @@ class Journal:
             return False
         of_run = lane in self.training.runs
         taken, number = await anyio.to_thread.run_sync(self._look_up, lane, seq)
-        if not (of_run or lane in self.training.runs):  # runs know their own, and nobody tells `_highest` of them
+        # runs know their own numbers, which nobody reports to `_highest`
+        if not (of_run or lane in self.training.runs):
             self._highest.found(lane, seq, number)
         return taken
 
@@ -149,7 +149,8 @@ class Journal:
         if row is not None and row.state == "queued":
             op = from_row(row)
             await self._learn(op)
-            if op.id not in self._open and self.answers.recent(op.id) is None:  # nobody else has meanwhile
+            # unless it was queued or ended meanwhile
+            if op.id not in self._open and self.answers.recent(op.id) is None:
                 self.enqueue(op)
 
     def _row(self, request_id: str) -> tables.Operation | None:
@@ -160,12 +161,12 @@ class Journal:
         self.training.skip(op, op.outcome.error if op.outcome is not None else None)
 
     def enqueue(self, op: Operation) -> None:
-        """Queue an operation that was accepted already."""
+        """Queue an operation that was accepted before."""
         self._admission.take_over(op)
         self.put(op)
 
     def recover(self, op: Operation) -> None:
-        """Queue a sample that an earlier process accepted, unless it died with that."""
+        """Queue a sample that an earlier process accepted, unless it ends with that process."""
         if (end := cut_off(op)) is None:
             self.enqueue(op)
         else:
@@ -186,7 +187,7 @@ class Journal:
         except (
             OperationalError,
             PoolTimeout,
-        ) as error:  # what was accepted is queued, as soon as the database is there
+        ) as error:  # it is queued as soon as the database answers
             log.warning("%s; again in %.1f s", self._room.refused(error), READ_AGAIN_S)
             self._storing.in_background(self._queue_later(op))
             return
@@ -212,7 +213,7 @@ class Journal:
         return op.outcome if await op.ends_within(timeout_s) else self._waiting(op)
 
     def _waiting(self, op: Operation) -> Waiting:
-        """What `op` waits for, and its place."""
+        """What `op` waits for, and its place in the queue."""
         if op.kind != SAMPLE:
             return self.training.waiting(op)
         begun = under_way(op)
@@ -262,7 +263,8 @@ class Journal:
         await self._storing.flush()
 
     async def stop(self, within_s: float) -> None:
-        """`flush`, but not for ever: what still cannot be stored stays queued, and is done again after a restart."""
+        """`flush`, but not for ever: a result that cannot be stored stays queued in the database, and is computed again
+        after a restart."""
         self.training.stop()
         await self._storing.stop(within_s)
 

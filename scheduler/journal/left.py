@@ -1,4 +1,4 @@
-"""What sessions have left open when they ended: housekeeping of each server and the replica that leads end it."""
+"""What ended sessions have left open. Housekeeping of each server, and the leading replica, ends it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sqlalchemy.orm import Session
 from scheduler.order.operations import SAMPLE
 from store import tables
 
-#: Samples of a base model that are found in one look.
+#: How many waiting samples of one base model are looked for at a time.
 SAMPLES = 500
 
 
 def open_runs(session: Session) -> list[str]:
-    """The runs that are still open though their session has ended, also those that were being made just then."""
+    """Runs that are still open though their session has ended, also if they were just being made."""
     run, owner = tables.Run, tables.Session
     query = select(run.id).join(owner, owner.id == run.session_id).where(run.state == "live", owner.state != "active")
     return list(session.scalars(query))
 
 
 def waiting_samples(session: Session, before: datetime) -> list[tuple[str, str]]:
-    """Organisations and request ids of samples that have waited since `before` though their session has ended: the
-    oldest of each base model, for those of one that is served and busy are left to wait, and must not hide others."""
+    """(organisation, request id) of samples that have waited since `before` though their session has ended: the oldest
+    of each base model. Samples of a busy model are left to wait, and must not hide those of other models."""
     op, owner = tables.Operation, tables.Session
     place = func.row_number().over(partition_by=op.base_model, order_by=(op.accepted_at, op.id)).label("place")
     query = select(op.org_id, op.id, place).join(owner, owner.id == op.session_id).where(op.state == "queued")

@@ -35,17 +35,17 @@ def recover(journal: Journal, database: Database) -> None:
         for row in session.scalars(unfinished.order_by(tables.Operation.accepted_at)):
             if row.kind == SAMPLE:
                 journal.recover(from_row(row))
-            elif journal.training.opened(row.id) is None:  # it came while its run was closed
+            elif journal.training.opened(row.id) is None:  # not taken up: its run was closed when it came
                 journal.enqueue(from_row(row))
 
 
-#: What a run's row says of its spec.
+#: The columns of a run that make its spec.
 OF_SPEC = ("base_model", "rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed", "optimizer")
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """A run as the database has it: its operations in order, whether its session is over, and its policy."""
+    """A run as the database has it: its operations in order, whether its session has ended, and its policy."""
 
     run: tables.Run
     rows: Sequence[tables.Operation]
@@ -61,8 +61,8 @@ def log_of(session: Session, run: tables.Run) -> RunLog:
 
 
 def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None]) -> None:
-    """In the event loop, of a run that is not in hand. `enqueue` queues an operation that was accepted by another
-    process."""
+    """Take up a run that is not in hand; runs in the event loop. `enqueue` queues an operation that another process
+    accepted."""
     run, rows, policy = log.run, log.rows, log.policy
     ended = {row.seq for row in rows if row.state != "queued"}
     next_seq = next(seq for seq in itertools.count() if seq not in ended)
@@ -87,14 +87,14 @@ def take_up(training: Training, log: RunLog, enqueue: Callable[[Operation], None
     if lane.broken is None and (missing := training.setbacks.missing_for(lane)):
         training.setbacks.break_run(lane, missing)
     for row in rows:
-        if row.state == "queued":  # what it may come before is known by now
+        if row.state == "queued":  # all earlier operations are known by now
             enqueue(from_row(row))
     if lane.closing:
         training.close_run(run.id)
 
 
 def _note(lane: RunLane, row: tables.Operation) -> None:
-    """What the next step of a run has to know of an operation that has ended."""
+    """Tell the lane what its next step must know of an ended operation."""
     if row.state == "queued":
         return
     if row.kind == OpKind.FORWARD_BACKWARD:

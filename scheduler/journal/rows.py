@@ -17,7 +17,7 @@ from store import tables
 #: Tinker counts a forward as prefill: it reads tokens and trains nothing.
 TRAIN_KINDS: dict[OpKind, Kind] = {OpKind.FORWARD_BACKWARD: "train", OpKind.FORWARD: "prefill"}
 
-#: A result, or a body of JSON, up to this size lies in its operation's row: a file would cost more than the row.
+#: A result or a JSON body up to this size lies in its operation's row: a file would cost more than the row.
 SMALL_BYTES = 1024
 
 _plan = tables.Operation.plan
@@ -36,13 +36,13 @@ _SAME = (
 
 
 def small_text(data: bytes) -> str | None:
-    """`data` as any database's text takes it; None for what is too large for a row, not ASCII, or has a NUL (which
+    """`data` as text that any database takes. None if it is too large for a row, not ASCII, or contains NUL (which
     PostgreSQL refuses)."""
     return data.decode() if len(data) <= SMALL_BYTES and data.isascii() and b"\0" not in data else None
 
 
 def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
-    """The columns of an operation that has just been accepted; `sent_sha256` is of what its client sent, as hex."""
+    """The columns of a newly accepted operation; `sent_sha256` is the digest, as hex, of what its client sent."""
     return {name: getattr(op, name) for name in _SAME} | {
         "kind": str(op.kind),
         "state": "queued",
@@ -57,12 +57,12 @@ def to_row(op: Operation, sent_sha256: str) -> dict[str, Any]:
 
 
 def body_of(op: Operation) -> str | None:
-    """The column of a body that lies in its row."""
+    """The `body` column of an operation whose body lies in its row."""
     return op.body.decode() if op.body else None
 
 
 class _Packed(msgspec.Struct, array_like=True):
-    """A queued operation on its way to another process: what its row says of it."""
+    """A queued operation on its way to another process: the columns of its row."""
 
     id: str
     org_id: str
@@ -90,7 +90,7 @@ _decode = msgspec.msgpack.Decoder(_Packed).decode
 
 
 def pack(op: Operation, *, body: bool = True) -> bytes:
-    """An operation that is queued, and that no worker has had yet; without its body for who only settles it."""
+    """Pack a queued operation that no worker has had yet; without its body if the receiver only settles it."""
     packed = _Packed(*_fields(op))
     if not body:
         packed.body = b""
@@ -98,23 +98,23 @@ def pack(op: Operation, *, body: bool = True) -> bytes:
 
 
 def unpack(packed: bytes) -> Operation:
-    """What was packed. Raises ValueError for what another version has packed."""
+    """Unpack an operation. Raises ValueError if another version packed it."""
     op = _decode(packed)
     return Operation(**dict(zip(_Packed.__struct_fields__, _fields(op), strict=True)))
 
 
 def from_row(row: tables.Operation) -> Operation:
-    """An operation that this process has not accepted itself."""
+    """An operation from its row, accepted by another process."""
     named = {name: getattr(row, name) for name in (*_Packed.__struct_fields__, "attempts")}
     return Operation(**named | {"body": (row.body or "").encode(), "plan": plan_of(row)})
 
 
 def plan_of(row: tables.Operation) -> Plan:
-    """What an operation is to do."""
+    """The plan of an operation, from its row."""
     plan: Plan = msgspec.convert(row.plan, Plan)
     return plan
 
 
 def sent_sha256_of(row: tables.Operation) -> str:
-    """SHA-256 of what the client sent, as hex: repeats are known by it."""
+    """SHA-256, as hex, of what the client sent: repeats are recognised by it."""
     return row.sent_sha256 if row.sent_sha256 is not None else row.body_sha256

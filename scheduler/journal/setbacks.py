@@ -1,8 +1,8 @@
 """Runs that cannot go on for now, or not at all.
 
-One whose files cannot be read for a moment, or over which trainers die again and again, waits, longer each time; nobody
-else waits for it, and nothing of it fails. One that cannot be had as it was does nothing more: it is broken, for good,
-and its user is told why and what is left of it.
+A run whose files cannot be read for a moment, or over which trainers die again and again, waits, longer each time; no
+other run waits for it, and none of its operations fails. A run that cannot be rebuilt as it was is broken, for good: it
+does nothing more, and its user is told why and what is left of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from store.database.db import Transactions
 
 log = logging.getLogger(__name__)
 
-#: The first and the longest pause before a run that was set aside has its turn again.
+#: The first and the longest pause of a run that was set aside.
 RESUME_S = (0.5, 60.0)
 _MOST_DOUBLINGS = 10
 
@@ -50,10 +50,10 @@ class Setbacks:
         self._training, self._storing = training, storing
         self._database, self._blobs = database, blobs
         self._resuming: set[asyncio.Task[None]] = set()
-        self._breaking: set[str] = set()  # runs that are broken as soon as it is known what is left of them
+        self._breaking: set[str] = set()  # runs to be broken, once it is read what is left of them
 
     def set_aside(self, told: SetAside) -> None:
-        """A trainer has left out what a run had to do."""
+        """A trainer has left out a run's operations in its pass."""
         lane = self._training.runs.get(told.run_id)
         if lane is None:
             return
@@ -64,7 +64,7 @@ class Setbacks:
             self.pause(lane, told.reason, kept=told.kept)
 
     def pause(self, lane: RunLane, why: str, *, kept: bool = False) -> None:
-        """Leave a run out for a while; `kept` says that a trainer still holds it."""
+        """Leave a run out for a while; with `kept` a trainer still holds it."""
         self._training.unqueue(lane)
         already = bool(lane.paused)
         lane.pause(why, kept=kept)
@@ -76,20 +76,21 @@ class Setbacks:
     async def _resume(self, lane: RunLane) -> None:
         first_s, longest_s = RESUME_S
         await asyncio.sleep(min(first_s * 2 ** min(lane.setbacks - 1, _MOST_DOUBLINGS), longest_s))
-        await self._storing.flush()  # what is answered is not done again on a run that is still held
+        # so that answered operations are not done again on a run that a trainer still holds
+        await self._storing.flush()
         over = lane.broken is not None or lane.run_id in self._breaking
         if self._training.runs.get(lane.run_id) is lane and not over:
             self._training.queue_units(lane, lane.resume())
             self._training.wake()
 
     def stop(self) -> None:
-        """Nothing has its turn again."""
+        """No run is resumed any more."""
         for task in self._resuming:
             task.cancel()
 
     def missing_for(self, lane: RunLane) -> str:
-        """What is not on the disk of that from which the run would be rebuilt; "" when all is there. Where blobs are
-        far, whoever reads them finds it out."""
+        """What is missing on the disk to rebuild the run; "" if nothing is. Blobs in a bucket are not checked: the
+        trainer that reads them will find out."""
         if self._blobs.threads is not None:
             return ""
         if lane.snapshot is not None and not self._blobs.exists(lane.snapshot.ref):
@@ -98,7 +99,7 @@ class Setbacks:
         return next((f"the body of operation {op.seq} ({op.kind}) is missing" for op in gone), "")
 
     def break_run(self, lane: RunLane, reason: str) -> None:
-        """The run cannot be had as it was. This lasts."""
+        """The run cannot be rebuilt as it was: break it, for good."""
         if lane.run_id not in self._breaking:
             self._breaking.add(lane.run_id)
             self._training.unqueue(lane)
@@ -117,7 +118,7 @@ class Setbacks:
         await self._storing.write(update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why))
 
     def _told(self, run_id: str, reason: str) -> str:
-        """In a thread."""
+        """The error text for the run's user; reads the database, so it runs in a thread."""
         try:
             with self._database.read() as session:
                 return broken_because(session, run_id, reason)

@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 #: The first and the longest pause before another attempt.
 AGAIN_S = (0.1, 5.0)
-#: What a database says when a statement is wrong, not the moment: asking again would not help.
+#: Errors of the database about the statement, not the moment: trying again would not help.
 WRONG = (IntegrityError, DataError, ProgrammingError)
 
 
 class Unrecorded(Exception):
-    """Something cannot be written down, however often it is tried."""
+    """A write can never succeed, however often it is tried."""
 
 
 async def until_stored(attempt: Callable[[], Awaitable[T]], refused: Callable[[Exception, float], None]) -> T:
-    """What `attempt` returns, tried again while disk or database do not answer; `refused` hears of each failure and of
-    the pause after it. An attempt that failed may have taken effect all the same. Raises Unrecorded."""
+    """The result of `attempt`, which is repeated while disk or database do not answer. `refused` is called with each
+    error and the pause after it. An attempt that failed may have taken effect all the same. Raises Unrecorded."""
     pause_s = AGAIN_S[0]
     while True:
         try:
@@ -48,7 +48,7 @@ async def until_stored(attempt: Callable[[], Awaitable[T]], refused: Callable[[E
 
 
 class Storing:
-    """What a journal writes and deletes beside its event loop's work."""
+    """A journal's writes and deletions, beside the work of its event loop."""
 
     def __init__(self, database: Transactions, blobs: Blobs, room: Room) -> None:
         self._database, self._blobs, self._room = database, blobs, room
@@ -56,7 +56,7 @@ class Storing:
         self._stopped = False
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """After `stop` nothing is done any more."""
+        """Run `work` as a task; after `stop` it is cancelled at once."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -65,12 +65,12 @@ class Storing:
         return task
 
     async def write(self, statement: Update) -> None:
-        """Write, however often it takes."""
+        """Write, trying for as long as it takes."""
         await self.change(lambda session: session.execute(statement))
 
     async def change(self, work: Callable[[Session], T]) -> T:
-        """What `work` returns when it is committed, however often it takes: it may have been done before. Raises
-        Unrecorded."""
+        """The result of `work`, once committed, trying for as long as it takes; an earlier attempt may have taken
+        effect. Raises Unrecorded."""
 
         def refused(error: Exception, pause_s: float) -> None:
             log.warning("%s; again in %.1f s", self._room.refused(error), pause_s)
@@ -85,7 +85,7 @@ class Storing:
         self._delete(ref, self._blobs.delete_tree)
 
     def _delete(self, ref: str, delete: Callable[[str], None]) -> None:
-        """What cannot be deleted for now is left to the reaper."""
+        """Delete; what cannot be deleted for now is left to the reaper."""
 
         def attempt() -> None:
             try:
@@ -104,7 +104,7 @@ class Storing:
             await asyncio.wait(list(self._tasks))
 
     async def stop(self, within_s: float) -> None:
-        """`flush`, with what that begins, but not for ever: what still cannot be stored is given up."""
+        """`flush`, including tasks begun meanwhile, but not for ever: what still cannot be stored is given up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_s
         while self._tasks and (left := deadline - loop.time()) > 0:

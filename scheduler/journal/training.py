@@ -1,7 +1,7 @@
-"""The runs that this process has in hand: what trainers may take of them, and how their operations end.
+"""The runs in the hands of this process: the units that trainers may take, and how operations end.
 
-The embedded service has all runs here, of several replicas the one that leads has them (`scheduler.cluster.term`).
-The trainer's desk takes work out of `queue` and brings answers back through `finish`. Lives in one event loop.
+In the embedded service these are all runs; with several replicas the leader has them (`scheduler.cluster.term`). The
+trainer's desk takes work out of `queue` and brings answers back through `finish`. Lives in one event loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from store import tables
 from store.blobs.contract import Blobs
 from store.database.db import Transactions
 
-#: Runs that are remembered after they were forgotten.
+#: How many forgotten runs are remembered.
 MOST_FORGOTTEN = 10_000
 
 
@@ -51,7 +51,7 @@ class Desk(Protocol):
     worker: str
 
     def presence(self, base_model: str) -> Present:
-        """Of its workers, as far as they have told."""
+        """Which workers are present, as far as they have told."""
 
     def wake(self) -> None: ...
 
@@ -61,8 +61,8 @@ class Desk(Protocol):
 
 
 class Training:
-    """`weight` is an organisation's share of the trainer, `sizes` says how large runs are; `ended` hears of every
-    operation that has its outcome."""
+    """`weight` gives an organisation's fair share, `sizes` the sizes of a run's parameters; `ended` is called with
+    every operation that has its outcome."""
 
     def __init__(
         self,
@@ -77,21 +77,22 @@ class Training:
         self.queue: FairTree[Unit] = FairTree()
         self.runs: dict[str, RunLane] = {}
         self.released: list[str] = []  # runs that trainers may forget
-        self.forgotten: deque[str] = deque(maxlen=MOST_FORGOTTEN)  # lately: what was read of them before is not so now
-        self.changed: set[str] = set()  # runs whose queues have changed, other than by what trainers took
-        self.desks: list[Desk] = []  # woken when there is work, and told of policies that have moved
-        self.versions: dict[str, int] = {}  # optimizer steps of runs
+        # forgotten lately: rows read before that are out of date
+        self.forgotten: deque[str] = deque(maxlen=MOST_FORGOTTEN)
+        self.changed: set[str] = set()  # runs whose queues have changed, other than by trainers taking units
+        self.desks: list[Desk] = []  # woken when there is work, and told when a policy moves
+        self.versions: dict[str, int] = {}  # by run: its optimizer steps
         self._storing, self._recorder = storing, recorder
         self._weight, self._ended, self.sizes = weight, ended, sizes
         self._open: dict[str, Operation] = {}
         self._waking = False
-        self._moved_by: dict[str, int] = {}  # the latest operation that told of a run's version
-        self._last_save: dict[str, asyncio.Task[Any]] = {}  # the latest save of a run that is being settled
+        self._moved_by: dict[str, int] = {}  # by run: the latest operation that told of its version
+        self._last_save: dict[str, asyncio.Task[Any]] = {}  # by run: its latest save that is being settled
         self.setbacks = Setbacks(self, storing, database, blobs)
         self.gaps = Gaps(storing, self.skip, lambda op, why: self._fail(op, why, "user"))
 
     def opened(self, op_id: str) -> Operation | None:
-        """An operation that is here and has not ended."""
+        """The operation, if it is here and has not ended."""
         return self._open.get(op_id)
 
     # ---- queueing
@@ -100,7 +101,7 @@ class Training:
         self._open[op.id] = op
         lane = self.runs.get(op.lane)
         if lane is None:
-            if not isinstance(op.plan, Create):  # while it was made durable
+            if not isinstance(op.plan, Create):  # closed while the operation was made durable
                 self._fail(op, f"run {op.lane} was closed before this operation reached it", "user")
                 return
             lane = self.runs[op.lane] = RunLane(op.org_id, op.plan.spec, priority=op.plan.priority)
@@ -108,7 +109,7 @@ class Training:
             self._fail(op, lane.broken, lane.broken_category)
             return
         units = lane.arrive(op)
-        if lane.is_past(op):  # at start-up: what is to be repeated behind it is queued already
+        if lane.is_past(op):  # at start-up: later operations, to be replayed, are queued already
             self.rebuild(lane)
         else:
             self.queue_units(lane, units)
@@ -116,18 +117,18 @@ class Training:
         self.wake_soon()
 
     def skip(self, op: Operation, why: str | None) -> None:
-        """It has ended already: what follows need not wait for its number. `why` it failed, if it did."""
+        """The operation has ended already: later ones need not wait for its number. `why` it failed, if it did."""
         lane = self.runs.get(op.lane)
         if lane is not None:
             if why is not None:
                 lane.failed(op.seq, op.kind, why)
             if op.kind == NEVER_CAME:
-                lane.gradients.over(op.seq, op.accepted_at)  # its client never had an answer
+                lane.gradients.over(op.seq, op.accepted_at)  # its client never got an answer
             self.queue_units(lane, lane.refuse(op.seq))
             self.wake_soon()
 
     def told(self, failure: FailureTold) -> None:
-        """Its client knows of it from now on."""
+        """The client knows of this failure from now on."""
         lane = self.runs.get(failure.run_id)
         if lane is not None:
             lane.gradients.over(failure.seq, failure.at)
@@ -139,17 +140,18 @@ class Training:
         self.changed.add(lane.run_id)
 
     def unqueue(self, lane: RunLane) -> None:
-        """Take all that is queued of a run out of the queue."""
+        """Take all units of a run out of the queue."""
         self.queue.remove(lane.path)
         self.changed.add(lane.run_id)
 
     def rebuild(self, lane: RunLane) -> None:
-        """The trainer that held this run is gone: queue what rebuilds the run, and all it had left to do."""
+        """The trainer that held this run is gone: queue the units that rebuild it, and then those that were not
+        answered."""
         self.unqueue(lane)
         self.queue_units(lane, lane.lost())
 
     def message_of(self, unit: Unit) -> TrainOp:
-        """What a trainer is sent of it."""
+        """The message to a trainer for this unit."""
         lane = self.runs.get(unit.send.run_id)
         return lane.sent(unit) if lane is not None else unit.send
 
@@ -158,7 +160,8 @@ class Training:
             desk.wake()
 
     def wake_soon(self) -> None:
-        """Once for all that comes in this turn of the event loop: it is handed out together."""
+        """Wake the desks once for all operations of this turn of the event loop, so that they are handed out
+        together."""
         if not self._waking:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake_once)
@@ -168,7 +171,7 @@ class Training:
         self.wake()
 
     def waiting(self, op: Operation) -> Waiting:
-        """What `op` waits for, and its place."""
+        """What `op` waits for, and its place in the queue."""
         begun = under_way(op)
         if begun is not None:
             return begun
@@ -184,7 +187,7 @@ class Training:
     # ---- finishing
 
     def finish(self, done: Done) -> None:
-        """A trainer's answer, or why there is none: settle it, then tell who waits."""
+        """A trainer's answer, or the reason why there is none: settle it, then wake whoever waits."""
         op = self._open.get(done.op_id)
         if op is None or op.settling:
             return
@@ -201,8 +204,8 @@ class Training:
             task.add_done_callback(lambda ended: self._saved(op.lane, ended))
 
     async def _settle_after(self, before: asyncio.Task[Any], op: Operation, done: Done) -> None:
-        """Saves of one run become lasting in their order: who has a name, and what samplers follow, is what the last
-        one has made."""
+        """Saves of one run are settled in their order: the last one decides which checkpoint has a name, and which
+        weights samplers follow."""
         await asyncio.wait({before})
         await self._settle(op, done)
 
@@ -227,9 +230,9 @@ class Training:
             self._moved(op, done.facts["version"])
 
     def _moved(self, op: Operation, version: int) -> None:
-        """The policy of a run has moved, or its inflight samplers have."""
+        """The run's policy has a new version, or its inflight samplers have new weights."""
         if op.seq < self._moved_by.get(op.lane, 0):
-            return  # settled late: a later operation has moved it further
+            return  # settled late: a later operation has already moved the policy further
         self.versions[op.lane], self._moved_by[op.lane] = version, op.seq
         moved = PolicyMoved(op.lane, version, op.target_ref if moves_samplers(op) else "", op.seq)
         for desk in self.desks:
@@ -243,7 +246,7 @@ class Training:
         if lane is not None:
             parked = lane.missing(op) is not None
             lane.answered(op, ok)
-            if parked:  # its number is spent: what follows need not wait for it
+            if parked:  # its number is spent: later ones need not wait for it
                 self.queue_units(lane, lane.refuse(op.seq))
             if op.kind == OpKind.CREATE and not ok:
                 self.close_for_good(lane, f"run {op.lane} was never created: {op.outcome.error}", "user")
@@ -256,12 +259,13 @@ class Training:
         self._ended(op)
 
     def note_attempts(self, op: Operation) -> None:
-        """Trainers were lost over `op`, or it got further since: a server that starts again is to know."""
+        """Write down how many trainers were lost over `op`, also when that is reset: a restarted server must know."""
         statement = update(tables.Operation).where(tables.Operation.id == op.id).values(attempts=op.attempts)
         self._storing.in_background(self._storing.write(statement))
 
     async def snapshot(self, taken: Snapshot) -> None:
-        """A trainer has written a run's whole state: bodies up to there and the older snapshot may go."""
+        """A trainer has written a run's whole state: the bodies of operations up to there, and the older snapshot, are
+        deleted."""
         lane = self.runs.get(taken.run_id)
         if lane is None:
             self._storing.delete_tree(taken.ref)
@@ -283,25 +287,26 @@ class Training:
         await self._storing.flush()
 
     def stop(self) -> None:
-        """Nothing happens here by itself any more."""
+        """Stop what happens by itself: resumed runs and watched gaps."""
         self.setbacks.stop()
         self.gaps.stop()
 
     # ---- the end of runs
 
     def close_for_good(self, lane: RunLane, why: str, category: str) -> None:
-        """The run does nothing more: all that it had left to do fails with `why`."""
+        """The run does nothing more: all unanswered operations fail with `why`."""
         lane.broken, lane.broken_category = why, category
         self.unqueue(lane)
         for op in lane.abandon():
             self._fail(op, why, category)
 
     def close_run(self, run_id: str) -> None:
-        """Its session has ended: let queued work finish, unless it has waited for WORK_WAITS, then forget the run."""
+        """The run's session has ended: let queued work finish, or fail it once it has waited for WORK_WAITS, then
+        forget the run."""
         lane = self.runs.get(run_id)
         if lane is None:
             return
-        now = asyncio.get_running_loop().time()  # which nobody sets
+        now = asyncio.get_running_loop().time()  # a clock that nobody can set
         lane.closing_since = now if lane.closing_since is None else lane.closing_since
         left = [op for op in self._open.values() if op.lane == run_id]
         for op in left:
@@ -324,8 +329,8 @@ class Training:
         self._storing.in_background(self._close_lastingly(lane))
 
     async def _close_lastingly(self, lane: RunLane) -> None:
-        """Its files go when its row says so, and not before: who leads no more cannot write that, and does not know
-        what the next one still has to do."""
+        """Close the run's row, then delete its files. In this order, because a former leader cannot write the row, and
+        does not know which files the new leader still needs."""
         await self._storing.write(_closed(lane.run_id))
         for op in lane.saved(lane.next_seq, ""):
             self._storing.drop_body(op)
@@ -333,20 +338,20 @@ class Training:
 
 
 def under_way(op: Operation) -> Waiting | None:
-    """What is said of an operation that has left the queue."""
+    """What the client is told of an operation that has left the queue; None if it has not."""
     if op.timings.computed is not None:
         return Waiting("active", op.stuck or "computed; its result is being stored")
     return Waiting("active", "running") if op.running else None
 
 
 def in_line(desks: list[Desk], worker: str, ahead: int, base_model: str) -> Waiting:
-    """What is said of an operation of `base_model` that is queued for a `worker` of these desks."""
+    """What the client is told of an operation of `base_model` that is queued for a `worker` of these desks."""
     its = (desk.presence(base_model) for desk in desks if desk.worker == worker)
     return queued_for(worker, ahead, base_model, next(its, Present(here=True, serves=True)))
 
 
 def moves_samplers(op: Operation) -> bool:
-    """Whether the inflight samplers of its run move to what `op` saves."""
+    """Whether `op` moves the inflight samplers of its run to the weights that it saves."""
     return isinstance(op.plan, NewSampler) and op.plan.inflight
 
 

@@ -1,4 +1,4 @@
-"""The share of an organisation in the fair order, as its row has it."""
+"""The fair share of an organisation, from its row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from store.database.db import Transactions
 
 
 def expected_costs_of(database: Transactions) -> ExpectedCosts:
-    """By the weights in this database."""
+    """Expected costs that read the organisations' weights from this database."""
 
     def weight(org_id: str) -> int:
         try:
             with database.read() as session:
                 row = session.get(tables.Organisation, org_id)
                 return row.weight if row is not None else 1
-        except OperationalError:  # what was accepted is queued, whether or not the database is there just now
+        except OperationalError:  # accepted operations are queued even while the database is away
             return 1
 
     return ExpectedCosts(weight, time.monotonic)

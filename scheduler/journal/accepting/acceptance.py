@@ -39,21 +39,21 @@ from store.tracing import origin_here
 
 log = logging.getLogger(__name__)
 
-#: A larger body is written by a thread, so that the event loop goes on.
+#: Larger bodies are written in a thread, so that the event loop goes on.
 SMALL_BODY_BYTES = 1 << 18
 
-#: Pauses before an operation is inserted again while the database does not answer; its client waits meanwhile.
+#: Pauses between attempts to insert an operation while the database does not answer; its client waits meanwhile.
 INSERT_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 5.0)
 
 
 @dataclass
 class _Entry:
-    """What is known of one (lane, seq) from the moment it is being accepted."""
+    """What memory knows of one (lane, seq), from the moment that its acceptance begins."""
 
     id: str
     kind: str
     sent_sha256: str
-    durable: asyncio.Future[None] | None = None  # None: it is
+    durable: asyncio.Future[None] | None = None  # None: it is durable
 
     def check(self, new: NewOperation) -> None:
         """Raise SequenceReused unless `new` is this operation again."""
@@ -92,9 +92,9 @@ class Acceptance:
         entry = self._entries.get((new.lane, new.seq))
         if entry is None and maybe_stored:
             there = await anyio.to_thread.run_sync(self._stored, new.lane, new.seq)
-            entry = self._entries.get((new.lane, new.seq))  # it may be accepted meanwhile
+            entry = self._entries.get((new.lane, new.seq))  # its acceptance may have begun meanwhile
             if there is not None and (entry is None or entry.id != there.id):
-                entry = there  # what is accepted here comes too late: another replica has it
+                entry = there  # another replica was faster
         if entry is None:
             return None
         entry.check(new)
@@ -103,7 +103,7 @@ class Acceptance:
         return entry.id
 
     async def take(self, new: NewOperation, rows: tuple[tables.Base, ...]) -> Operation:
-        """Make `new` and `rows` durable in one commit. Not known before: the caller has asked. Raises OutOfMoney
+        """Make `new` and `rows` durable in one commit. The caller has checked that it is not `known`. Raises OutOfMoney
         and QuotaReached."""
         entry = _Entry(new_id(), new.kind, _digest(new), asyncio.get_running_loop().create_future())
         assert entry.durable is not None
@@ -121,9 +121,9 @@ class Acceptance:
         except BaseException as error:
             self.forget(op)
             entry.durable.set_exception(error)
-            entry.durable.exception()  # seen, even when nobody else waits for it
+            entry.durable.exception()  # marks the error as seen, in case nobody else waits
             if op.body_ref and isinstance(error, OutOfMoney | QuotaReached):
-                with suppress(OSError):  # then the reaper finds it
+                with suppress(OSError):  # the reaper deletes it later
                     await beside_the_loop(self._blobs, self._blobs.delete, op.body_ref)
             raise
         entry.durable.set_result(None)
@@ -136,8 +136,8 @@ class Acceptance:
         return runs + ((claim(self._limits, "stored_bytes", new.stores_bytes),) if new.stores_bytes else ())
 
     async def _write(self, taking: Taking) -> None:
-        """Insert, again if the database was away for a moment; then it may have been inserted the first time, and what
-        it holds itself may be what there is too little of now."""
+        """Insert the row, again if the database was away for a moment. The failed attempt may have taken effect: then
+        the row exists, or its own hold is what makes money or quota short."""
         again = False
         for pause_s in (*INSERT_AGAIN_S, None):
             try:
@@ -157,7 +157,7 @@ class Acceptance:
                 return
 
     def forget(self, op: Operation) -> None:
-        """`op` has ended: its row is enough."""
+        """`op` has ended: from now on its row answers for it."""
         self._entries.pop((op.lane, op.seq), None)
 
     def _stored(self, lane: str, seq: int) -> _Entry | None:
@@ -173,14 +173,14 @@ class Acceptance:
 
 
 def insert_all(session: Session, takings: list[Taking]) -> list[OutOfMoney | QuotaReached | None]:
-    """Insert operations with their holds; those that cannot be paid for, or are beyond a quota, are answered with why,
-    and leave nothing. To be run by `Database.write_batched`, in the locks of their organisations."""
+    """Insert operations with their holds. An operation that cannot be paid for, or exceeds a quota, leaves nothing; its
+    refusal is returned in its place. Run by `Database.write_batched`, under the locks of the organisations."""
     payers = [Payer(t.row["org_id"], t.row["project_id"], t.row["key_id"]) for t in takings]
     times = {taking.row["accepted_at"] for taking in takings}
     accounts = Accounts(session, set(payers), times, datetime.now(UTC))
     refusals: list[OutOfMoney | QuotaReached | None] = []
     taken: list[dict[str, Any]] = []
-    coming: Counter[tuple[str, str]] = Counter()  # claimed in this batch, whose rows are not there yet
+    coming: Counter[tuple[str, str]] = Counter()  # claims of this batch whose rows are not inserted yet
     for payer, taking in zip(payers, takings, strict=True):
         refusals.append(_take(session, accounts, payer, taking, coming))
         if refusals[-1] is None:
@@ -197,7 +197,7 @@ def _take(
     try:
         for claim in taking.claims:
             check(session, payer.org_id, claim, coming[payer.org_id, claim.quota])
-        if taking.row["state"] == "queued":  # else it only spends its number
+        if taking.row["state"] == "queued":  # a refused one only spends its number
             accounts.hold(payer, taking.row["hold_nusd"], taking.row["accepted_at"])
     except (OutOfMoney, QuotaReached) as refusal:
         return refusal
@@ -205,7 +205,7 @@ def _take(
         if claim.quota != "runs":
             coming[payer.org_id, claim.quota] += claim.adds
     for other in taking.others:
-        make_transient(other)  # an attempt whose commit failed may have left it looking as if it were stored
+        make_transient(other)  # a failed commit may have left it marked as stored
         session.add(other)
         session.flush()
     return None
@@ -227,9 +227,9 @@ def _digest(new: NewOperation) -> str:
 
 
 def _operation(new: NewOperation, request_id: str, sent_sha256: str) -> Operation:
-    read = new.kind == SAMPLE or new.kind in READ  # else its body is kept nowhere
+    read = new.kind == SAMPLE or new.kind in READ  # of all other kinds the body is stored nowhere
     has_body = bool(new.body) and read and new.refused is None
-    # What trains is a file, however small: it is deleted as soon as a snapshot covers it.
+    # The body of a training operation is a file, however small: it is deleted as soon as a snapshot covers it.
     in_row = has_body and new.kind not in TRAIN_KINDS and small_text(new.body) is not None
     same = new.sent is None or new.sent == new.body
     return Operation(

@@ -1,4 +1,4 @@
-"""The way of a new operation into a journal, and what is counted of it there until it ends.
+"""Letting a new operation into a journal, and counting it until it ends.
 
 What it takes to be durable is in `scheduler.journal.accepting.acceptance`; where it is queued then is the `Queues`'
 affair.
@@ -27,22 +27,22 @@ log = logging.getLogger(__name__)
 
 
 class Queues(Protocol):
-    """Where accepted operations go: queues of this process, or what replicas share."""
+    """Where accepted operations are queued: in this process, or in queues that replicas share."""
 
     async def check(self, new: NewOperation) -> None:
         """Raise Draining or RunClosed unless `new` can be queued."""
 
     def maybe_stored(self, new: NewOperation) -> bool:
-        """Whether the number of `new` may have been used by an operation that is no longer in memory."""
+        """Whether an operation that is no longer in memory may have used the number of `new`."""
 
     def put(self, op: Operation) -> None:
         """Queue an operation that was just accepted."""
 
     async def adopt(self, request_id: str) -> None:
-        """Queue an operation whose row was written although its client was told that it was not."""
+        """Queue an operation whose row was written although its client got an error."""
 
     def skip(self, op: Operation) -> None:
-        """It ended at once: what follows it need not wait for its number."""
+        """The operation ended at once: later ones need not wait for its number."""
 
 
 class Admission:
@@ -68,7 +68,8 @@ class Admission:
             if request_id is None:
                 op = await self._take(new, rows)
         except (IntegrityError, OutOfMoney, QuotaReached):
-            # Another replica may just have accepted it, or this one without knowing it; what it holds is held then.
+            # Another replica may just have accepted it, or this one without noticing; its tokens and money are then
+            # held already.
             request_id = await self._acceptance.known(new, maybe_stored=True)
             if request_id is None:
                 raise
@@ -98,14 +99,14 @@ class Admission:
             raise
 
     def _refuse(self, op: Operation, why: str) -> None:
-        """The front turned it away: it ends at once."""
+        """The API has refused it: it is accepted as failed."""
         op.outcome = Outcome(error=why, category="user")
         self._answers.remember(op)
         self.forget(op)
         self._queues.skip(op)
 
     def take_over(self, op: Operation) -> None:
-        """An operation that another process accepted is in hand here from now on."""
+        """An operation that another process accepted is in this process's hands from now on."""
         self._backlog.add(op.org_id, op.body_bytes)
         self._begin(op)
 
@@ -114,13 +115,13 @@ class Admission:
         self._in_flight.add(op)
 
     def end(self, op: Operation) -> None:
-        """It has its outcome: wake who waits for it."""
+        """The operation has its outcome: wake whoever waits for it."""
         self._meters.closed(op, datetime.now(UTC))
         self._answers.remember(op)
         self.forget(op)
 
     def forget(self, op: Operation) -> None:
-        """It has ended, here or elsewhere, and its row is enough."""
+        """The operation has ended, here or elsewhere: from now on its row answers for it."""
         if self.open.pop(op.id, None) is not None:
             self._in_flight.remove(op)
         self._backlog.release(op.org_id, op.body_bytes)

@@ -1,6 +1,7 @@
 """How much each organisation has queued, in operations and in bytes of their bodies: back-pressure before memory.
 
-What is being accepted counts from the moment it is let in, so that many at once cannot pass the limit together.
+An operation counts from the moment it is let in, before it is accepted, so that many at once cannot exceed the limit
+together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from scheduler.order.operations import QueueFull
 
 
 class Backlog:
-    """Of all replicas: what this process has, and what the others have said. An embedded service hears of none."""
+    """The backlog of all replicas: of this process, and what the other replicas report. An embedded service has no
+    others."""
 
     def __init__(self, max_ops: int, max_bytes: int) -> None:
         self._max_ops = max_ops
@@ -22,7 +24,7 @@ class Backlog:
         self._others_bytes: Counter[str] = Counter()
 
     def take(self, org_id: str, size_bytes: int) -> None:
-        """Let an operation in. Raises QueueFull. One body alone is always let in: its size has a limit of its own."""
+        """Let an operation in. Raises QueueFull. A single body is always let in: its size has a limit of its own."""
         ops, held = self.of(org_id)
         if ops >= self._max_ops:
             raise QueueFull(f"{ops} operations are queued; the limit is {self._max_ops}: wait for some to end")
@@ -54,7 +56,7 @@ class Backlog:
         return {org_id: (ops, self._bytes[org_id]) for org_id, ops in self._ops.items()}
 
     def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
-        """What the other replicas have, all of them."""
+        """Set what the other replicas have, all of them at once."""
         self._others_ops, self._others_bytes = Counter(), Counter()
         for said in others:
             for org_id, (ops, held) in said.items():

@@ -33,35 +33,35 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What other processes, too, have in flight of a scope, and whether a run is part of it."""
+    """What other processes have in flight of a scope, and whether the run in question is part of it."""
 
     count: int = 0
     has: bool = False
 
 
-#: What is in flight elsewhere of a (scope, id), asked for a piece of work or for none.
+#: Finds what is in flight elsewhere of a (scope, id), for a piece of work or for none.
 Look = Callable[[str, str, Work | None], Awaitable[Elsewhere]]
 
 
 class InFlight:
-    """Units of work by (scope, id), where scope is organisation, project or key: this process's, and what `look`
-    finds elsewhere. Lives in the event loop.
-    """
+    """Units of work in flight by (scope, id), where scope is organisation, project or key: those of this process, and
+    those that `look` finds elsewhere. Lives in the event loop."""
 
     def __init__(self, look: Look | None = None) -> None:
         self._units: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         self._look = look
 
     def count(self, scope: str, id: str) -> int:
-        """Of this process."""
+        """Units in flight in this process."""
         return len(self._units.get((scope, id), ()))
 
     def has(self, scope: str, id: str, work: Work) -> bool:
-        """Whether `work` would not count: its run is in flight here already."""
+        """Whether `work` belongs to a unit that is in flight here already: its run."""
         return _unit(work) in self._units.get((scope, id), ())
 
     async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
-        """To be asked first: what is judged by `count` has to be `arriving` before anything else happens here."""
+        """What is in flight in other processes. Call it before `count`: between `count` and `arriving` nothing else may
+        happen in the event loop."""
         return await self._look(scope, id, work) if self._look else Elsewhere()
 
     def add(self, work: Work) -> None:

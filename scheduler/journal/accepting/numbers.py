@@ -1,7 +1,7 @@
 """Which numbers of runs and samplers have been taken: (lane, seq) names one operation for as long as its row is kept.
 
-The database knows, and refuses a second operation of a number. That most are new is known without asking it: the one
-process that accepts all of a sampler's requests remembers the highest of each of its clients.
+The database knows, and refuses a second operation of a number. Mostly it need not be asked: the process that accepts
+all of a sampler's requests remembers the highest number of each client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.wire.base import MAX_INT
 from scheduler.journal.ending.completions import CLIENT_STRIDE
 from store.tables import Operation
 
-#: Samplers' clients remembered at a time.
+#: How many clients of samplers are remembered.
 MOST = 100_000
 
 
@@ -25,7 +25,8 @@ def known(session: Session, lane: str, seq: int) -> bool:
 def highest(session: Session, lane: str, client: int) -> int:
     """The highest number that a client of a sampler has used; -1 if none."""
     first = client * CLIENT_STRIDE
-    numbers = Operation.seq.between(first, min(first + CLIENT_STRIDE - 1, MAX_INT))  # the last client's are fewer
+    # the range of the last client is shorter
+    numbers = Operation.seq.between(first, min(first + CLIENT_STRIDE - 1, MAX_INT))
     found = session.scalar(select(func.max(Operation.seq)).where(Operation.lane == lane, numbers))
     return -1 if found is None else found
 
@@ -37,12 +38,12 @@ class Highest:
         self._numbers: dict[tuple[str, int], int] = {}
 
     def is_new(self, lane: str, seq: int) -> bool:
-        """False where the database has to be asked."""
+        """Whether the number is certainly new. If not, the database has to be asked."""
         found = self._numbers.get((lane, seq // CLIENT_STRIDE))
         return found is not None and seq > found
 
     def found(self, lane: str, seq: int, number: int) -> None:
-        """The client that `seq` is of had used numbers up to this one."""
+        """The client that `seq` belongs to had used numbers up to this one."""
         if len(self._numbers) >= MOST:
             self._numbers.clear()
         key = lane, seq // CLIENT_STRIDE

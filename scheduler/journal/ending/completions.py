@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Protocol
 
-#: Clients of one sampler number their requests in blocks of this size.
+#: Each client of a sampler numbers its requests in a block of this size.
 CLIENT_STRIDE = 1_000_000_000
-#: Completions that one answer names at most, and those of one cursor with the last.
+#: How many completions one answer may name; all those that share the last one's cursor are added.
 MAX_EVENTS = 2000
-#: Feeds that are kept; the one that was asked for longest ago is forgotten first, and read anew when it comes back.
+#: How many feeds are kept. Beyond it the feed that was asked for longest ago is forgotten, and read again when its
+#: client comes back.
 MAX_FEEDS = 4096
 
 
@@ -44,22 +45,22 @@ class Completion:
 
 
 class CompletionFeeds(Protocol):
-    """The feeds of this process: what completes here, or of what it hears from all."""
+    """The feeds of this process: of requests that complete here, or of broadcasts from all replicas."""
 
     def follows(self, key: FeedKey) -> bool: ...
 
     def follow(self, key: FeedKey, cursor: int = 0) -> None:
-        """Keep what completes of this feed from now on, and tell all of it to who has come as far as `cursor`, which is
-        ahead of a clock that was set back."""
+        """Keep completions of this feed from now on. A client whose `cursor` is ahead of the clock (it was set back)
+        still gets all of them."""
 
     def forget(self, key: FeedKey) -> None:
-        """Follow it no more: what it missed before could not be read. Its clients ask again, and begin anew."""
+        """Stop following: the completions before `follow` could not be read. Clients ask again, and it starts anew."""
 
     def add(self, key: FeedKey, completions: Iterable[Completion]) -> None:
-        """What the journal's rows say that `follow` came too late for; what is known already is not repeated."""
+        """Add completions from before `follow`, as the journal's rows have them; known ones are not repeated."""
 
     async def after(self, key: FeedKey, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        """What has completed since `cursor`, waiting at most `timeout_s` while that is nothing, and the new cursor."""
+        """The completions after `cursor`, and the new cursor. If there are none, waits for one at most `timeout_s`."""
 
 
 @dataclass
@@ -67,11 +68,11 @@ class _Feed:
     events: deque[tuple[int, Completion]] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
-    newest: int = 0  # cursor
+    newest: int = 0  # the cursor of the newest event
 
 
 class Feeds:
-    """Events by key. The caller of `append` gives the cursor."""
+    """Events by feed. The caller of `append` gives the cursor."""
 
     def __init__(self) -> None:
         self._feeds: OrderedDict[FeedKey, _Feed] = OrderedDict()
@@ -92,7 +93,7 @@ class Feeds:
             feed.changed.set()
 
     def unknown(self, key: FeedKey, completions: Iterable[Completion]) -> list[Completion]:
-        """Those of which nothing is told yet."""
+        """Those completions that the feed does not have yet."""
         known = {completion.request_id for _, completion in self._feeds[key].events}
         return [completion for completion in completions if completion.request_id not in known]
 
@@ -104,7 +105,7 @@ class Feeds:
             feed.changed.set()
 
     def prepend(self, key: FeedKey, events: list[tuple[int, Completion]]) -> None:
-        """Events from before all that are there."""
+        """Insert events before all others of the feed."""
         feed = self._feeds[key]
         feed.events.extendleft(reversed(events))
         feed.changed.set()
@@ -127,7 +128,7 @@ class Feeds:
             await self._wait(feed, timeout_s)
         events = list(islice(feed.events, MAX_EVENTS))
         of_one_cursor = takewhile(lambda event: event[0] == events[-1][0], islice(feed.events, MAX_EVENTS, None))
-        events += list(of_one_cursor)  # the next poll begins behind it
+        events += list(of_one_cursor)  # the next poll asks for what is after this cursor
         return [completion for _, completion in events], events[-1][0] if events else cursor
 
     async def _wait(self, feed: _Feed, timeout_s: float) -> None:
@@ -146,7 +147,7 @@ def _now_us() -> int:
 
 
 class LocalFeeds:
-    """What completes in this process. Cursors are of its clock."""
+    """Feeds of requests that complete in this process. Cursors are from its clock."""
 
     def __init__(self, now_us: Callable[[], int] = _now_us) -> None:
         self._now_us = now_us
@@ -160,7 +161,7 @@ class LocalFeeds:
                 self.publish(key, completion)
 
     def publish(self, key: FeedKey, completion: Completion) -> None:
-        """A request has ended, and its outcome can be had."""
+        """A request has ended, and its outcome can be fetched."""
         if self._feeds.follows(key):
             self._last = max(self._last + 1, self._now_us())
             self._feeds.append(key, self._last, completion)

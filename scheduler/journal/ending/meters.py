@@ -30,8 +30,9 @@ class Meters:
     queue: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     execution: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     settling: Histogram = field(default_factory=Histogram)
-    denied: Counter[str] = field(default_factory=Counter)  # operations that a limit on money refused, by its scope
-    rate_limited: Counter[str] = field(default_factory=Counter)  # requests that were told to wait, by the limit
+    # operations refused by a limit on money, by the limit's scope
+    denied: Counter[str] = field(default_factory=Counter)
+    rate_limited: Counter[str] = field(default_factory=Counter)  # requests told to wait, by the limit
     webhook_duplicates: int = 0
 
     def accepted(self, op: Operation) -> None:

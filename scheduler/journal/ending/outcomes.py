@@ -20,12 +20,12 @@ from store.database.db import Transactions
 
 log = logging.getLogger(__name__)
 
-#: Ended operations kept in memory for the client that is about to ask, and the bytes of their outcomes.
+#: How many ended operations memory keeps for clients about to ask, and how many bytes of outcomes.
 RECENT = 4096
 RECENT_BYTES = 256 << 20
-#: Of these, an organisation has at most so many.
+#: The share of these that one organisation may have.
 RECENT_BYTES_PER_ORG = 32 << 20
-#: A larger result that is not in memory is read when there is room for it.
+#: A result larger than this that is not in memory is only read when there is room for it.
 LARGE_BYTES = 65_536
 
 JSON = "application/json"
@@ -37,8 +37,8 @@ def result_ref(op_id: str) -> str:
 
 
 def text_of(outcome: Outcome) -> str | None:
-    """A result as it lies in its operation's row, in base64 unless it is JSON; None for one that is a blob, and of what
-    has failed."""
+    """A result as the text in its operation's row (base64 unless it is JSON); None if it is a blob, and for a
+    failure."""
     if outcome.error is not None or len(outcome.payload) > SMALL_BYTES:
         return None
     return small_text(outcome.payload) if outcome.content_type == JSON else b64encode(outcome.payload).decode()
@@ -50,15 +50,16 @@ def payload_of(text: str, content_type: str | None) -> bytes:
 
 
 class _Recent:
-    """The latest ended operations. Beyond a limit on all, the oldest of those that have most go until a sixteenth of it
-    is free: so a look at every organisation is for many results."""
+    """The latest ended operations. If a limit is exceeded, the oldest ones of the organisations with the most are
+    dropped until a sixteenth of it is free: so all organisations are looked at only once for many results."""
 
     def __init__(self, most: int, most_bytes: int, most_bytes_per_org: int) -> None:
         self._most, self._most_bytes, self._most_bytes_per_org = most, most_bytes, most_bytes_per_org
         self._ops: dict[str, Operation] = {}
-        self._sizes: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)  # by organisation, oldest first
+        # by organisation: ids and sizes, oldest first
+        self._sizes: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)
         self.bytes_of: Counter[str] = Counter()
-        self._bytes = 0  # of all
+        self._bytes = 0  # of all organisations
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -90,7 +91,8 @@ class _Recent:
             del self._sizes[op.org_id], self.bytes_of[op.org_id]
 
     def _shrink(self, total: Callable[[], int], of: Callable[[str], int], most: int) -> None:
-        """Until a sixteenth of `most` is free of the `total`, to which each organisation adds what it is `of`."""
+        """Drop operations until a sixteenth of `most` is free of the `total`, to which each organisation adds `of`
+        it."""
         largest = [(-of(org_id), org_id) for org_id in self._sizes]
         heapify(largest)
         while total() > most - most // 16:
@@ -120,14 +122,14 @@ class Answers:
         self._recent = _Recent(*self._limits)
 
     def remember(self, op: Operation) -> None:
-        """`op` has its outcome."""
+        """Keep the outcome of `op`."""
         self._recent.add(op)
 
     def recent(self, request_id: str) -> Operation | None:
         return self._recent.get(request_id)
 
     def found(self, org_id: str, request_id: str) -> Outcome | Gone | None:
-        """An outcome that is no longer in memory, a large one without its payload (`whole`); None when this
+        """An outcome that is no longer in memory; unless `whole`, a large one comes without its payload. None if this
         organisation has no such ended operation."""
         with self._database.read() as session:
             row = session.get(tables.Operation, request_id)
@@ -143,12 +145,12 @@ class Answers:
         return found if found.size_bytes > LARGE_BYTES else self.whole(found)
 
     def stored(self, org_id: str, request_id: str) -> Outcome | Gone | None:
-        """`found`, whole."""
+        """As `found`, with its payload."""
         found = self.found(org_id, request_id)
         return self.whole(found) if isinstance(found, Outcome) else found
 
     def whole(self, found: Outcome) -> Outcome | Gone:
-        """`found`, with its payload. One that is damaged on the disk is given to nobody."""
+        """As `found`, with its payload. A damaged file is given to nobody."""
         if not found.ref:
             return found
         try:
@@ -162,7 +164,7 @@ class Answers:
             )
 
     def retrieved(self, org_id: str, request_ids: list[str]) -> list[str]:
-        """Their client has these results: forget them. Returns the blobs to delete."""
+        """The client has these results: drop them from memory. Returns the blobs to delete."""
         ended = [op for op in map(self._recent.get, request_ids) if op is not None and op.org_id == org_id]
         for op in ended:
             self._recent.discard(op)

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ended:
-    """How an operation ended. `freed` are weights that nothing needs any more; `unrecorded` says why its result could
-    not be written down, if it could not."""
+    """How an operation ended. `freed`: weights that nothing needs any more. `unrecorded`: why its result could not be
+    recorded; "" if it was."""
 
     outcome: Outcome
     freed: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Ended:
 
 class Recorder(Protocol):
     async def record(self, op: Operation, done: Done) -> Ended | None:
-        """Store a worker's answer. Returns when it is durable; None: it was before, or another process stores it."""
+        """Store a worker's answer. Returns once it is durable; None if it already was, or another process stores it."""
 
 
 class DatabaseRecorder:
@@ -67,22 +67,23 @@ class DatabaseRecorder:
         except Exception as error:
             log.exception("operation %s could not be settled", op.id)
             outcome = Outcome(error="the server could not record the result; it is not billed")
-            with suppress(Exception):  # what was held for it is released with its failure, now or after a restart
+            with suppress(Exception):  # its hold is released with its failure, now or after a restart
                 await self._write(op, done, outcome)
             return Ended(outcome, unrecorded=type(error).__name__)
         return Ended(*settled) if settled is not None else None
 
     async def _write(self, op: Operation, done: Done, result: Outcome) -> Settled:
-        """Store the result and settle, however often it takes: what was applied is never answered as failed."""
+        """Store the result and settle, trying for as long as it takes: an operation that was applied is never answered
+        as failed."""
         tried = 0
 
         async def attempt() -> Settled:
             nonlocal tried
             tried += 1
             if result.error is None and done.recorded:
-                threads = self._blobs.threads  # not the event loop's, which many slow writes would fill
+                threads = self._blobs.threads  # a pool of its own: many slow writes would fill the event loop's
                 await asyncio.get_running_loop().run_in_executor(threads, keep_logprobs, op, done.payload, self._blobs)
-            if result.error is None and text_of(result) is None:  # stored before the commit that promises it
+            if result.error is None and text_of(result) is None:  # written before the commit that refers to it
                 await beside_the_loop(self._blobs, self._blobs.put, result_ref(op.id), result.payload)
             run_id = await self._samplers.run_of(op.lane) if op.kind == SAMPLE else op.lane
             ending = Ending(op, done, result, run_id)
@@ -102,10 +103,10 @@ class DatabaseRecorder:
 
 
 def keep_logprobs(op: Operation, payload: bytes, blobs: Blobs) -> None:
-    """Store what each sequence of this answer was sampled with, for training. Before the answer: a client that has it
-    may train at once. Not where it was sampled: a generator that is given up may end after another, which draws from
-    newer weights, has answered. Of a sequence of no tokens there is nothing, and a thousand of them cost no more than
-    their prompt: a file for each could be had for nothing."""
+    """Store the logprobs of each sampled sequence, for training. It is done before the answer, because a client that
+    has the answer may train at once. It is done here and not in the generator, because a generator that was given up
+    may still end after another one, with newer weights, has answered. Empty sequences are skipped: a thousand of them
+    cost no more than their prompt, so files for them could be had for nothing."""
     for sample, sequence in enumerate(decode_sample_response(payload).sequences):
         if sequence.tokens.size:
             logprobs = np.asarray(sequence.logprobs, dtype="<f4")
@@ -113,8 +114,8 @@ def keep_logprobs(op: Operation, payload: bytes, blobs: Blobs) -> None:
 
 
 def _trace(op: Operation, *, failed: bool) -> None:
-    """The spans of an operation that has ended: its whole life, below the request that brought it, and below that how
-    it waited, each stretch in a worker's hands, and how it was settled."""
+    """Make the spans of an ended operation: its whole life, as a child of its request's span, and in it the wait in the
+    queue, each stretch in a worker's hands, and the settling."""
     now = datetime.now(UTC)
     facts: dict[str, tracing.Value | None] = {
         "org": op.org_id,

@@ -1,6 +1,5 @@
-"""Which files something still needs. Weight folders are shared by reference: a checkpoint, its copies, and samplers
-on it all name one folder, so nobody may delete it before asking here.
-"""
+"""Which files are still needed. Weight folders are shared: a checkpoint, its copies, and their samplers name one
+folder, so nobody may delete a folder before asking here."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _REPLAYED = sorted(kind.value for kind in MUTATING)
 
 
 def in_use(session: Session, ref: str) -> bool:
-    """Whether anything that is in the database (pending changes included) needs the folder `ref`."""
+    """Whether anything in the database, pending changes included, needs the folder `ref`."""
     session.flush()
     with unrestricted(session):  # copies of other organisations share folders
         return any(
@@ -36,10 +35,10 @@ def all_in_use(session: Session) -> set[str]:
 
 
 def needed_files(session: Session) -> set[str]:
-    """All blobs that must be there for every run to go on and every answer to be had, as a backup has to hold them."""
+    """All blobs that are needed for every run to go on and every answer to be fetched; a backup must hold them."""
     op, run = tables.Operation, tables.Run
     saving = select(op.id).where(op.kind.in_(_SAVING), op.state == "queued")
-    target = {f"weights/{op_id}" for op_id in session.scalars(saving)}  # which may be yet to be written
+    target = {f"weights/{op_id}" for op_id in session.scalars(saving)}  # may not be written yet
     live = run.state == "live", run.broken.is_(None)
     rebuilt = select(op.body_ref).join(run, run.id == op.lane).where(*live, op.state == "done", op.kind.in_(_REPLAYED))
     since = or_(run.snapshot_seq.is_(None), op.seq > run.snapshot_seq)
@@ -55,14 +54,15 @@ def needed_files(session: Session) -> set[str]:
 
 
 def _queries() -> Iterator[tuple[str, InstrumentedAttribute[str] | Any, Select[Any]]]:
-    """(what is before it, the column that names a folder, the query of all that are needed)."""
+    """For each use of folders: the prefix of its refs, the column that names a folder, and the query for all needed
+    ones."""
     checkpoint = tables.Checkpoint.ref
     yield "", checkpoint, select(checkpoint)
     sampler = tables.Sampler.adapter_ref
     active = select(sampler).join(tables.Session, tables.Session.id == tables.Sampler.session_id)
     yield "", sampler, active.where(tables.Session.state == "active")
     waits = exists().where(tables.Operation.lane == tables.Sampler.id, tables.Operation.state == "queued")
-    yield "", sampler, select(sampler).where(waits)  # not by all that is queued
+    yield "", sampler, select(sampler).where(waits)  # a look-up for each sampler, not a scan of all queued
     # A live run would be rebuilt from what it was loaded from, until its first snapshot.
     loaded = select(source_ref).join(tables.Run, tables.Run.id == tables.Operation.lane)
     live = (tables.LOADS, source_ref.is_not(None), tables.Run.state == "live")
@@ -74,7 +74,7 @@ def _queries() -> Iterator[tuple[str, InstrumentedAttribute[str] | Any, Select[A
 
 
 def broken_because(session: Session, run_id: str, reason: str) -> str:
-    """What the user of a broken run is told: why it is broken, and which checkpoint is left of it."""
+    """The error text of a broken run: why it is broken, and which checkpoint is left of it."""
     checkpoint = tables.Checkpoint
     saved = select(checkpoint.name).where(checkpoint.run_id == run_id, checkpoint.kind == "weights")
     with unrestricted(session):
@@ -87,5 +87,5 @@ def broken_because(session: Session, run_id: str, reason: str) -> str:
 
 
 def nothing_left(run_id: str, reason: str, remedy: str = "Go on from its last checkpoint, if it has one") -> str:
-    """The same, with a remedy that the caller knows."""
+    """The error text of a broken run whose checkpoints are not known."""
     return f"run {run_id} cannot be rebuilt as it was and does nothing more: {reason}. {remedy}"[:4096]

@@ -1,12 +1,12 @@
 """How long results are kept: each for a while, up to a number of bytes for each organisation. Called by a job
 (`scheduler.jobs.housekeeping`).
 
-A result that its client was given goes soon after; one that nobody asked for stays a day. Beyond the limit of an
-organisation those that were fetched go first, then the oldest. `operations.result_bytes` is set while a result is kept:
-the blob is deleted before the row says so, so a sweep that dies leaves nothing behind that the next one would miss. An
-operation without its blob is `Gone` when it is asked for again (`scheduler.journal.ending.outcomes`).
+A result that its client has fetched is deleted soon after; one that nobody asked for is kept for a day. Beyond the
+limit of an organisation those that were fetched go first, then the oldest. `operations.result_bytes` is set while a
+result is kept: the blob is deleted before the row says so, so a sweep that dies leaves nothing behind that the next one
+would miss. An operation without its blob is `Gone` when it is asked for again (`scheduler.journal.ending.outcomes`).
 
-Samples are most of the journal, and nothing goes on from them: long after they have ended their rows are forgotten.
+Most rows of the journal are samples, and nothing is built on them: long after they have ended their rows are deleted.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 #: Results are kept for a day after they were written.
 RESULTS_LAST = timedelta(hours=24)
-#: A client that was given a result may have lost it on the way, and asks again within this time.
+#: A client may have lost a result on the way, and may ask for it again within this time.
 FETCHED_LAST = timedelta(minutes=10)
-#: Results, or rows, that are deleted between two writes.
+#: How many results, or rows, are deleted between two writes.
 BATCH = 500
-#: Rows that are looked for at a time.
+#: How many rows one query finds.
 LOOK = 100 * BATCH
 
 _OP = tables.Operation
 _KEPT = _OP.result_bytes.is_not(None)
 
-#: The id of an operation, and the blob of its result; None: it lies in the row.
+#: An operation's id, and the blob of its result; None if the result lies in the row.
 _Result = tuple[str, str | None]
 
 
 class Results:
-    """`sweep` belongs into a thread; `limit_bytes` are for each organisation that has no quota of its own."""
+    """`sweep` runs in a thread; `limit_bytes` holds for each organisation without a quota of its own."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Results:
         self._clock = clock
 
     def sweep(self) -> int:
-        """Delete the results whose time is over, then what is beyond the limit. Returns how many."""
+        """Delete expired results, then those beyond the limits. Returns how many."""
         now = self._clock()
         with self._database.read() as session:
             over = _over(session, now)
@@ -68,7 +68,7 @@ class Results:
         return deleted + self._delete(excess)
 
     def _crowded(self, session: Session) -> list[tuple[str, int, int]]:
-        """Organisations that have more than they may; how much, and how much they may, in bytes."""
+        """Organisations beyond their limit; by how much, and the limit, in bytes."""
         kept = select(_OP.org_id, func.sum(_OP.result_bytes)).where(_KEPT).group_by(_OP.org_id)
         sizes = [(org_id, int(size or 0)) for org_id, size in session.execute(kept)]
         default = Claim("result_bytes", self._limit_bytes)
@@ -76,7 +76,7 @@ class Results:
         return [(org_id, size, limits[org_id]) for org_id, size in sizes if size > limits[org_id]]
 
     def _excess(self, session: Session, org_id: str, kept_bytes: int, limit_bytes: int) -> list[_Result]:
-        """What of an organisation goes: fetched ones first, each kind from the oldest on."""
+        """The results of an organisation to delete: fetched ones first, each group from the oldest on."""
         unfetched = _OP.fetched_at.is_(None)
         query = select(_OP.id, _OP.result_ref, _OP.result_bytes).where(_KEPT, _OP.org_id == org_id)
         found: list[_Result] = []
@@ -98,7 +98,7 @@ class Results:
         return deleted
 
     def _delete_blob(self, op_id: str, ref: str) -> bool:
-        """False: it could not be deleted, so it still counts, and the next sweep tries again."""
+        """Delete a blob. False if that failed: the result still counts, and the next sweep tries again."""
         try:
             self._blobs.delete(ref)
         except OSError:
@@ -112,7 +112,7 @@ def _forget(op_ids: list[str], session: Session) -> None:
 
 
 def _over(session: Session, now: datetime) -> list[_Result]:
-    """Results that are kept and have been for long enough."""
+    """The condition for results that have been kept long enough."""
     old = or_(_OP.fetched_at <= now - FETCHED_LAST, _OP.finished_at <= now - RESULTS_LAST)
     return [(op_id, ref) for op_id, ref in session.execute(select(_OP.id, _OP.result_ref).where(_KEPT, old))]
 

@@ -41,7 +41,7 @@ _SAMPLE_KINDS = ("prefill", "cached_prefill", "sample")
 
 
 def result_of(op: Operation, done: Done) -> Outcome:
-    """What the client of `op` is told if nothing in the database speaks against it."""
+    """The outcome of `op` for its client, unless the database later refuses it (a name in use)."""
     if done.failure is not None:
         return Outcome(error=done.failure.message, category=done.failure.category)
     plan = op.plan
@@ -62,7 +62,7 @@ _ENDING = select(
     *(_OP.id, _OP.org_id, _OP.project_id, _OP.key_id, _OP.user_id, _OP.session_id, _OP.base_model),
     *(_OP.state, _OP.hold_nusd, _OP.accepted_at),
 )
-#: PostgreSQL says with them what the time is, for all replicas; SQLite has the clock of its one machine.
+#: PostgreSQL returns its own time with the rows, so that all replicas use one clock; SQLite is used by one machine.
 _TIME = {"postgresql": (func.clock_timestamp(),), "sqlite": ()}
 _ROWS: Question = {
     dialect: _ENDING.add_columns(*_TIME[dialect]).where(one).with_for_update()
@@ -71,7 +71,7 @@ _ROWS: Question = {
 
 
 class _Row(NamedTuple):
-    """What `_ROWS` says of an operation."""
+    """The columns that `_ROWS` selects of an operation."""
 
     id: str
     org_id: str
@@ -92,7 +92,8 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Ending:
-    """An operation that has ended with `result`, which is stored already; `run_id` is what a sample was drawn from."""
+    """An operation that has ended with `result`, which is stored already. `run_id`: the run that a sample was drawn
+    from."""
 
     op: Operation
     done: Done
@@ -100,18 +101,18 @@ class Ending:
     run_id: str | None
 
 
-#: Its outcome, and the weights that nothing needs any more. None: it had ended before.
+#: The outcome, and weights that nothing needs any more. None: the operation had ended before.
 Settled = tuple[Outcome, list[str]] | None
 
 
 class Settlement:
-    """`settle` at a price list, to be run by `Database.write_batched` in the locks of the organisations."""
+    """Settles operations at a price list. Run by `Database.write_batched`, under the locks of the organisations."""
 
     def __init__(self, prices: PriceList) -> None:
         self._prices = prices
 
     def settle(self, session: Session, endings: list[Ending]) -> list[Settled]:
-        """Write how operations ended. The outcome of one is another than its result if a name is taken."""
+        """Write how operations ended. An outcome differs from its operation's result if a name was taken meanwhile."""
         connection = session.connection()
         rows, accounts = _read(connection, [ending.op for ending in endings])
         told = [row.time for row in rows.values() if row.time is not None]
@@ -137,7 +138,7 @@ class Settlement:
 
 
 def _read(connection: Connection, ops: list[Operation]) -> tuple[dict[str, _Row], Found]:
-    """The rows of operations that have ended, and the accounts of those that may have cost something."""
+    """Read the rows of the operations, and the accounts of those that can cost something."""
     paid = [op for op in ops if op.kind in TRAIN_KINDS or op.kind == SAMPLE]
     payers = {Payer(op.org_id, op.project_id, op.key_id) for op in paid}
     accounts = wanted(payers, {op.accepted_at for op in paid})
@@ -152,7 +153,7 @@ def _end(session: Session, ending: Ending, now: datetime, freed: list[str]) -> O
 
 
 def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
-    """What is written of an operation that has ended."""
+    """The changes to the row of an ended operation."""
     op = ending.op
     failed = outcome.error is not None
     text = text_of(outcome)
@@ -161,7 +162,7 @@ def _change(ending: Ending, outcome: Outcome, now: datetime) -> dict[str, Any]:
         "state": "failed" if failed else "done",
         "error": outcome.error[:4096] if outcome.error is not None else None,
         "error_category": outcome.category if failed else None,
-        "body": body_of(op) if op.kind in MUTATING and not failed else None,  # what a lost run is rebuilt from
+        "body": body_of(op) if op.kind in MUTATING and not failed else None,  # a lost run is rebuilt from these
         "result": text,
         "result_ref": None if failed or text is not None else result_ref(op.id),
         "result_type": outcome.content_type,
@@ -187,7 +188,7 @@ def _charge(row: _Row, ending: Ending, outcome: Outcome) -> Charge:
 
 
 def _ran(ending: Ending) -> bool:
-    """Whether it failed by its user's doing after it was computed."""
+    """Whether the operation was computed and then failed by its user's fault."""
     return ending.done.failure is not None and ending.done.failure.ran
 
 
@@ -199,7 +200,7 @@ def _quantities(ending: Ending) -> dict[str, int]:
 
 
 def _make(session: Session, op: Operation, done: Done, now: datetime, freed: list[str]) -> str | None:
-    """What `op` leaves behind in the database. Returns why it cannot be."""
+    """Write what `op` made (checkpoint, sampler, run) to the database. Returns the reason if that is refused."""
     if isinstance(op.plan, NewSampler):
         _new_sampler(session, op, op.plan, done, now)
     elif isinstance(op.plan, Save):
@@ -224,7 +225,8 @@ def _json(result: dict[str, Any]) -> Outcome:
 def _new_checkpoint(
     session: Session, op: Operation, plan: Save, done: Done, now: datetime, freed: list[str]
 ) -> str | None:
-    """A named save. The name is checked here, in order with every other save of the run: returns why it is refused."""
+    """Add a named save. The name is checked here, in order with all other saves of the run. Returns the reason if it is
+    refused."""
     kind, name = plan.kind, plan.name
     query = select(tables.Checkpoint).filter_by(run_id=op.lane, kind=kind, name=name)
     row = session.scalars(query).one_or_none()
@@ -252,14 +254,15 @@ def _new_checkpoint(
 
 
 def _note(session: Session, op: Operation, event: str, path: str, now: datetime, **detail: Any) -> None:
-    """Into the audit log, as done by the maker of the session."""
+    """Write to the audit log, as an action of the session's maker."""
     key_id = session.scalar(select(tables.Session.key_id).where(tables.Session.id == op.session_id))
     detail |= {"model_id": op.lane, "base_model": op.base_model, "session_id": op.session_id}
     audit.record(session, org_id=op.org_id, key_id=key_id, event=event, target=path, detail=detail, at=now)
 
 
 def _new_sampler(session: Session, op: Operation, plan: NewSampler, done: Done, now: datetime) -> None:
-    """An unnamed save: a sampler on the weights just written. An inflight one moves its siblings along."""
+    """Add an unnamed save: a sampler on the weights just written. An inflight one also moves the run's other inflight
+    samplers."""
     kind = "inflight" if plan.inflight else "snapshot"
     if plan.inflight:
         siblings = tables.Sampler.run_id == op.lane, tables.Sampler.kind == kind

@@ -1,5 +1,5 @@
-"""A client is told that an operation has failed on which a step counts: whatever it sends of that run from then on, it
-sends knowing that (`scheduler.order.gradients`)."""
+"""Noting that a client is told of a failure that optimizer steps depend on: whatever it sends of that run afterwards,
+it sends knowing of the failure (`scheduler.order.gradients`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def telling(database: Database, org_id: str, request_id: str) -> FailureTold | None:
-    """In a thread, before the client is told: what the run's journal is to know. None where that is no news."""
+    """In a thread, before the client is told: returns the message for the run's journal, or None if it knows
+    already."""
     with database.read() as session:
         row = session.get(Operation, request_id)
     if row is None or row.org_id != org_id or row.state != "failed" or row.kind not in STEPS_COUNT_ON or row.fetched_at:
@@ -26,7 +27,7 @@ def telling(database: Database, org_id: str, request_id: str) -> FailureTold | N
     told = FailureTold(row.lane, row.seq, datetime.now(UTC))
     try:
         database.write_now(lambda session: session.execute(_noted(request_id, told.at)))
-    except (OperationalError, PoolTimeout) as error:  # a server that starts again will not know
+    except (OperationalError, PoolTimeout) as error:  # the failure counts as untold after a restart
         log.warning(
             "operation %s: cannot note that its client knows of its failure: %s", request_id, logs.in_a_line(error)
         )

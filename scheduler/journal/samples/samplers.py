@@ -1,4 +1,5 @@
-"""What samplers sample from now: the base model, a snapshot, or the newest weights of a run they follow."""
+"""Which weights each sampler samples from now: the base model, a snapshot, or the newest weights of the run that it
+follows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from store.database.db import Transactions
 
 V = TypeVar("V")
 
-#: Samplers that are remembered at a time.
+#: How many samplers are remembered.
 MOST = 10_000
 
 
@@ -28,10 +29,11 @@ class SamplerFacts:
 
 
 class Samplers:
-    """Reads the facts from the database, and remembers those that were asked for last. Lives in the event loop."""
+    """Reads facts of samplers from the database, and remembers the most recently used. Lives in the event loop."""
 
     def __init__(self, database: Transactions, *, runs_move_elsewhere: bool = False) -> None:
-        """`runs_move_elsewhere`: other replicas save too, so the weights of what follows a run are looked up."""
+        """`runs_move_elsewhere`: other replicas save weights, too, so those of a followed run are looked up each
+        time."""
         self._database = database
         self._runs_move_elsewhere = runs_move_elsewhere
         self._known: OrderedDict[str, SamplerFacts] = OrderedDict()
@@ -46,7 +48,7 @@ class Samplers:
         return known
 
     async def learn(self, sampler_id: str) -> None:
-        """Have `facts` know it, read in a thread: again if weights have moved meanwhile."""
+        """Read the facts of a sampler in a thread so that `facts` knows them; again if weights have moved meanwhile."""
         while sampler_id not in self._known:
             moves = self._moves
             facts = await anyio.to_thread.run_sync(self._read, sampler_id)
@@ -54,8 +56,8 @@ class Samplers:
                 _keep(self._known, sampler_id, facts)
 
     async def run_of(self, sampler_id: str) -> str | None:
-        """The run that it follows or has its weights from; that never moves. Its other facts may, while they are read
-        in a thread, so they are not remembered."""
+        """The run that a sampler follows, or that its weights come from. This never changes. Its other facts may change
+        while they are read in a thread, so they are not remembered here."""
         if (known := self._known.get(sampler_id)) is not None:
             return known.run_id
         if sampler_id in self._runs:
@@ -66,7 +68,7 @@ class Samplers:
         return run_id
 
     def moved(self, run_id: str, adapter_ref: str) -> None:
-        """The inflight samplers of a run are on these weights now."""
+        """The inflight samplers of a run use these weights from now on."""
         self._moves += 1
         for sampler_id, facts in self._known.items():
             if facts.inflight and facts.run_id == run_id:

@@ -1,4 +1,4 @@
-"""A sample as it goes to generators: an item of the fair queue, and the message that says what to do."""
+"""A sample on its way to generators: as an item of the fair queue, and as the message that describes it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ def samples_of(op: Operation) -> int:
 
 
 def undrawn(op: Operation) -> Done:
-    """The end of a sample that was cancelled before it started: its sequences are empty, and nothing is billed."""
+    """The result of a sample that was cancelled before it began: empty sequences, and nothing is billed."""
     empty = SequenceResult(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
     return Done(op.id, encode_sample_response([empty] * samples_of(op), usage=SampleUsage()))
 
 
 def cut_off(op: Operation) -> Done | None:
-    """The end of a sample when its server ends: nobody can be given it after that. None: somebody may come for it."""
+    """How a running sample ends when its server stops: cut off if nobody can fetch it later; None if a client may come
+    back."""
     return Done(op.id, failure=Failure(CUT_OFF)) if op.kind == SAMPLE and op.seq >= UNKEPT else None
 
 
 def needed(op: Operation, sampler: SamplerFacts) -> str:
-    """What a generator has in memory once it has served `op`: the weights, by their run if they follow it; for the base
-    model, prompts of this organisation."""
+    """What a generator keeps in memory after it has served `op`, as a name: the adapter, by its run if it follows one;
+    for the base model, cached prompts of this organisation."""
     return (sampler.run_id if sampler.inflight else sampler.adapter_ref) or op.org_id
 
 
 def item_of(op: Operation, sampler: SamplerFacts, weight: int, body: bytes = b"", packed: bytes = b"") -> Item:
-    """`op` in the queue, at what it is charged for now; `packed` for who settles it."""
+    """`op` as an item of the queue, at its expected cost of now. `packed` is for whoever settles it."""
     return Item(op.id, op.path, op.charged, body, samples_of(op), weight, needed(op, sampler), packed)
 
 

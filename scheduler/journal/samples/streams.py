@@ -1,5 +1,5 @@
-"""Tokens of streamed samples while they are drawn, for whoever reads along. Nothing here is durable: an operation's
-result has all of it, and is what counts.
+"""Tokens of streamed samples while they are drawn, for clients that read them as they come. Nothing here is durable:
+the operation's result contains all tokens, and it alone counts.
 
 Parts say where they begin, so one that comes twice, or that a second generator draws again after the first has died,
 adds nothing. Where the second draws other tokens, for the run's weights have moved meanwhile, they take the place of
@@ -19,7 +19,7 @@ import msgspec
 
 from scheduler.links.messages import Drawn, DrawnTokens
 
-#: Streams that are kept; the one that was touched longest ago is forgotten first.
+#: How many streams are kept; the one used longest ago is forgotten first.
 MAX_STREAMS = 4096
 
 
@@ -41,7 +41,7 @@ class TokenStream:
             more = after(part, len(known.tokens) if known is not None else 0)
             if more is not None and known is None:
                 self.sequences[part.sample] = more
-            elif more is not None and known is not None:  # added to our own lists: anew they would be copied every time
+            elif more is not None and known is not None:  # appended in place: new lists would be copied for every part
                 known.tokens.extend(more.tokens)
                 known.logprobs.extend(more.logprobs)
                 known.versions.extend(more.versions)
@@ -50,19 +50,19 @@ class TokenStream:
         self.changed = asyncio.Event()
 
     def beyond(self, told: Mapping[int, int]) -> list[DrawnTokens]:
-        """What each sequence has beyond its first `told` tokens."""
+        """By sequence: the tokens after its first `told` tokens."""
         found = (after(sequence, told.get(sample, 0)) for sample, sequence in sorted(self.sequences.items()))
         return [part for part in found if part is not None]
 
 
 def _agree(known: Sequence[int], told: Sequence[int]) -> bool:
-    """Whether the shorter is how the longer begins."""
+    """Whether the shorter list is a prefix of the longer one."""
     both = min(len(known), len(told))
     return known[:both] == told[:both]
 
 
 def after(part: DrawnTokens, known: int) -> DrawnTokens | None:
-    """The tokens of `part` behind the first `known` of its sequence; None if there are none, or some between are
+    """The tokens of `part` after the first `known` of its sequence; None if there are none, or if some in between are
     missing."""
     skip = known - part.start
     if not 0 <= skip < len(part.tokens):
@@ -71,7 +71,7 @@ def after(part: DrawnTokens, known: int) -> DrawnTokens | None:
 
 
 def cut(part: DrawnTokens, first: int, end: int) -> DrawnTokens:
-    """Of the tokens of `part`, those from number `first` to `end`."""
+    """The tokens of `part` numbered `first` up to `end`."""
     return msgspec.structs.replace(
         part,
         start=part.start + first,
@@ -84,11 +84,11 @@ def cut(part: DrawnTokens, first: int, end: int) -> DrawnTokens:
 
 class TokenStreams(Protocol):
     async def follow(self, op_id: str) -> TokenStream:
-        """The stream of an operation that has not ended, with what it has drawn before."""
+        """The stream of an operation that has not ended, with what was drawn of it so far."""
 
 
 class LocalStreams:
-    """Of the generators of this process's own desk. One that somebody follows is found again however many there are."""
+    """Streams from the generators of this process's own desk. A followed stream is never forgotten."""
 
     def __init__(self) -> None:
         self._streams: OrderedDict[str, TokenStream] = OrderedDict()

@@ -18,8 +18,8 @@ _BEGINS = (OpKind.CREATE, OpKind.LOAD_STATE)
 
 
 def row_of(done: Done) -> dict[str, Any] | None:
-    """For the operation's row: {"drawn": [{version: tokens} of each sequence]} of a sample; {"version"}, that of the
-    policy after it, of steps, loads and saves."""
+    """For the operation's row: {"drawn": [{version: tokens}, one for each sequence]} for a sample; {"version"}, the
+    policy's version after the operation, for steps, loads and saves."""
     if done.drawn:
         return {"drawn": [{str(version): n for version, n in sequence.items()} for sequence in done.drawn]}
     return {"version": done.facts["version"]} if "version" in done.facts else None
