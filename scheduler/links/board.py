@@ -1,13 +1,13 @@
-"""Where processes say something of themselves over Redis, each under its name, again and again: what one has said is
-forgotten when it is silent, so that nobody has to notice that it died."""
+"""A board in Redis where processes publish something under their names, again and again. What a silent process has
+published lapses, so nobody has to notice that it died."""
 
 from __future__ import annotations
 
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 
-#: Stores ARGV[2] as what ARGV[1] says, without ARGV[1] nothing, and returns what others have said in the last ARGV[3]
-#: seconds.
+#: Publishes ARGV[2] under the name ARGV[1] (nothing if that is empty), and returns what others have published in the
+#: last ARGV[3] seconds.
 _EXCHANGE = """
 local now, others = tonumber(redis.call("TIME")[1]), {}
 if ARGV[1] ~= "" then redis.call("HSET", KEYS[1], ARGV[1], now .. " " .. ARGV[2]) end
@@ -25,7 +25,7 @@ return others
 
 
 class Board:
-    """What one has said lapses when it says nothing for so long. Callable from any thread; raises QueueUnreachable."""
+    """An entry lapses if it is not published again in time. Callable from any thread; raises QueueUnreachable."""
 
     def __init__(self, url: str, key: str) -> None:
         self._key = key
@@ -33,13 +33,13 @@ class Board:
         self._script = self._redis.register_script(_EXCHANGE)
 
     def put(self, name: str, said: bytes, lapses_s: int) -> list[bytes]:
-        """Say it; what the others say."""
+        """Publish an entry; returns the entries of the others."""
         with reaching():
             found: list[bytes] = self._script([self._key], [name, said, lapses_s])
         return found
 
     def read(self, lapses_s: int) -> list[bytes]:
-        """What all say."""
+        """The entries of all."""
         return self.put("", b"", lapses_s)
 
     def leave(self, name: str) -> None:

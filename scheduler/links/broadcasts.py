@@ -1,5 +1,5 @@
-"""What processes tell each other at once, over Redis: that operations were accepted and have ended, and what workers
-must hear. All of it may be lost; what must be known for certain is also looked up in the database now and then.
+"""Messages between processes over Redis: that operations were accepted and have ended, and messages for workers. Any of
+them may be lost; what must be known for certain is also looked up in the database now and then.
 
 Each end of an operation gets a stamp, microseconds of Redis' clock that only grow, so that a client's cursor means the
 same on every replica (`scheduler.journal.ending.completions`).
@@ -24,24 +24,24 @@ from scheduler.links.redis_queue import reaching
 log = logging.getLogger(__name__)
 
 _ENDED, _WORKERS, _ACCEPTED, _DRAWN = "weft:ends", "weft:workers", "weft:accepted", "weft:drawn"
-#: Where a list of PolicyMoved is told, to all generators.
+#: The channel that tells all generators a list of PolicyMoved.
 POLICIES = "weft:policies"
 _GENERATORS = "{weft:generators}"
 _WORKED = "{weft:generators}:worked"
-#: A generator is shown by name for so long, in seconds, after it has last worked; the latest MOST_SHOWN of them.
+#: How long, in seconds, a generator is listed by name after it last worked; at most MOST_SHOWN of them, the latest.
 SHOWN_S = 3600
 MOST_SHOWN = 256
-#: Accepted operations that wait for a leader at most; the others it finds in the database.
+#: How many accepted operations may wait for a leader; it finds the others in the database.
 MOST_ACCEPTED = 10_000
-#: Of these it takes at once.
+#: How many of these it takes at once.
 MOST_AT_ONCE = 256
-#: What a streamed sample has drawn is kept so long after its newest tokens, for whoever begins to read.
+#: How long the tokens of a streamed sample are kept after its newest ones, for clients that begin to read.
 DRAWN_LASTS_S = 600
-#: Between two attempts to reach Redis again.
+#: Pause before another attempt to reach Redis.
 RETRY_S = 0.5
 
-#: Takes ARGV[1] stamps after ARGV[4], publishes ARGV[3] on ARGV[2] with the last of them if it is not empty, and
-#: returns the first.
+#: Reserves ARGV[1] stamps after ARGV[4], publishes ARGV[3] (unless empty) on ARGV[2] with the last of them, and returns
+#: the first.
 _STAMP = """
 local time = redis.call("TIME")
 local first = math.max(time[1] * 1000000 + time[2], (redis.call("GET", KEYS[1]) or 0) + 1, ARGV[4] + 1)
@@ -53,7 +53,7 @@ return string.format("%.0f", first)
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What the client of an operation gets, where it is small."""
+    """The outcome of an operation, if it is small enough to travel with the broadcast."""
 
     payload: bytes
     content_type: str
@@ -62,8 +62,8 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """An operation has its outcome, in the database. `size_bytes` of its result; None when it failed. `told` may be
-    missing: it is found there."""
+    """An operation has its outcome, in the database. `size_bytes` of its result; None when it failed. Without `told`,
+    the outcome has to be read there."""
 
     op_id: str
     org_id: str
@@ -75,15 +75,15 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class ToWorker(msgspec.Struct, frozen=True):
-    """For one worker, or for all ("")."""
+    """A message for one worker, or for all ("")."""
 
     worker: str
     message: Cancel | PolicyMoved
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """For the leader: this operation is queued, as `packed` says (`scheduler.journal.rows.pack`). Without that, and for
-    `closed_run`: look at it in the database. Or a client knows of a failure."""
+    """A message for the leader. Operation `op_id` is queued, as `packed` says (`scheduler.journal.rows.pack`); without
+    `packed`, read it from the database. Or run `closed_run` is to be closed, or a client was `told` of a failure."""
 
     op_id: str = ""
     closed_run: str = ""
@@ -100,22 +100,22 @@ _drawn = msgspec.msgpack.Decoder(Drawn)
 
 
 class Broadcasts:
-    """Sending, and the leader's mailbox. Callable from any thread; raises QueueUnreachable."""
+    """Sends broadcasts, and reads the leader's mailbox. Callable from any thread; raises QueueUnreachable."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._redis = pooled(url)
         self._reader = blocking(url)
-        self._latest = 0  # stamp that was taken here: a Redis that has lost everything does not go back behind it
+        self._latest = 0  # latest stamp reserved here: a Redis that has lost everything must not go back behind it
         self._stamp = self._redis.register_script(_STAMP)
 
     def ended(self, ends: Sequence[Ended]) -> None:
-        """In their order, one at least."""
+        """Announce ended operations, in this order; at least one."""
         with reaching():
             self._take_stamps(len(ends), _encode(ends))
 
     def reserve(self, stamps: int) -> int:
-        """Reserve `count` stamps, all later than those of everything that was told before; returns the first."""
+        """Reserve `count` stamps, all later than any announced before; returns the first."""
         with reaching():
             return self._take_stamps(stamps, b"")
 
@@ -130,7 +130,7 @@ class Broadcasts:
             self._redis.publish(_WORKERS, _encode(ToWorker(worker, Cancel(op_id))))
 
     def drawn(self, drawn: Drawn) -> None:
-        """Tell those who read along, and keep it for those who begin later."""
+        """Send streamed tokens to those who read them, and keep them for those who begin later."""
         part = _encode(drawn)
         with reaching():
             pipe = self._redis.pipeline()
@@ -152,12 +152,12 @@ class Broadcasts:
             pipe.execute()
 
     def next_accepted(self, timeout_s: float) -> list[Accepted]:
-        """For the leader alone: all that is there, or what comes first."""
+        """For the leader alone: all waiting messages, or the first that comes."""
         with reaching():
             return [_accepted.decode(note) for note in pop_all(self._reader, _ACCEPTED, MOST_AT_ONCE, timeout_s)]
 
     def count(self, counts: Mapping[str, float], generator: str = "") -> None:
-        """Add to what all generators have done, and to what this one has."""
+        """Add to the counts of all generators, and to those of this one."""
         with reaching():
             pipe = self._redis.pipeline(transaction=False)
             for name, number in counts.items():
@@ -175,7 +175,7 @@ class Broadcasts:
             return {name.decode(): float(number) for name, number in counts.items()}
 
     def each_generator(self) -> dict[str, dict[str, float]]:
-        """What each generator has done that has worked within SHOWN_S, by name."""
+        """By name: the counts of each generator that has worked within SHOWN_S."""
         with reaching():
             self._redis.zremrangebyscore(_WORKED, "-inf", time.time() - SHOWN_S)
             names = [name.decode() for name in cast("list[bytes]", self._redis.zrevrange(_WORKED, 0, MOST_SHOWN - 1))]
@@ -213,7 +213,8 @@ class Listener(threading.Thread):
 
     @classmethod
     def of_ends(cls, url: str, on_ends: Callable[[Sequence[Ended], int], None], on_gap: Callable[[], None]) -> Listener:
-        """`on_ends` gets operations that have ended; the first has that stamp, each other one more."""
+        """`on_ends` gets the operations of one message and the stamp of the first; each further one has a stamp one
+        higher."""
 
         def on_message(data: bytes) -> None:
             last, _, body = data.partition(b" ")
@@ -224,7 +225,7 @@ class Listener(threading.Thread):
 
     @classmethod
     def of_streams(cls, url: str, on_drawn: Callable[[Drawn], None], on_gap: Callable[[], None]) -> Listener:
-        """`on_drawn` gets what streamed samples draw."""
+        """`on_drawn` gets the tokens of streamed samples."""
         return cls(url, {_DRAWN: lambda data: on_drawn(_drawn.decode(data))}, on_gap)
 
     @classmethod
@@ -236,7 +237,7 @@ class Listener(threading.Thread):
         on_gap: Callable[[], None],
         beat: Callable[[], None],
     ) -> Listener:
-        """What `worker` must hear."""
+        """Messages for `worker`."""
 
         def mine(data: bytes) -> None:
             told = _to_worker.decode(data)
@@ -279,7 +280,7 @@ class Listener(threading.Thread):
     def _hear(self, message: Mapping[str, Any]) -> None:
         try:
             self._channels[message["channel"]](message["data"])
-        except ValueError as error:  # msgspec's are
+        except ValueError as error:  # msgspec's errors are ValueErrors, too
             log.warning("a message on %s cannot be read: %s", message["channel"].decode(), error)
             self._on_gap()
 

@@ -1,4 +1,4 @@
-"""What a worker is told first, over its link: everything that an operator can set of it.
+"""The first message to a worker over its link: its config, with everything that an operator can set for it.
 
 The server makes these of its settings, which are checked there (`api.server.workers.worker_programs`). A worker reads
 no settings of its own and takes no other arguments than the link.
@@ -12,7 +12,7 @@ import msgspec
 
 from scheduler.links.messages import FORM
 
-#: How a worker exits whose form of messages is not the server's.
+#: The exit code of a worker whose message format differs from the server's.
 OF_ANOTHER_VERSION = 79
 
 
@@ -21,8 +21,8 @@ class Basics(msgspec.Struct, frozen=True):
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
     other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
-    to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2, ...) is who it is in
-    the log, which has this form and level (`store.logs`). `form` is of the server's messages."""
+    to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2,...) is its name in the
+    log, whose form and level are given, too (`store.logs`). `form` identifies the server's message format."""
 
     data_dir: str
     models: dict[str, str]

@@ -23,21 +23,23 @@ Path = tuple[str, ...]
 #: Priorities within an organisation, and how it divides its own share among those that have something to do.
 PRIORITY_SHARES = {"interactive": 16, "batch": 1}
 
-_ORGANISATION, _PRIORITY = 1, 2  # places in a path
+_ORGANISATION, _PRIORITY = 1, 2  # positions in a path
 
 #: How often an item may be in a worker's hands when that worker dies before it is given up.
 LIVES = 3
-#: Items of a model that are set aside at most before more are handed out: each keeps its place in the fair order.
+#: How many items of one model may be set aside before no more are handed out: each keeps its place in the fair order.
 MAX_ASIDE = 256
-#: What holding the adapter is worth, as a share of a worker's slots.
+#: How much fuller a worker may be and still be preferred because it holds the adapter, as a share of its slots.
 HEAD_START = 0.25
 #: For how long an item is left to the worker that holds its adapter, before any worker may take it.
 LEFT_S = 0.05
-#: A worker that has signed for longer, in seconds, has done so by a clock that was ahead: from now on it has so long.
+#: The longest credible deadline of a worker, in seconds from now. A later one was set by a clock that ran ahead, and is
+#: cut to this.
 AHEAD_S = 60.0
-#: Adapters remembered of one worker; those used longest ago are forgotten.
+#: How many adapters are remembered of one worker; those used longest ago are forgotten.
 REMEMBERED = 1024
-#: Whoever has taken an answer and did not forget it for so long is taken for dead.
+#: How long a consumer may keep an answer that it has taken without forgetting the item. Beyond it, the consumer is
+#: taken for dead.
 TAKEN_S = 15.0
 
 
@@ -57,16 +59,16 @@ class QueueUnreachable(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is. Whoever
-    has had an item of the same `adapter` has those weights in memory; "" needs none. `op` comes back with the answer:
-    what whoever settles it has to know (`scheduler.journal.rows.pack`)."""
+    """`cost` is in tokens, `slots` how many sequences of a generator it takes. `body` says where the work is. A worker
+    that has had an item of the same `adapter` holds those weights in memory; "" needs none. `op` comes back with the
+    answer, for whoever settles it (`scheduler.journal.rows.pack`)."""
 
     id: str
     path: Path
     cost: int
     body: bytes = b""
     slots: int = 1
-    weight: int = 1  # the share of its organisation
+    weight: int = 1  # the fair share of its organisation
     adapter: str = ""
     op: bytes = b""
 
@@ -81,8 +83,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class Answered:
-    """An item that a worker has finished, which had it since `leased_at` (seconds of the carrier's clock); `receipt` is
-    the carrier's own, `cost` what it was charged, `op` the item's."""
+    """An item that a worker has finished; it was leased at `leased_at` (seconds of the carrier's clock). `receipt` is
+    the carrier's own, `cost` the item's charge, `op` the item's `op`."""
 
     id: str
     result: bytes
@@ -94,7 +96,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Expired:
-    """`back` are queued again. `given_up`, and `declined` with the reasons, are told until they are forgotten."""
+    """`back` were queued again. `given_up`, and `declined` with its reasons, are reported until they are forgotten."""
 
     back: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
@@ -108,16 +110,17 @@ class FairQueue(Protocol):
         """Queue an item at the end of its path. False when its id is known already."""
 
     def correct(self, path: Path, tokens: int) -> None:
-        """What was served from `path` has used `tokens` more than it was charged (fewer, if negative)."""
+        """Correct the charge of what was served from `path`: it used `tokens` more than it was charged (fewer, if
+        negative)."""
 
     def peek(self, prefix: Path = ()) -> str | None:
-        """The id that is next at or below `prefix`."""
+        """The id of the next item at or below `prefix`."""
 
     def remove(self, item_id: str) -> bool:
-        """Forget an item that is queued. False when it is not: it is in a worker's hands, or ended."""
+        """Forget a queued item. False if it is not queued: a worker holds it, or it has ended."""
 
     def ahead(self, item_id: str) -> int | None:
-        """About how many items are served before this one; None when it is not queued."""
+        """About how many items are served before this one; None if it is not queued."""
 
     def lease(
         self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
@@ -128,21 +131,23 @@ class FairQueue(Protocol):
 
         An item whose adapter this worker does not hold is left to one that does, has slots free and is at most
         HEAD_START fuller: it is served, for the fair order, but set aside for that worker, which is woken and gets it
-        before anything else. LEFT_S later it is anybody's. What was handed over by a call whose reply was lost comes
-        with the next."""
+        before anything else. LEFT_S later it is anybody's. Items leased by a call whose reply was lost come with the
+        next call.
+        """
 
     def renew(self, worker: str, ttl_s: float) -> bool:
-        """A sign of life. False when the worker was given up: it holds nothing any more."""
+        """A sign of life. False if the worker was given up: it holds nothing any more."""
 
     def holder(self, item_id: str) -> str | None:
-        """The worker in whose hands an item is."""
+        """The worker that holds the item."""
 
     def answer(self, item_id: str, epoch: int, result: bytes) -> bool:
-        """The holder of that epoch has finished. False, and nothing changes, for anybody else."""
+        """The worker that holds the item under that epoch has finished it. For any other epoch: False, and nothing
+        changes."""
 
     def lose(self, item_id: str, epoch: int) -> bool:
-        """The holder of that epoch is there and has lost its work on this item: as if it had died over that alone.
-        False, and nothing changes, for anybody else."""
+        """The worker that holds the item under that epoch is alive but has lost its work on it. The item is treated as
+        if that worker had died. For any other epoch: False, and nothing changes."""
 
     def decline(self, item_id: str, epoch: int, why: str) -> list[str] | None:
         """The holder of that epoch cannot serve it. It is set aside for those workers of its model that have not
@@ -150,13 +155,13 @@ class FairQueue(Protocol):
         what all have said. None, and nothing changes, for anybody else."""
 
     def answered(self, consumer: str, timeout_s: float) -> list[Answered]:
-        """Items that were answered, each to one consumer; again to another one if it is not forgotten in time."""
+        """Answered items, each given to one consumer; given to another one if the first does not forget it in time."""
 
     def forget(self, item_id: str, receipt: str = "") -> None:
-        """The item has ended for good."""
+        """Forget the item: it has ended for good."""
 
     def expire(self) -> Expired:
-        """Put back what workers held whose time is over."""
+        """Put back the items of workers whose time is over."""
 
     def known(self, item_ids: Sequence[str]) -> set[str]:
-        """Which of these the carrier knows, in any place."""
+        """Those of the items that the carrier knows, in any place."""

@@ -22,17 +22,17 @@ class LargeResult(msgspec.Struct, frozen=True):
     payload_ref: str = ""
 
 
-#: A parcel as it was packed, with its payload still beside it.
+#: A packed parcel before its payload is written to a blob.
 parcel_of = msgspec.msgpack.Decoder(LargeResult).decode
 
 
 def is_large(message: FromTrainer | FromGenerator) -> TypeGuard[Done]:
-    """Whether it is packed with a blob."""
+    """Whether the message is packed with a blob."""
     return isinstance(message, Done) and len(message.payload) > INLINE_BYTES
 
 
 def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
-    """QueueUnreachable when the folder that all share takes nothing for now."""
+    """Pack a message. Raises QueueUnreachable if the shared store takes nothing for now."""
     if not is_large(message):
         return _encode(LargeResult(message))
     ref = f"handoff/{message.op_id}.{secrets.token_hex(4)}"
@@ -44,7 +44,7 @@ def pack(message: FromTrainer | FromGenerator, blobs: Blobs) -> bytes:
 
 
 def whole(parcel: LargeResult, blobs: Blobs) -> tuple[FromTrainer | FromGenerator, str]:
-    """The message, and the blob to delete once it is dealt with ("" for none)."""
+    """The message with its payload, and the blob to delete once it is dealt with ("" for none)."""
     if not parcel.payload_ref or not isinstance(parcel.message, Done):
         return parcel.message, ""
     payload = blobs.get(parcel.payload_ref)

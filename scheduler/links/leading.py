@@ -1,5 +1,5 @@
-"""Whether a server leads on this Redis, of the version of who asks (`messages.FORM`). Workers of another version get
-nothing: they say so."""
+"""Whether a server of the caller's version (`messages.FORM`) leads on this Redis. A worker of another version gets no
+work, and must log why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 TRAINERS = f"{{weft:trainers:{FORM}}}:"
 LEADER = f"{TRAINERS}leader"
-#: A worker that has not found a leader for so long says so.
+#: A worker that has found no leader for this long logs it.
 LATE_S = 30.0
 NO_LEADER = (
     f"no server has led in {LATE_S:.0f} s on this Redis. Where there are servers, they are of another version: start "
@@ -22,20 +22,20 @@ NO_LEADER = (
 
 
 class Looked:
-    """What a worker has found, look by look."""
+    """What a worker found, look by look."""
 
     def __init__(self) -> None:
         self._late_at = time.monotonic() + LATE_S
         self._away = False
 
     def unreachable(self, error: Exception) -> None:
-        """Says it once, until there is something to look at again."""
+        """Log, once, that Redis cannot be reached."""
         if not self._away:
             log.warning("%s; trying again", error)
         self._away = True
 
     def found(self, leads: bool) -> None:
-        """Says it once where nobody has led for long."""
+        """Note whether a server leads; log, once, if none has for long."""
         now, self._away = time.monotonic(), False
         if leads:
             self._late_at = now + LATE_S

@@ -18,7 +18,7 @@ from scheduler.links.contract import QueueUnreachable
 from scheduler.links.sample_link import BEAT_S, worker_name
 
 _KEY = "{weft:loading}"
-#: Longer than what keeps a thread of a worker from running: the import of a library, a kernel that is compiled.
+#: Longer than anything that keeps a worker's thread from running: the import of a library, the compilation of a kernel.
 LAPSES_S = 15
 
 
@@ -45,13 +45,13 @@ class LoadingBoard(Board):
         self.put(one.name, _encode(one), LAPSES_S)
 
     def there(self) -> list[Loading]:
-        """Those that load, the one that has for longest first."""
+        """The workers that load, the longest first."""
         return sorted(map(_decode, self.read(LAPSES_S)), key=lambda one: -one.loading_s)
 
 
 @contextmanager
 def announced(url: str, role: str, models: Iterable[str]) -> Iterator[None]:
-    """Say within the block that this process loads `models`. A Redis that is away is told when it is back."""
+    """Publish, during the block, that this process loads `models`. If Redis is away, it is told once it is back."""
     name, since, over = worker_name(role), time.monotonic(), threading.Event()
     told = Loading(name, role, sorted(models))
 
@@ -75,5 +75,5 @@ def announced(url: str, role: str, models: Iterable[str]) -> Iterator[None]:
 
 
 def longest(loading: Iterable[Loading], role: str, base_model: str) -> float | None:
-    """For how long the first of that role has been loading that model."""
+    """For how long the first worker of that role has been loading that model; None if none does."""
     return max((one.loading_s for one in loading if one.role == role and base_model in one.models), default=None)

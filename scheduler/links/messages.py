@@ -36,18 +36,18 @@ class OpKind(StrEnum):
 #: Operations that change a run. They are replayed, in order, to rebuild a run on a fresh trainer.
 MUTATING = frozenset({OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD_STATE})
 
-#: Operations whose bodies trainers read. What others ask for is in their plans; their bodies may hold keys.
+#: Operations whose bodies trainers read. All others are described by their plans; their bodies may hold keys.
 READ = frozenset({OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.OPTIM_STEP, OpKind.SAVE_EXTERNAL})
 
-#: Operations that make something lasting of a run, under a name or for a sampler.
+#: Operations that write something lasting of a run, under a name or for a sampler.
 SAVES = frozenset({OpKind.SAVE_STATE, OpKind.SAVE_SAMPLER, OpKind.SAVE_EXTERNAL})
 
 
 #: The kind of a number of a run under which nothing has come (`scheduler.journal.gaps`).
 NEVER_CAME = "never_came"
 
-#: Operations on which a step counts: behind one that has failed it is not taken (`scheduler.order.gradients`). What
-#: never came may have been one of them.
+#: Operations that an optimizer step depends on: after one of these has failed, the next step is not taken
+#: (`scheduler.order.gradients`). A number under which nothing came may have been one of them.
 STEPS_COUNT_ON = frozenset({OpKind.FORWARD_BACKWARD, OpKind.LOAD_STATE, NEVER_CAME})
 
 
@@ -78,12 +78,12 @@ class TrainOp(msgspec.Struct, frozen=True):
     """One operation, or one slice of a large forward / forward_backward.
 
     `start:stop` is the range of data in the body that this slice covers; split points depend on the operation's own
-    data alone. The slice with `final` completes the operation: the worker then answers with one `Done`.
-    With `replay` the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says
-    that a trainer was lost since it was accepted: how far it gets is written down more often. The body is `body`
-    if it is small, else the blob `body_ref`; `body_sha256` its digest as hex; `origin` the HTTP request that brought it
-    (`store.tracing.origin_here`), for log and traces. A step that `lacks` an operation (its number, and
-    what is told) is not taken. Its client `knows` of what has failed up to that number.
+    data alone. The slice with `final` completes the operation: the worker then answers with one `Done`. With `replay`
+    the operation was already answered: only its effect on the run is wanted, and no `Done`. `again` says that a trainer
+    was lost since it was accepted: how far it gets is written down more often. The body is `body` if it is small, else
+    the blob `body_ref`; `body_sha256` its digest as hex; `origin` the HTTP request that brought it
+    (`store.tracing.origin_here`), for log and traces. A step that `lacks` an operation (its number, and the error text)
+    is not taken. `knows`: its client knows of all failures up to that number.
     """
 
     op_id: str
@@ -132,13 +132,14 @@ class Pass(msgspec.Struct, frozen=True, tag=True):
     ops: list[TrainOp]
     release: list[str] = []
     soon: list[str] = []
-    limit_s: float = 0.0  # 0: none
+    limit_s: float = 0.0  # 0: as long as it likes
     hand_over: list[str] = []
 
 
 class InLoss(msgspec.Struct, frozen=True, tag=True):
     """A trainer computes the uploaded loss of operation `op_id`, and ends itself if that takes longer than `limit_s`.
-    With this part, `tokens` of the operation are computed. An empty `op_id` says that it is done with that."""
+    When this part is done, `tokens` tokens of the operation have been computed. An empty `op_id` says that the loss is
+    done."""
 
     op_id: str = ""
     tokens: int = 0
@@ -182,9 +183,9 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetAside(msgspec.Struct, frozen=True, tag=True):
-    """A trainer has left out what it had to do for a run, from some operation on, and does nothing more for it until it
-    is sent that again: the disk did not answer, or the run could not be rebuilt. With `kept` it still holds the run as
-    it was before that operation; else it has forgotten it. With `lasting` trying again cannot help."""
+    """A trainer has left out a run's operations, from one of them on, and does nothing more for the run until it is
+    sent them again: the disk did not answer, or the run could not be rebuilt. With `kept` it still holds the run as it
+    was before that operation; else it has forgotten it. With `lasting` trying again cannot help."""
 
     run_id: str
     reason: str
@@ -193,15 +194,15 @@ class SetAside(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag=True):
-    """A trainer has forgotten a run that it was to hand over; what it had not saved of it, it has told in a `Snapshot`
-    before. With `kept` it could not save that, and still holds the run."""
+    """A trainer has forgotten a run that it was to hand over; its unsaved state came in a `Snapshot` before. With
+    `kept` the state could not be saved, and the trainer still holds the run."""
 
     run_id: str
     kept: bool = False
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """A trainer is about to end: it saves its runs, and does nothing of a pass that is on its way."""
+    """A trainer is about to end: it saves its runs, and ignores a pass that is on its way to it."""
 
 
 class PassOver(msgspec.Struct, frozen=True, tag=True):
@@ -257,8 +258,8 @@ def loss_ref(loss_id: str) -> str:
 
 
 def stability_ref(session_id: str, sequence: str) -> str:
-    """Where the logprobs are kept that sequence `sequence` was sampled with, for stable_reinforce: float32,
-    little-endian, one per token."""
+    """The blob of the logprobs that `sequence` was sampled with, for stable_reinforce: float32, little-endian, one per
+    token."""
     return f"stability/{session_id}/{sequence}"
 
 
@@ -295,7 +296,7 @@ class DrawnTokens(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag=True):
-    """What a streamed sample has drawn since the last of these. All of it is also in its `Done`."""
+    """Tokens of a streamed sample since the last such message. All of them are also in its `Done`."""
 
     op_id: str
     parts: list[DrawnTokens]
@@ -335,13 +336,13 @@ FromGenerator = PullSamples | Done | Drawn | Declined | Occupancy
 
 
 def form_of(structs: Iterable[type[msgspec.Struct]], kinds: Iterable[str]) -> str:
-    """What is another as soon as a message, or a field of one, is."""
+    """A name for a message format: it changes as soon as a message, or a field of one, does."""
     fields = sorted((struct.__name__, tuple(struct.__annotations__.items())) for struct in structs)
     return hashlib.sha256(repr([fields, *kinds]).encode()).hexdigest()[:12]
 
 
-#: Of all of the above. A process of another version would leave out what it does not know: over Redis, where it could
-#: come, those of one form alone find each other.
+#: The format of all messages above. A process of another version would drop fields that it does not know; over Redis,
+#: where processes of several versions may meet, only those of one format find each other.
 FORM = form_of(
     (each for each in list(globals().values()) if isinstance(each, type) and issubclass(each, msgspec.Struct)), OpKind
 )

@@ -2,9 +2,9 @@
 
 The leader alone writes. It knows the policies of its runs from the database (`scheduler.journal.samples.versions`) and
 from what it settles, keeps the newest of each run in Redis, and publishes it. The script stores before it tells: a
-generator that leases a sample reads the newest policy with it, and hears what comes later. A message carries all that
-is known of a run, and the number of the operation that moved it last; nobody goes back to an earlier one. What Redis
-has lost, or could not be told, is told again.
+generator that leases a sample reads the newest policy with it, and hears what comes later. A message carries the whole
+policy of a run, and the number of the operation that moved it last; an earlier one is ignored. Policies that Redis has
+lost, or could not be told, are told again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from scheduler.links.redis_queue import reaching
 
 _KEY = "{weft:policies}"
 
-#: Of each move (its run, the number of its operation, the policy) stores the policy, unless that of a later operation
-#: is there, and tells all that it has stored as one array of MessagePack on ARGV[1].
+#: For each move (its run, the number of its operation, the policy): stores the policy, unless that of a later operation
+#: is stored, and publishes all that it has stored as one MessagePack array on ARGV[1].
 _MOVE = """
 local told = {}
 for at = 2, #ARGV, 3 do
@@ -39,7 +39,7 @@ if #told > 0 then
 end
 return #told
 """
-#: Moves that are told at once, at most.
+#: How many moves are published at once.
 MOST_MOVES = 256
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -54,7 +54,7 @@ class PolicyBoard:
         self._move = self._redis.register_script(_MOVE)
 
     def tell(self, moves: Sequence[PolicyMoved]) -> None:
-        """Up to MOST_MOVES, of different runs."""
+        """Tell up to MOST_MOVES moves, of different runs."""
         arguments: list[str | int | bytes] = [POLICIES]
         for one in moves:
             arguments += (one.run_id, one.seq, _encode(one))
@@ -78,18 +78,18 @@ class PolicyBoard:
 
 
 class Followed:
-    """A generator's end: the runs whose samples it holds, and what it was told of them. Lives in one thread."""
+    """A generator's end: the runs that its samples follow, and their latest policies. Lives in one thread."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, str] = {}  # by sample
-        self._told: dict[str, PolicyMoved] = {}  # by run
+        self._runs: dict[str, str] = {}  # by sample: its run
+        self._told: dict[str, PolicyMoved] = {}  # by run: its latest policy
 
     @property
     def runs(self) -> set[str]:
         return set(self._runs.values())
 
     def hold(self, op: SampleOp, newest: PolicyMoved | None) -> SampleOp:
-        """The sample as it is to be run: under the newest policy of its run."""
+        """The sample with the newest policy of its run; from now on the run is followed."""
         if not op.run_id:
             return op
         self._runs[op.op_id] = op.run_id
@@ -107,7 +107,7 @@ class Followed:
             self._told.pop(run_id, None)
 
     def hear(self, moved: PolicyMoved) -> bool:
-        """Remember it; whether it is new to the generator: it is of a run that is followed, and newer than what was."""
+        """Remember a move. Returns whether it matters: its run is followed, and it is newer than the last one."""
         told = self._told.get(moved.run_id)
         if moved.run_id not in self.runs or (told is not None and (told == moved or told.seq > moved.seq)):
             return False

@@ -11,11 +11,11 @@ from redis.retry import Retry
 
 Client = redis.Redis
 
-#: A command that takes longer has lost its connection: scripts here take milliseconds at most.
+#: A command that takes longer has lost its connection: scripts here take a few milliseconds at most.
 COMMAND_S = 2.0
-#: Connections of one process; a command that finds none free waits for one.
+#: How many connections one process may have; a command waits for a free one.
 CONNECTIONS = 32
-#: The longest that a blocking reader waits in one call.
+#: The longest wait of a blocking reader in one call.
 LONGEST_BLOCK_S = 5.0
 
 
@@ -48,8 +48,8 @@ def blocking(url: str) -> Client:
 
 
 def held(url: str) -> Client:
-    """One connection that is kept open: while Redis has it, the process at its other end is there, however busy. It is
-    made by the first command: a client of redis-py's own kind with one connection needs a Redis to be made itself."""
+    """A connection that is kept open. As long as Redis has it, the process at its other end lives, however busy it is.
+    The first command opens it: redis-py's own single-connection client needs Redis already when it is made."""
     return redis.Redis.from_url(
         url,
         socket_timeout=COMMAND_S,
@@ -61,18 +61,18 @@ def held(url: str) -> Client:
 
 
 def entries_of(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """What was read from one stream: each entry's id and its fields."""
+    """The entries read from one stream: each one's id and fields."""
     batches: Any = found.values() if isinstance(found, dict) else [entries for _, entries in found or []]
     return [entry for batch in batches for entry in _flat(batch)]
 
 
 def _flat(batch: Any) -> list[Any]:
-    """Entries of one stream; RESP3 nests them once more."""
+    """The entries of one stream; RESP3 nests them one level deeper."""
     return batch[0] if batch and isinstance(batch[0], list) and batch[0] and isinstance(batch[0][0], tuple) else batch
 
 
 def pop_all(client: Client, key: str, most: int, timeout_s: float) -> list[bytes]:
-    """Up to `most` of what a list has, from its head; or what comes first within `timeout_s`, and nothing if nothing
-    does. For a `blocking` client."""
+    """Up to `most` elements from the head of a list. If it is empty, those that come first within `timeout_s`, or none.
+    For a `blocking` client."""
     found: Any = client.blmpop(min(timeout_s, LONGEST_BLOCK_S), 1, key, direction="LEFT", count=most)
     return list(found[1]) if found else []

@@ -32,29 +32,29 @@ from scheduler.links.messages import FORM
 from scheduler.links.redis_clients import LONGEST_BLOCK_S, Client, blocking, entries_of, pooled
 
 _SEPARATOR = "\x1f"
-_SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # one library
+_SCRIPTS = ("fair_tree.lua", "roster.lua", "fair_queue.lua")  # together they are one library
 _CONSTANTS = f"""local LIVES, MAX_ASIDE, LEFT_MS = {LIVES}, {MAX_ASIDE}, {int(LEFT_S * 1000)}
 local HEAD_START, REMEMBERED, AHEAD_MS = {HEAD_START}, {REMEMBERED}, {int(AHEAD_S * 1000)}
 """
 _SOURCE = _CONSTANTS + "".join(FilePath(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _GROUP = "settle"
 SAMPLES = f"samples2:{FORM}"
-#: Answers that one call hands to a consumer.
+#: How many answers one call hands to a consumer.
 BATCH = 128
-#: Calls that travel together at most: Redis does nothing else meanwhile, for some milliseconds.
+#: How many calls travel together: Redis does nothing else for the few milliseconds that they take.
 MOST_CALLS = 64
 #: `ahead` counts up to this.
 MOST_AHEAD = 1000
 
-#: What a Redis answers that starts, is a replica, or has no room in memory or on its disk; the words are of errors that
-#: its client does not tell apart.
+#: Words in the errors of a Redis that starts, is a replica, or has no room in memory or on disk; redis-py does not
+#: distinguish these.
 _AWAY = (redis.BusyLoadingError, redis.ReadOnlyError, redis.OutOfMemoryError)
 _AWAY_WORDS = ("MISCONF ", "NOREPLICAS ", "MASTERDOWN ")
 
 
 @contextmanager
 def reaching() -> Iterator[None]:
-    """Errors of the network, and of a Redis that takes nothing for now, as one of the contract's."""
+    """Raise errors of the network, and of a Redis that takes nothing for now, as QueueUnreachable."""
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
@@ -66,12 +66,13 @@ def reaching() -> Iterator[None]:
 
 
 class Library:
-    """A function of Lua that Redis keeps: it is made once, where a script's functions are made anew with every call,
-    which costs more than most of the calls of `fair_queue.lua` themselves.
+    """A library of Lua functions that Redis keeps. A script's functions would be created anew with every call, which
+    costs more than most calls of `fair_queue.lua` themselves.
 
-    `source` registers one function, under the name that is in its LIBRARY; that is of this source alone, so any
-    number of versions may share one Redis. A Redis that has lost everything, or that nobody has given it yet, is given
-    it with the first call."""
+    `source` registers one function, under the name in place of its LIBRARY. The name is derived from the source, so any
+    number of versions may share one Redis. A Redis that does not have the library, or has lost it, gets it with the
+    first call.
+    """
 
     def __init__(self, client: Client, source: str) -> None:
         self._client = client
@@ -93,15 +94,15 @@ class Library:
     def _load(self) -> None:
         try:
             self._client.function_load(self._source)
-        except redis.ResponseError as error:  # another process was first
+        except redis.ResponseError as error:  # another process loaded it first
             if "already exists" not in str(error):
                 raise
 
 
 class RedisQueue:
-    """`name` separates queues in one Redis; that of samples is of the form of what lies there, which no other form may
-    read: its number of the queue's own, behind it that of messages.
-    `clock` is of the server unless a test brings its own (seconds)."""
+    """`name` separates queues in one Redis. The name of the samples' queue contains the format numbers of the queue and
+    of the messages, so that no version reads what another has written. `clock` is of the server unless a test brings
+    its own (seconds)."""
 
     def __init__(self, url: str, name: str = SAMPLES, clock: Callable[[], float] | None = None) -> None:
         self._prefix = f"{{weft:{name}}}:"
@@ -110,7 +111,8 @@ class RedisQueue:
         self._script = Library(self._redis, _SOURCE)
         self._clock = clock
         self._longest_wait_s = LONGEST_BLOCK_S
-        self._newest: dict[str, int] = {}  # epoch of a lease that came here, by worker: mostly there is one
+        # by worker: epoch of the latest lease that came here; mostly there is one worker
+        self._newest: dict[str, int] = {}
 
     def push(self, item: Item) -> bool:
         return bool(self._call(*_push(item)))
@@ -135,7 +137,7 @@ class RedisQueue:
     def lease(
         self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
     ) -> list[Lease]:
-        limit = slots if most is None else most  # an item has a slot at least
+        limit = slots if most is None else most  # every item takes at least one slot
         newest = self._newest.get(worker, 0)
         leases, again = self._call("lease", worker, newest, self._now(), int(ttl_s * 1000), slots, limit, *models)
         if limit > 0:
@@ -158,7 +160,7 @@ class RedisQueue:
         return bool(self._call("answer", item_id, epoch, result))
 
     def answer_all(self, answers: Iterable[tuple[str, int, bytes]]) -> None:
-        """`answer` for each (item, epoch, result)."""
+        """Call `answer` for each (item, epoch, result)."""
         self._call_all(("answer", *answer) for answer in answers)
 
     def lose(self, item_id: str, epoch: int) -> bool:
@@ -178,7 +180,7 @@ class RedisQueue:
                 if not found:
                     news: Any = self._reader.xreadgroup(_GROUP, consumer, {stream: ">"}, BATCH, wait_ms)
                     found = entries_of(news)
-            except redis.ResponseError as error:  # never made, or gone with all else, maybe while we waited
+            except redis.ResponseError as error:  # the group was never made, or is gone with everything else
                 if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise
                 self._make_group(stream)
@@ -196,11 +198,12 @@ class RedisQueue:
         ]
 
     def untaken(self) -> tuple[str, int]:
-        """The latest answer that somebody has taken, and how many have come since: many, where Redis cannot tell."""
+        """The id of the latest answer that a consumer has taken, and how many have come since; a large number if Redis
+        cannot tell."""
         with reaching():
             try:
                 groups: Any = self._redis.xinfo_groups(f"{self._prefix}done")
-            except redis.ResponseError:  # there was none yet
+            except redis.ResponseError:  # there is no answer yet
                 groups = []
         for one in groups:
             return one["last-delivered-id"].decode(), BATCH + 1 if one["lag"] is None else one["lag"]
@@ -210,7 +213,8 @@ class RedisQueue:
         self._call("forget", item_id, receipt)
 
     def settle(self, settled: Iterable[tuple[str, str, Path, int]]) -> None:
-        """For each (item, receipt, path, tokens), if it is known: `correct` its path by so many tokens, `forget` it."""
+        """For each known item of (item, receipt, path, tokens): `correct` its path by so many tokens, and `forget`
+        it."""
         self._call_all(
             ("settle", item_id, receipt, _SEPARATOR.join(path), tokens) for item_id, receipt, path, tokens in settled
         )
@@ -231,7 +235,7 @@ class RedisQueue:
             return {item_id for item_id, there in zip(item_ids, pipe.execute(), strict=True) if there}
 
     def served(self) -> set[str]:
-        """The models of the workers that are there."""
+        """The base models that present workers serve."""
         with reaching():
             workers: Any = self._redis.zrange(f"{self._prefix}w", 0, -1)
             found: Any = self._redis.sunion([f"{self._prefix}m:{name.decode()}" for name in workers]) if workers else ()
@@ -243,7 +247,7 @@ class RedisQueue:
             return bool(self._redis.exists(LEADER))
 
     def strangers(self) -> list[str]:
-        """Workers that are there and take from queues of other versions, into which this one puts nothing."""
+        """Present workers that take from queues of other versions, which get nothing from this server."""
         with reaching():
             now: Any = self._redis.time()
             queues = [
@@ -253,8 +257,8 @@ class RedisQueue:
         return sorted(name.decode() for names in there for name in names)
 
     def wait(self, worker: str, models: Sequence[str], timeout_s: float) -> bool:
-        """Until there may be something of these models to lease: queued, left to this worker, or no longer left to
-        others. Whether it was woken. Only for a process's one worker loop."""
+        """Wait until there may be an item of these models to lease: queued, left to this worker, or no longer left to
+        another. Returns whether it was woken. Only for a process's one worker loop."""
         bells = [f"{self._prefix}bell:{worker}", *(f"{self._prefix}b:{model}" for model in models)]
         wait_s, self._longest_wait_s = min(timeout_s, self._longest_wait_s), LONGEST_BLOCK_S
         with reaching():
@@ -272,7 +276,7 @@ class RedisQueue:
                 raise
 
     def _now(self) -> int | str:
-        """Milliseconds; "": Redis looks at its own clock."""
+        """Milliseconds; "" makes Redis use its own clock."""
         return int(self._clock() * 1000) if self._clock is not None else ""
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -280,7 +284,7 @@ class RedisQueue:
             return self._script(keys=[self._prefix], args=[name, *arguments])
 
     def _call_all(self, calls: Iterable[Sequence[Any]]) -> None:
-        """Many calls in few round trips, in their order."""
+        """Make many calls in few round trips, in their order."""
         left = list(calls)
         while left:
             some, left = left[:MOST_CALLS], left[MOST_CALLS:]

@@ -1,9 +1,9 @@
 """The generator's link in production: it leases samples from the shared queue by itself, under the same messages as
 over a socket (`scheduler.links.sockets`).
 
-What it holds is its own as long as it gives signs of life, from a thread. If it was given up, because it was cut off
-for too long or Redis has lost everything, it is told to cancel what it had, and its answers to that are dropped. While
-Redis is away it goes on with what it has and keeps the answers.
+It keeps its samples as long as it gives signs of life, from a thread. If it was given up, because it was cut off for
+too long or Redis has lost everything, the generator is told to cancel those samples, and its answers to them are
+dropped. While Redis is away the generator goes on with its samples, and the link keeps the answers.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from store.blobs.contract import Blobs
 
 log = logging.getLogger(__name__)
 
-#: A worker that gives no sign of life for so long has lost what it held.
+#: A worker that gives no sign of life for this long loses its samples.
 LEASE_S = 6.0
 BEAT_S = 1.0
-#: A busy generator looks for more work not more often than this.
+#: The shortest pause between two attempts of a busy generator to lease more.
 LOOK_EVERY_S = 0.01
 
-#: Answers that travel together at most, of up to `INLINE_BYTES` each.
+#: How many answers, of up to `INLINE_BYTES` each, travel together.
 MOST_ANSWERS = 16
-#: Larger ones, which are blobs on their way, that are put at once.
+#: How many larger answers, which are blobs on their way, are put at once.
 LARGE_AT_ONCE = 4
-#: At the end, what is being put has so long; then it is done again by others.
+#: How long the end waits for large answers being put; after that the samples are done again by others.
 PUT_WITHIN_S = 10.0
 
 _decode = msgspec.msgpack.Decoder(SampleOp).decode
 
 
 def worker_name(role: str) -> str:
-    """Unique for this process, and telling for an operator."""
+    """A name unique to this process, which tells an operator where it runs."""
     return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
@@ -70,18 +70,18 @@ class SampleLink:
     def __init__(self, url: str, blobs: Blobs) -> None:
         self.name = worker_name("generator")
         self._queue, self._broadcasts, self._blobs = RedisQueue(url), Broadcasts(url), blobs
-        self._epochs: dict[str, int] = {}  # of what is held
-        self._lost: set[str] = set()  # cancelled here because they are not held any more: no answer counts
-        self._again: list[Lease] = []  # leased again before their first life here has ended
-        self._late: list[Callable[[], object]] = []  # what the queue is to be told, once Redis is there
-        self._answers: list[tuple[Done, int]] = []  # and what was done, under which epoch
+        self._epochs: dict[str, int] = {}  # by sample held: the epoch of its lease
+        self._lost: set[str] = set()  # cancelled here because the lease was lost: their answers do not count
+        self._again: list[Lease] = []  # leased again while the generator still cancels them
+        self._late: list[Callable[[], object]] = []  # calls to the queue that wait for Redis
+        self._answers: list[tuple[Done, int]] = []  # answers that wait for Redis, each with its epoch
         self._large = ThreadPoolExecutor(LARGE_AT_ONCE, thread_name_prefix="large-answers")
         self._handing_over: set[Future[None]] = set()
         self._closed = threading.Event()
         self._told: queue.SimpleQueue[Cancel | PolicyMoved] = queue.SimpleQueue()
         self._board, self._followed = PolicyBoard(url), Followed()
         self._leader = Looked()
-        self._missed = threading.Event()  # something may have been told while nobody listened
+        self._missed = threading.Event()  # set after a gap, in which messages may have been missed
         self._models: list[str] = []
         self._free = 0
         self._looked = self._beaten = 0.0
@@ -91,11 +91,11 @@ class SampleLink:
         self._listener.start()
 
     def drain(self) -> None:
-        """Take nothing more."""
+        """Lease nothing more."""
         self._draining = True
 
     def close(self) -> None:
-        """Deliver what is left, if Redis is there; else it is done again by others."""
+        """Deliver the remaining answers, if Redis answers; else those samples are done again by others."""
         self._closed.set()
         with suppress(QueueUnreachable):
             self._deliver()
@@ -126,7 +126,7 @@ class SampleLink:
                     self._broadcasts.count(counts, self.name)
 
     def recv(self, timeout_s: float | None = None) -> SampleWork | Cancel | PolicyMoved | None:
-        """Something to do, or None when there is nothing within `timeout_s`."""
+        """The next message, or None if there is none within `timeout_s`."""
         deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
         while True:
             try:
@@ -155,7 +155,7 @@ class SampleLink:
         if self._free <= 0 or self._draining or now - self._looked < LOOK_EVERY_S:
             return None
         self._looked = now
-        self._renew()  # a lease would make the queue know this worker again, without what it held
+        self._renew()  # first: a lease would register this worker again, without the samples that it lost
         with self._lock:
             leases = self._again + self._queue.lease(self.name, self._models, self._free, LEASE_S)
             self._again = [lease for lease in leases if lease.id in self._lost]
@@ -166,14 +166,15 @@ class SampleLink:
         return SampleWork(ops) if ops else None
 
     def _newest(self, ops: list[SampleOp]) -> list[SampleOp]:
-        """Policies move while samples wait. What is leased must be handed over, whatever happens here."""
+        """Give samples the newest policy: it may have moved while they waited. Leased samples must be handed over, so
+        no error is raised."""
         policies: dict[str, PolicyMoved] = {}
         with suppress(QueueUnreachable):
             policies = self._board.known({op.run_id for op in ops if op.run_id})
         return [self._followed.hold(op, policies.get(op.run_id)) for op in ops]
 
     def _catch_up(self) -> None:
-        """After a gap: what was told meanwhile of the runs that are followed."""
+        """After a gap: read the policies of the followed runs."""
         if self._missed.is_set():
             self._missed.clear()
             try:
@@ -195,7 +196,8 @@ class SampleLink:
             self._answers.append((done, epoch))
 
     def _hand_over(self, done: Done, epoch: int) -> None:
-        """In a thread: the store may be slow, or away, and nobody else's answers or steps wait for it."""
+        """Store and deliver a large answer; in a thread, because the store may be slow or away, and no other answer or
+        step should wait for it."""
         parcel = b""
         while True:
             try:
@@ -208,13 +210,13 @@ class SampleLink:
                 return
 
     def _stream(self, drawn: Drawn) -> None:
-        """A part that does not arrive is missed by those who read along, until the end: the answer has it."""
+        """Send streamed tokens. If that fails, readers miss this part until the end: the answer contains it."""
         if drawn.op_id in self._epochs:
             with suppress(QueueUnreachable):
                 self._broadcasts.drawn(drawn)
 
     def _lose(self, op_id: str) -> None:
-        """The engine died over a sample. It is anybody's: this one's engine may take long to be back."""
+        """The engine died over a sample: give it to any generator, since this one may take long to be back."""
         epoch = self._let_go(op_id)
         if epoch is not None:
             self._late.append(partial(self._queue.lose, op_id, epoch))
@@ -225,14 +227,14 @@ class SampleLink:
             self._late.append(partial(self._hand_on, message.op_id, epoch, message.message))
 
     def _hand_on(self, op_id: str, epoch: int, why: str) -> None:
-        """To a generator that can serve it; it fails when they all have declined."""
+        """Leave the sample to a generator that can serve it; it fails when all have declined."""
         reasons = self._queue.decline(op_id, epoch, why)
         if reasons:
             done = Done(op_id, failure=Failure("; ".join(reasons), "user"))
             self._answers.append((done, epoch))
 
     def _let_go(self, op_id: str) -> int | None:
-        """The epoch under which this sample was held, if it was to the last."""
+        """Forget a held sample. Returns the epoch of its lease, or None if it was lost meanwhile."""
         self._followed.drop(op_id)
         with self._lock:
             self._lost.discard(op_id)
@@ -248,7 +250,7 @@ class SampleLink:
             del self._answers[: len(some)]
 
     def _beat(self) -> None:
-        """In the listener's thread."""
+        """Called by the listener's thread about once a second."""
         if time.monotonic() - self._beaten < BEAT_S:
             return
         self._beaten = time.monotonic()
@@ -257,12 +259,13 @@ class SampleLink:
             if self._epochs:
                 self._renew()
                 return
-            with self._lock:  # so that nothing is leased between reading what is free here and saying it
-                if self._models and not (self._epochs or self._draining):  # what others decline may wait for this one
+            with self._lock:  # so that nothing is leased between reading the free slots and reporting them
+                # samples that others decline may wait for this worker
+                if self._models and not (self._epochs or self._draining):
                     self._queue.lease(self.name, self._models, max(0, self._free), LEASE_S, most=0)
 
     def _renew(self) -> None:
-        """Give a sign of life; if it comes too late, cancel what is not held any more."""
+        """Give a sign of life. If it comes too late, cancel the samples that were lost."""
         with self._lock:
             if not self._epochs or self._queue.renew(self.name, LEASE_S):
                 return

@@ -20,7 +20,7 @@ import msgspec
 from scheduler.links.configs import WorkerConfig
 from scheduler.links.messages import FromGenerator, FromTrainer, PassOver, ToGenerator, ToTrainer
 
-#: Read at once at most: as much as a socket pair holds.
+#: Read at most this much at once: as much as a socket pair holds.
 RECV_BYTES = 1 << 18
 
 _LENGTH = struct.Struct("<I")
@@ -30,7 +30,7 @@ _to_server = msgspec.msgpack.Decoder(FromTrainer | FromGenerator)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it is on the wire."""
+    """A message in its length-prefixed frame."""
     payload = _encoder.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
@@ -44,8 +44,8 @@ class WorkerLink:
         self._unsent = b""
 
     def send(self, *messages: msgspec.Struct) -> None:
-        """In one call of the kernel, which wakes the server once. The end of a pass is told with what comes next:
-        mostly the next pull."""
+        """Send messages in one system call, which wakes the server once. The end of a pass is held back until the next
+        message: mostly the next pull."""
         self._unsent += b"".join(map(frame, messages))
         if isinstance(messages[-1], PassOver):
             return
@@ -59,7 +59,7 @@ class WorkerLink:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Only of this process's descriptor: another that has been given it goes on."""
+        """Close this process's descriptor only: another process that has it goes on."""
         self._socket.close()
 
     def recv(self, timeout_s: float | None = None) -> Any:
@@ -84,30 +84,30 @@ class WorkerLink:
 
 
 class Link(Protocol):
-    """The server's end of a worker's link, whatever carries it."""
+    """The server's end of a worker's link, over any carrier."""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. Lost silently when the worker is gone; the loop over `messages` then ends."""
+        """Queue a message. If the worker is gone it is lost without an error, and the loop over `messages` ends."""
 
     def messages(self) -> AsyncIterator[Any]:
-        """What the worker sends, until it is gone."""
+        """Messages from the worker, until it is gone."""
 
     def hang_up(self) -> None:
-        """Have `messages` end: the worker is given up."""
+        """Make `messages` end: the worker is given up."""
 
     def close(self) -> None: ...
 
 
 class ServerLink:
-    """The server's end over a socket pair, in the event loop. Both directions are on their own: a write that fails says
-    that the worker reads no more, and takes nothing from what the worker had already sent."""
+    """The server's end over a socket pair, in the event loop. The two directions are independent: a failed write means
+    that the worker no longer reads, but messages that it had already sent are still received."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._socket = sock
         self._unsent = bytearray()
-        self._deaf = False  # the worker reads no more
+        self._deaf = False  # the worker no longer reads
         self._closed = False
 
     def send(self, message: msgspec.Struct) -> None:
@@ -119,7 +119,7 @@ class ServerLink:
             self._write()
 
     def _write(self) -> None:
-        """Send what the socket takes now, and the rest when it takes more."""
+        """Send as much as the socket takes now, and the rest when it takes more."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -138,7 +138,7 @@ class ServerLink:
         while not self._closed:
             try:
                 chunk = await self._loop.sock_recv(self._socket, RECV_BYTES)
-            except OSError:  # the kernel tells it after the last byte that the worker has sent
+            except OSError:  # the kernel reports this after the last byte that the worker has sent
                 return
             if not chunk:
                 return
@@ -147,7 +147,7 @@ class ServerLink:
                 yield message
 
     def hang_up(self) -> None:
-        with suppress(OSError):  # it is gone already
+        with suppress(OSError):  # the worker is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class ServerLink:
 
 
 class _Frames:
-    """Messages out of bytes as they come in."""
+    """Cuts received bytes into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self._decoder = decoder

@@ -7,8 +7,8 @@ lasts for LEASE_S. Either end is gone for the other when its sign is: the traine
 runs, the leader rebuilds them elsewhere. A link is never taken up again, so what a trainer sends after it was given up
 reaches nobody.
 
-A trainer that is killed need not be waited for that long: the sign names a connection that it holds open, which the
-kernel closes with the process, and never because the machine is busy.
+A killed trainer is noticed sooner than that: its sign names a connection that it holds open, which the kernel closes
+with the process, and never because the machine is busy.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from store.blobs.contract import Blobs, is_lasting
 
 log = logging.getLogger(__name__)
 
-#: A trainer whose connection is closed, and that has not said in so long that it has another one, is dead.
+#: A trainer is dead if its connection is closed and for this long it has not named another one.
 CLOSED_S = 2.0
-#: The leader looks this often whether a trainer that sends something is alive: one that sends nothing, each time.
+#: How often the leader checks whether a trainer that sends messages is alive; a silent one is checked each time.
 LOOK_S = 0.25
-#: What a trainer has done it tells this often, in seconds: several at once, where it does much in little time.
+#: The least time, in seconds, between two sends of finished operations: quick ones go together.
 APART_S = 0.004
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -56,7 +56,7 @@ def _key(kind: str, name: str) -> str:
 
 
 class TrainerLink:
-    """The trainer's end. `stopped` ends the wait for a leader."""
+    """The trainer's end. `stopped` ends the search for a leader."""
 
     def __init__(self, url: str, blobs: Blobs, stopped: Callable[[], bool] = lambda: False) -> None:
         self._blobs = blobs
@@ -72,7 +72,8 @@ class TrainerLink:
             threading.Thread(target=work, name="trainer beats", daemon=True).start()
 
     def send(self, *messages: Any) -> None:
-        """In their order. The end of a pass is told with what comes next: mostly the next pull; what is done, soon."""
+        """Send messages, in order. The end of a pass is held back until the next message (mostly the next pull); `Done`
+        for at most APART_S."""
         with self._telling:
             self._untold += messages
             if isinstance(messages[-1], Done) and time.monotonic() < self._told_at + APART_S:
@@ -81,7 +82,7 @@ class TrainerLink:
                 self._tell()
 
     def _tell(self) -> None:
-        """All that is untold, however often it takes."""
+        """Send all held-back messages, trying for as long as it takes."""
         while self._untold and not self._over.is_set():
             with suppress(QueueUnreachable):
                 self._push()
@@ -102,11 +103,11 @@ class TrainerLink:
             if self._late.wait(BEAT_S):
                 self._over.wait(APART_S)
                 self._late.clear()
-                with suppress(EOFError), self._telling:  # who sends next finds out that the leader is gone
+                with suppress(EOFError), self._telling:  # whoever sends next gets the error
                     self._tell()
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message, or None when none came in `timeout_s`. Raises EOFError when the leader is gone."""
+        """The next message, or None if none comes within `timeout_s`. Raises EOFError if the leader is gone."""
         deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
         with self._telling:
             self._tell()
@@ -153,7 +154,7 @@ class TrainerLink:
     def _beat(self) -> None:
         pause_s, lasts_until = BEAT_S, time.monotonic() + LEASE_S
         while not self._over.wait(pause_s):
-            pause_s = BEAT_S / 5  # unless Redis answers: who has lost the connection says soon that there is another
+            pause_s = BEAT_S / 5  # short, until Redis answers: after a lost connection the new one must be named soon
             now = time.monotonic()
             try:
                 with reaching():
@@ -165,14 +166,14 @@ class TrainerLink:
                 pause_s, lasts_until = BEAT_S, now + LEASE_S
             except QueueUnreachable as error:
                 self._looked.unreachable(error)
-                if time.monotonic() > lasts_until:  # the sign is gone: what is said here reaches nobody
+                if time.monotonic() > lasts_until:  # the sign has lapsed: the leader no longer reads what is sent here
                     self._over.set()
         self._held.close()
 
 
 class LeaderLink:
-    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`). Blocking calls are made in threads of its
-    own, for there may be any number of trainers: one waits for what the trainer sends, and one sends."""
+    """The leader's end, in its event loop (a `scheduler.links.sockets.Link`). Blocking calls run in threads of its own,
+    because there may be any number of trainers: one thread waits for messages of the trainer, one sends."""
 
     def __init__(self, url: str, link: str, blobs: Blobs) -> None:
         self.name = link
@@ -182,8 +183,8 @@ class LeaderLink:
         self._heard: asyncio.Queue[tuple[list[LargeResult], bool] | Exception] = asyncio.Queue()
         self._outbox, self._sending, self._telling = list[Numbered](), False, threading.Lock()
         self._closed = threading.Event()
-        self._was_alive, self._look_at = False, 0.0  # when the trainer is looked at again
-        self._sign: bytes | None = None  # the trainer's last one, and since when its connection is closed
+        self._was_alive, self._look_at = False, 0.0  # when the trainer is next checked
+        self._sign: bytes | None = None  # the trainer's last sign, and since when its connection is closed
         self._closed_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
@@ -194,7 +195,7 @@ class LeaderLink:
                 self._threads.submit(self._send_all)
 
     async def messages(self) -> AsyncIterator[Any]:
-        """What the trainer sends, until it is gone and everything is read."""
+        """Messages from the trainer, until it is gone and all are read."""
         listening = threading.Thread(target=self._listen, args=(asyncio.get_running_loop(),), name="trainer link")
         listening.daemon = True
         listening.start()
@@ -212,7 +213,7 @@ class LeaderLink:
                     await self._run(self._delete, ref)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Until the trainer is gone, or `close`. One wake of the event loop for all that is there."""
+        """Read messages until the trainer is gone or `close` is called; all that are there wake the event loop once."""
         going_on = True
         while going_on and not self._closed.is_set():
             heard: tuple[list[LargeResult], bool] | Exception
@@ -226,7 +227,7 @@ class LeaderLink:
                 continue
             except Exception as error:
                 heard, going_on = error, False
-            with suppress(RuntimeError):  # the loop has closed meanwhile
+            with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._heard.put_nowait, heard)
 
     async def _whole(self, parcel: LargeResult) -> tuple[Any, str]:
@@ -242,7 +243,7 @@ class LeaderLink:
             await asyncio.sleep(BEAT_S)
 
     def _delete(self, ref: str) -> None:
-        with suppress(OSError):  # then the reaper finds it
+        with suppress(OSError):  # the reaper deletes it later
             self._blobs.delete(ref)
 
     def hang_up(self) -> None:
@@ -261,7 +262,7 @@ class LeaderLink:
         self._reader.close()
 
     def _send_all(self) -> None:
-        """All that waits, however often it takes."""
+        """Send all waiting messages, trying for as long as it takes."""
         while True:
             with self._telling:
                 messages, self._outbox = self._outbox, []
@@ -287,15 +288,15 @@ class LeaderLink:
         return now - self._closed_since < CLOSED_S
 
     def _is_open(self, sign: bytes) -> bool:
-        """Whether Redis has the connection that the sign names. One that does not tell leaves it to the lease."""
+        """Whether the connection named by the sign is open. True if Redis cannot tell: then the lease decides."""
         try:
             return bool(self._redis.client_list(client_id=[int(sign)]))
         except redis.ResponseError:
             return True
 
     def _next(self) -> tuple[list[LargeResult], bool]:
-        """What the trainer has sent, waiting for it a while; and whether the trainer was alive before that, so that
-        one that is gone is read to the end."""
+        """New messages of the trainer, after a short wait for some; and whether the trainer was alive before that wait,
+        so that the messages of a dead one are still read to the end."""
         if not self._was_alive or time.monotonic() >= self._look_at:
             self._was_alive, self._look_at = self._alive(), time.monotonic() + LOOK_S
         with reaching():
@@ -309,20 +310,20 @@ class LeaderLink:
 
 
 class Joining:
-    """For the leader: says who leads, and who would like to be one of its trainers."""
+    """For the leader: announces who leads, and lists the trainers that want to join."""
 
     def __init__(self, url: str, token: str) -> None:
         self._redis, self._reader = pooled(url), blocking(url)
         self._token = token
-        self._joined: dict[str, None] = {}  # in their order: who says so twice joins once
+        self._joined: dict[str, None] = {}  # in order; a trainer that asks twice joins once
 
     def lead(self, ttl_s: float) -> None:
         with reaching():
             self._redis.set(LEADER, self._token, px=int(ttl_s * 1000))
 
     def next(self, timeout_s: float) -> str | None:
-        """The link of a trainer that has joined, and is alive. It is taken from the list when the next one is asked
-        for: the reply may be lost."""
+        """The link of a trainer that has joined, and is alive. It stays on the list until the next call: the reply to
+        this one may be lost."""
         key = _key("joining", self._token)
         with reaching():
             if self._joined:

@@ -22,20 +22,21 @@ from scheduler.links.contract import Path
 from scheduler.order.fair import FairTree, Only
 from scheduler.order.lanes import Unit
 
-#: The part of the budget that a pass may exceed it by, for light work of the runs that are in it.
+#: By this part of the budget a pass may exceed it, for light work of runs that are in the pass.
 ALONG = 1 / 8
 
-#: Runs that a trainer is told of ahead.
+#: How many runs a trainer is told of ahead.
 MAX_UPCOMING = 64
 
 
 def compose(queue: FairTree[Unit], models: list[str], budget_tokens: int, only: Only | None = None) -> list[Unit]:
-    """Take the next pass out of `queue` (base model, organisation, priority, run), of the runs that it is `only` to
-    have (None: all). Empty when nothing is ready.
+    """Take the next pass out of `queue` (base model, organisation, priority, run), limited to the runs that `only`
+    allows (None: all). Empty when nothing is ready.
 
     Units of one run keep their order; runs stand in the order of their tokens, the smallest first, so that a small
     request is answered before the large ones that share its pass. The first unit is taken whatever its size, so a datum
-    longer than the budget still runs."""
+    longer than the budget still runs.
+    """
     path = next((at for m in queue.children() if m in models and (at := queue.next((m,), only)) is not None), None)
     if path is None:
         return []
@@ -67,15 +68,15 @@ def _smallest_run_first(units: list[Unit]) -> list[Unit]:
 
 
 def upcoming(queue: FairTree[Unit], model: str, only: Only | None = None) -> list[str]:
-    """The runs with work for this model, of those that `only` is for, about in the order in which they will have their
-    turn: that of each organisation that is next, then the next of each."""
+    """The runs with work for this model that `only` allows, about in the order of their turns: first the next run of
+    each organisation, then the second of each, and so on."""
     by_organisation = [[path[-1] for path in _lanes(queue, model, org, only)] for org in queue.children((model,))]
     turns = (run for turn in zip_longest(*by_organisation) for run in turn if run is not None)
     return list(islice(turns, MAX_UPCOMING))
 
 
 def _riders(queue: FairTree[Unit], paths: Iterable[Path], room: int) -> Iterator[tuple[Unit, int]]:
-    """The light heads of these runs, and the light units right behind them, as far as there is room; and their cost."""
+    """The light units at the heads of these runs, as many as fit into `room`; each with its cost."""
     for path in paths:
         while room > 0 and (head := queue.peek(path)) is not None:
             unit, cost = head
@@ -87,12 +88,12 @@ def _riders(queue: FairTree[Unit], paths: Iterable[Path], room: int) -> Iterator
 
 
 def lanes(queue: FairTree[Unit], model: str, only: Only | None = None) -> list[Path]:
-    """The runs that have work for this model."""
+    """The paths of all runs that have work for this model."""
     return [path for org in queue.children((model,)) for path in _lanes(queue, model, org, only)]
 
 
 def _lanes(queue: FairTree[Unit], model: str, org: str, only: Only | None) -> list[Path]:
-    """The runs of an organisation that have work, those of the priority that is next first."""
+    """The paths of an organisation's runs that have work; those of the priority that is next come first."""
     priorities = queue.children((model, org))
     found: list[Path] = [(model, org, name, run) for name in priorities for run in queue.children((model, org, name))]
     return found if only is None else [path for path in found if only(path[-1])]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from scheduler.order.operations import Operation
 
-#: Sequences that the mean looks back on, about.
+#: About how many sequences the mean goes back.
 MEMORY = 64
-#: Sessions remembered; the one sampled from longest ago is forgotten.
+#: How many sessions are remembered; the one sampled from longest ago is forgotten.
 REMEMBERED = 4096
-#: An organisation's weight is read again after so long.
+#: How long an organisation's weight is used before it is read again.
 WEIGHT_LASTS_S = 10.0
 
 
@@ -46,17 +46,17 @@ class ExpectedCosts:
         return known[0]
 
     def known_weight(self, org_id: str) -> int:
-        """As it was when it was last read, which is long ago where nothing of theirs has come for long."""
+        """The weight as last read; it may be old if the organisation has sent nothing for long."""
         known = self._weights.get(org_id)
         return known[0] if known is not None else self.weight(org_id)
 
     def weight_lasts(self, org_id: str) -> bool:
-        """Whether `weight` would not read."""
+        """Whether `weight` would use the remembered value."""
         known = self._weights.get(org_id)
         return known is not None and known[1] > self._clock()
 
     def expected(self, op: Operation) -> int:
-        """The tokens that a sample will use, as far as one can tell: never more than it may."""
+        """How many tokens a sample will probably use; never more than it may."""
         sequences, prompt = _sequences(op), op.sample.prompt_tokens
         lengths = self._lengths.get(op.session_id)
         if lengths is None:
@@ -64,7 +64,7 @@ class ExpectedCosts:
         return min(op.tokens, prompt + round(sequences * lengths.mean))
 
     def ended(self, op: Operation, facts: Mapping[str, int]) -> int:
-        """A sample has ended and used what `facts` say. Returns by how many tokens its charge was too low."""
+        """Learn from a sample that has ended with these `facts`. Returns by how many tokens its charge was too low."""
         sequences, sampled = _sequences(op), facts.get("sample", 0)
         self._lengths.setdefault(op.session_id, _Lengths()).observe(sampled / sequences, sequences)
         self._lengths.move_to_end(op.session_id)

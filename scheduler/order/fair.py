@@ -31,9 +31,9 @@ from typing import Generic, TypeVar
 from scheduler.links.contract import Path, weights_of
 
 T = TypeVar("T")
-#: Whether a flow at the end of a path, named by its key, may be served.
+#: Whether the flow at the end of a path, given by its key, may be served.
 Only = Callable[[str], bool]
-#: Tokens per weight that a flow falls behind at most, while others are served by trainers that cannot serve it.
+#: How many tokens, per weight, a flow may fall behind at most while others are served by trainers that cannot serve it.
 LAG = 1 << 16
 
 
@@ -45,7 +45,7 @@ class _Node(Generic[T]):
     ready: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (start tag, arrival, child)
     weight: int = 1
     virtual: float = 0.0  # start tag of the child in service
-    finish: float = 0.0  # where this node's next start tag would be, kept by its parent's clock
+    finish: float = 0.0  # its next start tag, on its parent's clock
 
     def __bool__(self) -> bool:
         return bool(self.items) or bool(self.ready)
@@ -59,15 +59,15 @@ class FairTree(Generic[T]):
         self._arrivals = 0
 
     def push(self, path: Path, item: T, cost: int, *, weight: int = 1) -> None:
-        """Queue `item`, which will use `cost` tokens (at least 1), at the end of `path`. `weight` is the share of the
-        organisation from now on."""
+        """Queue `item`, which will use `cost` tokens (at least 1), at the end of `path`. `weight` becomes the weight of
+        the path's organisation."""
         node = self._root
         for key, share in zip(path, weights_of(path, weight), strict=True):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node()
             child.weight = share
-            if not (child.items or child.ready):  # as `not child`, without the call
+            if not (child.items or child.ready):  # same as `not child`, but without a call
                 self._enter(node, key, max(node.virtual, child.finish))
             node = child
         cost = max(1, cost)
@@ -75,7 +75,7 @@ class FairTree(Generic[T]):
         node.queued += cost
 
     def next(self, prefix: Path = (), only: Only | None = None) -> Path | None:
-        """Where the fairest item at or below `prefix` is."""
+        """The path of the fairest item at or below `prefix`."""
         node, path = self._find(prefix), list(prefix)
         while node is not None and node.ready:
             entry = _first(node, only)
@@ -92,25 +92,26 @@ class FairTree(Generic[T]):
         return node.items[0] if node else None
 
     def pop(self, prefix: Path = (), only: Only | None = None) -> T | None:
-        """Take the fairest item at or below `prefix`, which is no whole path where there is an `only`."""
+        """Take the fairest item at or below `prefix`. With `only`, `prefix` must not be a whole path."""
         path = self.next(prefix, only)
         return self.take(path, len(prefix)) if path is not None else None
 
     def take(self, path: Path, given: int) -> T:
-        """Take the first item of `path`, which is what `next` has found below its first `given` flows, charging every
-        flow on it."""
+        """Take the first item of `path`, and charge every flow on it. `path` was found by `next` below its first
+        `given` keys."""
         return self._serve(self._root, path, given)[0]
 
     def queued(self, path: Path) -> int:
-        """What all items of one path cost."""
+        """The cost of all items at one path."""
         node = self._find(path)
         return node.queued if node else 0
 
     def correct(self, path: Path, tokens: int) -> None:
         """What was served from `path` has used `tokens` more than it was charged (fewer, if negative).
 
-        Credit may take a child behind the virtual time. Who came in at the virtual time goes there with it, so that
-        nobody who waits for a first turn is overtaken for what others did not use."""
+        Credit may move a child to before the virtual time. Children that came in at the virtual time are moved there,
+        too, so that none that waits for its first turn is overtaken because another used less.
+        """
         node = self._root
         for key in path:
             child = node.children.get(key)
@@ -149,12 +150,12 @@ class FairTree(Generic[T]):
         return min(ahead, most)
 
     def children(self, prefix: Path = ()) -> list[str]:
-        """The flows directly below `prefix` that have something to do, fairest first."""
+        """The flows directly below `prefix` that have items, fairest first."""
         node = self._find(prefix)
         return [key for _, _, key in sorted(node.ready)] if node else []
 
     def remove(self, path: Path) -> list[T]:
-        """Take everything out of one path, in order. What was charged stays charged."""
+        """Take all items out of one path, in order. Their charges stay."""
         node = self._find(path)
         if not node:
             return []
@@ -165,7 +166,7 @@ class FairTree(Generic[T]):
         return taken
 
     def discard(self, path: Path, item: T) -> bool:
-        """Take one item out of its path, wherever it stands there. False when it is not there."""
+        """Take one item out of its path, wherever it stands. False if it is not there."""
         node = self._find(path)
         place = next((i for i, (other, _) in enumerate(node.items) if other == item), None) if node else None
         if node is None or place is None:
@@ -176,7 +177,7 @@ class FairTree(Generic[T]):
         return True
 
     def _leave(self, path: Path) -> None:
-        """Flows on `path` that are empty by now are ready no more."""
+        """Empty flows on `path` are no longer ready."""
         for depth in range(len(path) - 1, -1, -1):
             parent, child = self._find(path[:depth]), self._find(path[: depth + 1])
             if parent is None or child:
@@ -204,7 +205,7 @@ class FairTree(Generic[T]):
         heapq.heappush(node.ready, (start, self._arrivals, key))
 
     def _shift(self, node: _Node[T], key: str, shift: float) -> None:
-        self._arrivals += 1  # of equals, the corrected one is last
+        self._arrivals += 1  # among equal tags, the corrected one comes last
         start = shift + next(start for start, _, k in node.ready if k == key)
         virtual = start if start < node.virtual else math.inf  # where others go back to
         node.virtual = min(node.virtual, start)
@@ -244,7 +245,7 @@ class FairTree(Generic[T]):
 
 
 def _first(node: _Node[T], only: Only | None) -> tuple[float, int, str] | None:
-    """The fairest of a node's flows in which there is something for `only`."""
+    """The fairest of a node's flows that has items for `only`."""
     first = node.ready[0]
     if only is None or _has(node.children[first[2]], first[2], only):
         return first

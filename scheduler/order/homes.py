@@ -37,15 +37,15 @@ GUESSED_S = 1.0
 MARGIN = 1 / 16
 PAID_PASSES = 8
 STAY_S = 20.0
-#: How often it is asked whether a run had better move, and how many do at once at most.
+#: How often runs are checked for moves, and how many may move at once.
 LOOK_S = 0.5
 MOST_MOVES = 8
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a run is to a trainer: the base model that it needs, the memory that its state takes, and the tokens that a
-    move of it counts as; `fixed`: it cannot move now."""
+    """What a trainer must know of a run: the base model that it needs, the memory of its state, and how many tokens a
+    move of it counts as. `fixed`: it cannot move now."""
 
     run_id: str
     base_model: str
@@ -63,7 +63,7 @@ class Move:
 
 @dataclass
 class _Trainer:
-    """`memory_bytes` are for its runs, 0 where that is not known; `runs` live there, with their sizes."""
+    """`memory_bytes`: room for its runs, 0 if unknown; `runs`: those that live there, with their sizes."""
 
     models: frozenset[str] = frozenset()
     memory_bytes: int = 0
@@ -72,7 +72,8 @@ class _Trainer:
 
 @dataclass
 class _Demand:
-    """The `average` until `at_s` of a level that was what it is now since then; `weight` grows to 1."""
+    """A running mean of outstanding tokens. `average` is the mean until `at_s`, since when they have been `level`;
+    `weight` is that of the past, and grows to 1."""
 
     at_s: float
     average: float
@@ -80,7 +81,7 @@ class _Demand:
     weight: float = 1 - 0.5 ** (GUESSED_S / HALF_LIFE_S)
 
     def advance(self, now_s: float) -> float:
-        """The average until now."""
+        """Bring the mean up to now, and return it."""
         kept = 0.5 ** ((now_s - self.at_s) / HALF_LIFE_S)
         old, self.weight, self.at_s = self.weight * kept, self.weight * kept + 1 - kept, now_s
         self.average += (self.level - self.average) * (1 - old / self.weight)
@@ -89,7 +90,8 @@ class _Demand:
 
 @dataclass(frozen=True)
 class _Change:
-    """A run goes to `target`, and `back`, where it is not None, comes from there; the larger load falls by `gain`."""
+    """A possible change: a run goes to `target`, and, for an exchange, run `back` comes from there. The larger load
+    falls by `gain`."""
 
     claim: Claim
     target: str
@@ -98,27 +100,27 @@ class _Change:
 
 
 class Homes:
-    """`pass_tokens` are what a trainer takes at once."""
+    """`pass_tokens`: how many tokens a trainer takes in one pass."""
 
     def __init__(self, pass_tokens: int, clock: Callable[[], float]) -> None:
         self._pass_tokens, self._guess, self._clock = pass_tokens, GUESS * pass_tokens, clock
         self._trainers: dict[str, _Trainer] = {}  # in the order in which they came
         self._homes: dict[str, str] = {}
         self._demands: dict[str, _Demand] = {}
-        self._moved: dict[str, float] = {}  # when a run has moved
+        self._moved: dict[str, float] = {}  # by run: when it last moved
         self._looked = -math.inf
 
     def offer(self, trainer: str, models: Iterable[str], memory_bytes: int = 0) -> None:
-        """A trainer is there for runs."""
+        """A trainer takes runs of these models."""
         there = self._trainers.setdefault(trainer, _Trainer())
         there.models, there.memory_bytes = frozenset(models), memory_bytes
 
     def retire(self, trainer: str) -> None:
-        """A trainer takes no more runs."""
+        """A trainer takes no more runs; those that live there stay."""
         self.offer(trainer, ())
 
     def leave(self, trainer: str) -> None:
-        """A trainer is gone: the runs that lived there have no home."""
+        """A trainer is gone: its runs have no home any more."""
         for run_id in list(self._trainers.pop(trainer, _Trainer()).runs):
             del self._homes[run_id]
 
@@ -126,35 +128,36 @@ class Homes:
         return self._homes.get(run_id)
 
     def without(self, run_ids: Set[str]) -> Set[str]:
-        """Of these runs, those that have no home."""
+        """Those of these runs that have no home."""
         return run_ids - self._homes.keys()
 
     def settle(self, claim: Claim, trainer: str) -> None:
-        """A run lives there from now on."""
+        """The run lives on this trainer from now on."""
         self._unsettle(claim.run_id)
         self._homes[claim.run_id] = trainer
         self._trainers[trainer].runs[claim.run_id] = claim.size_bytes
 
     def forget(self, run_id: str) -> str | None:
-        """A run is over; where it lived."""
+        """Forget a run that is over. Returns the trainer on which it lived."""
         self._demands.pop(run_id, None)
         self._moved.pop(run_id, None)
         return self._unsettle(run_id)
 
     def outstanding(self, run_id: str, tokens: int) -> None:
-        """So many tokens of a run are queued or in a trainer's hands, from now on."""
+        """From now on so many tokens of the run are queued or in a trainer's hands."""
         now = self._clock()
         demand = self._demands.setdefault(run_id, _Demand(now, self._guess))
         demand.advance(now)
         demand.level = min(tokens, self._pass_tokens)
 
     def demand(self, run_id: str) -> float:
-        """In tokens."""
+        """The run's demand, in tokens."""
         demand = self._demands.get(run_id)
         return demand.advance(self._clock()) if demand is not None else self._guess
 
     def place(self, waiting: Sequence[Claim]) -> dict[str, str]:
-        """Where runs without a home would go, in their order. One that nobody can serve is left out."""
+        """The trainers to which these runs without a home would go, one after the other. A run that no trainer can
+        serve is left out."""
         loads, used = self._loads(), self._used()
         found: dict[str, str] = {}
         for claim in waiting:
@@ -168,7 +171,7 @@ class Homes:
         return found
 
     def even_out(self, residents: Iterable[Claim]) -> list[Move]:
-        """Have runs live elsewhere where that pays now, of these, which are all that are at home."""
+        """Move runs where that pays now. `residents` are all runs that have a home."""
         now = self._clock()
         if len(self._trainers) < 2 or now - self._looked < LOOK_S:
             return []
@@ -187,7 +190,8 @@ class Homes:
         return moves
 
     def _best(self, movable: Iterable[Claim]) -> _Change | None:
-        """The move, or else the exchange, that lowers the larger load most, of the fullest trainer that has one."""
+        """The best change of the fullest trainer that has one: the move, or else the exchange, that lowers the larger
+        load most."""
         at: dict[str, list[Claim]] = {}
         for claim in movable:
             at.setdefault(self._homes[claim.run_id], []).append(claim)
@@ -214,7 +218,7 @@ class Homes:
     def _exchanges(
         self, source: str, at: dict[str, list[Claim]], loads: dict[str, float], used: dict[str, int]
     ) -> Iterator[_Change]:
-        """With the emptiest trainer."""
+        """Possible exchanges with the emptiest trainer."""
         target = min(at, key=loads.__getitem__)
         gap, least = loads[source] - loads[target], MARGIN * loads[source]
         if gap < 2 * least:
@@ -222,7 +226,7 @@ class Homes:
         demands = {claim.run_id: self.demand(claim.run_id) for claim in (*at[source], *at[target])}
         for claim in at[source]:
             if demands[claim.run_id] < least:
-                continue  # it could not lower the load by that, and all but a few are such
+                continue  # too small to lower the load by `least`; most runs are
             for back in at[target]:
                 net = demands[claim.run_id] - demands[back.run_id]
                 gain = min(net, gap - net)
@@ -231,7 +235,7 @@ class Homes:
                     yield _Change(claim, target, back, gain)
 
     def _may_change(self, claim: Claim, source: str, back: Claim, target: str, used: dict[str, int]) -> bool:
-        more = claim.size_bytes - back.size_bytes  # at the target
+        more = claim.size_bytes - back.size_bytes  # growth at the target
         fit = self._has_room(target, used[target] + more) and self._has_room(source, used[source] - more)
         return fit and target in self._able(claim) and source in self._able(back)
 
@@ -259,5 +263,5 @@ class Homes:
 
 
 def _paid(claim: Claim) -> float:
-    """What the larger load must fall by for a move to be worth it."""
+    """By how many tokens the larger load must fall for a move to pay."""
     return claim.move_tokens / PAID_PASSES

@@ -24,7 +24,7 @@ from scheduler.order.gradients import Gradients, Lacking
 from scheduler.order.operations import INTERACTIVE, Operation
 from scheduler.order.plans import Create, ForwardBackward, Load, Plan, Slice, Step
 
-#: What uses the gradients before it, or puts others in their place.
+#: Operations that use the gradients before them, or replace them.
 _USES = (OpKind.OPTIM_STEP, OpKind.LOAD_STATE)
 
 
@@ -32,25 +32,26 @@ _USES = (OpKind.OPTIM_STEP, OpKind.LOAD_STATE)
 class Unit:
     """What is queued: one operation or one slice of it, ready to be sent to a trainer."""
 
-    op: Operation | None  # None: the synthetic restore from a snapshot
+    op: Operation | None  # None: the restore of a snapshot, which no client asked for
     base_model: str
     send: TrainOp
     tokens: int
-    alone: bool = False  # trainers were lost over the restore
+    alone: bool = False  # trainers were lost over this restore
 
     @property
     def suspect(self) -> bool:
-        """Whether a trainer was lost while it had this in its hands."""
+        """Whether a trainer was lost while it had this unit."""
         return self.alone or (self.op is not None and (self.op.alone or self.op.attempts > 0))
 
     @property
     def light(self) -> bool:
-        """Work without tokens: what it costs grows with the run, not with data (`scheduler.order.light_work`)."""
+        """Whether this is work without tokens: its cost grows with the run, not with data
+        (`scheduler.order.light_work`)."""
         return self.send.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
 def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool = False, done: int = 0) -> list[Unit]:
-    """One unit per slice of a forward or forward_backward, else one unit. The data up to `done` are computed."""
+    """One unit per slice of a forward or forward_backward, else one unit. Data before `done` are computed already."""
     kind = OpKind(op.kind)
     whole = op.plan.slices if isinstance(op.plan, ForwardBackward) else (Slice(0, 0, op.tokens),)
     slices = [part for part in whole if not done or part.start >= done]
@@ -86,17 +87,17 @@ def units_of(op: Operation, spec: RunSpec, *, replay: bool = False, again: bool 
 
 
 def came_at(plan: Plan, accepted_at: datetime) -> datetime:
-    """When the request of a forward_backward came; where its plan does not say, when it was accepted."""
+    """When the request of a forward_backward came; if its plan does not say, when it was accepted."""
     return (plan.came_at if isinstance(plan, ForwardBackward) else None) or accepted_at
 
 
 def uses_gradients(kind: str, error: str | None) -> bool:
-    """Whether an operation that has ended leaves nothing to the next step (`Gradients.used`)."""
+    """Whether an ended operation leaves no gradient to the next step (`Gradients.used`)."""
     return kind in _USES and (error is None or is_not_taken(error))
 
 
 class RunLane:
-    """One run: what has been released to the queue, what is parked, and how to rebuild it."""
+    """One run: its operations that are released to the queue or parked, and how to rebuild it."""
 
     def __init__(
         self,
@@ -115,14 +116,14 @@ class RunLane:
         self.resident = False  # a trainer holds the run, or units that rebuild it are queued
         self.broken: str | None = None  # why the run can do nothing more
         self.broken_category = "user"
-        self.closing_since: float | None = None  # when its session was seen to be over, by the event loop's clock
-        self.paused = ""  # why nothing of it is queued for now
-        self.setbacks = 0  # times that it was set aside, or a trainer lost over it, since it last got on
+        self.closing_since: float | None = None  # when its session was found to have ended, by the event loop's clock
+        self.paused = ""  # why none of its units are queued for now
+        self.setbacks = 0  # how often it was set aside, or a trainer lost over it, since its last progress
         self.gradients = Gradients()
         self._parked: dict[int, Operation] = {}
-        self._refused: set[int] = set()  # numbers ahead of next_seq that are spent without an operation
-        self._pending: dict[str, Operation] = {}  # released, not answered; in order of seq
-        self._log: list[Operation] = []  # answered, mutating, after the snapshot
+        self._refused: set[int] = set()  # numbers from next_seq on that are spent without an operation
+        self._pending: dict[str, Operation] = {}  # released and not answered, in order of seq
+        self._log: list[Operation] = []  # answered since the snapshot, and changing the run
 
     @property
     def closing(self) -> bool:
@@ -134,29 +135,29 @@ class RunLane:
 
     @property
     def at_work(self) -> bool:
-        """Whether something of it has been released, and is not answered."""
+        """Whether an operation is released and not answered."""
         return bool(self._pending)
 
     @property
     def parked(self) -> list[Operation]:
-        """What waits for an operation before it to arrive."""
+        """Operations that wait for an earlier one to arrive."""
         return list(self._parked.values())
 
     def arrive(self, op: Operation) -> list[Unit]:
-        """A new operation. Returns the units that may be queued now, in order."""
+        """Add a new operation. Returns the units that may be queued now, in order."""
         self._parked[op.seq] = op
         if op.kind == OpKind.FORWARD_BACKWARD:
             self.gradients.came(op.seq, came_at(op.plan, op.accepted_at))
         return self._advance()
 
     def refuse(self, seq: int) -> list[Unit]:
-        """`seq` was spent on a request that could not be accepted. Returns what that gap had held up."""
+        """`seq` was spent on a request that could not be accepted. Returns the units that waited for it."""
         if seq >= self.next_seq:
             self._refused.add(seq)
         return self._advance()
 
     def spent(self, seq: int) -> bool:
-        """Whether this number is taken, be it by an operation that waits for a gap before it."""
+        """Whether this number is taken; also by a parked operation."""
         return seq < self.next_seq or seq in self._parked or seq in self._refused
 
     def _advance(self) -> list[Unit]:
@@ -175,11 +176,11 @@ class RunLane:
         return [u for o in ready for u in units_of(o, self.spec)]
 
     def remember(self, op: Operation) -> None:
-        """At start-up: an answered operation that a rebuild must replay."""
+        """At start-up: add an answered operation that a rebuild must replay."""
         insort(self._log, op, key=lambda other: other.seq)
 
     def is_past(self, op: Operation) -> bool:
-        """Whether something behind `op` has been answered already, as if `op` had changed the run."""
+        """Whether a later operation has been answered already, computed as if `op` had changed the run."""
         return self._goes_beyond(op.seq)
 
     def _goes_beyond(self, seq: int) -> bool:
@@ -193,17 +194,17 @@ class RunLane:
             self.gradients.over(op.seq, datetime.now(UTC))
         if op.outcome is not None and uses_gradients(op.kind, op.outcome.error):
             self.gradients.used(op.seq)
-        op.attempts, op.reached, op.alone = 0, 0, False  # as a replay it has yet to show what it does
+        op.attempts, op.reached, op.alone = 0, 0, False  # a replay is suspected anew
         if ok and op.kind in MUTATING:
             insort(self._log, op, key=lambda other: other.seq)
 
     def failed(self, seq: int, kind: str, why: str) -> None:
-        """An operation of it has ended badly: a step may count on it."""
+        """One of its operations has failed; a step may depend on it."""
         if kind in STEPS_COUNT_ON:
             self.gradients.failed(seq, step_not_taken(kind, why))
 
     def sent(self, unit: Unit) -> TrainOp:
-        """What a trainer is sent of it now: to a step belongs whose gradient it would lack."""
+        """The unit's message to a trainer now; that of a step says which gradient it would lack."""
         op, send = unit.op, unit.send
         if op is None or send.replay or send.kind is not OpKind.OPTIM_STEP:
             return send
@@ -214,19 +215,19 @@ class RunLane:
         return replace(send, lacks=lacking.of, knows=lacking.knows) if lacking != Lacking() else send
 
     def lost(self) -> list[Unit]:
-        """The trainer is gone. Returns everything to queue again (the caller has emptied the run's queue)."""
+        """The trainer is gone. Returns all units to queue again; the caller has emptied the run's queue."""
         self.resident = False
         return self._all_again()
 
     def pause(self, why: str, *, kept: bool) -> None:
-        """Queue nothing for now; `kept` says that a trainer holds the run. The caller has emptied the run's queue, and
-        with it what was still to be repeated behind an operation that is not answered: then it is rebuilt."""
+        """Queue nothing for now; with `kept` a trainer still holds the run. The caller has emptied the run's queue. If
+        that contained replays behind an unanswered operation, the run has to be rebuilt."""
         first = min((op.seq for op in self._pending.values()), default=self.next_seq)
         self.paused, self.resident = why, self.resident and kept and not self._goes_beyond(first)
         self.setbacks += 1
 
     def resume(self) -> list[Unit]:
-        """Try again. Returns everything to queue."""
+        """End the pause. Returns all units to queue."""
         self.paused = ""
         return self._all_again()
 
@@ -245,11 +246,11 @@ class RunLane:
         return units_of(op, self.spec, replay=replay, again=True, done=done)
 
     def replays(self) -> list[Operation]:
-        """What rebuilds the run on top of its snapshot."""
+        """Operations that rebuild the run on top of its snapshot."""
         return list(self._log)
 
     def saved(self, seq: int, ref: str, part_op: str = "", part_stop: int = 0) -> list[Operation]:
-        """A snapshot taken right after `seq` is durable (`scheduler.links.messages.Snapshot`). Returns the operations
+        """The snapshot taken right after `seq` is durable (`scheduler.links.messages.Snapshot`). Returns the operations
         that need no replay any more."""
         self.snapshot = Snapshot(self.run_id, seq, ref, part_op, part_stop)
         covered = [op for op in self._log if op.seq <= seq]
@@ -257,19 +258,19 @@ class RunLane:
         return covered
 
     def abandon(self) -> list[Operation]:
-        """Give up the run: everything not answered, parked operations included."""
+        """Give up the run. Returns all operations that are not answered, parked ones included."""
         left = [*self._pending.values(), *self._parked.values()]
         self._pending.clear()
         self._parked.clear()
         return left
 
     def missing(self, op: Operation) -> int | None:
-        """The sequence number that a parked operation waits for, or None when it is not parked."""
+        """The sequence number that a parked operation waits for; None if it is not parked."""
         return self.next_seq if op.seq in self._parked else None
 
     def _rebuild(self, pending: list[Operation]) -> list[Unit]:
-        """What brings the run back on a trainer that knows nothing of it, and goes on with `pending`: all in the order
-        of their numbers, for one may have been answered before another that it follows."""
+        """Units that rebuild the run on a new trainer and go on with `pending`, all in order of their numbers: an
+        operation may have been answered before an earlier one."""
         self.resident = True
         units: list[Unit] = []
         if self.snapshot is not None:

@@ -25,7 +25,7 @@ class Sizes:
     base: int
 
 
-#: The sizes of a run, None where they are not known: then only the fixed part counts.
+#: The sizes of a run; None if they are not known, and then only the fixed part counts.
 SizesOf = Callable[[RunSpec], Sizes | None]
 
 
@@ -54,17 +54,17 @@ WEIGHTS = {
     OpKind.LOAD_STATE: Weight(25, 199.0),
     OpKind.CREATE: Weight(7, 19.0),
 }
-#: A create on weights that were saved.
+#: A create from saved weights.
 CREATE_FROM = Weight(14, 240.0)
 
 
 def cost_of(unit: Unit, spec: RunSpec, sizes: Sizes | None) -> int:
-    """The tokens that `unit`, of the run `spec`, counts as."""
+    """How many tokens `unit`, of the run `spec`, counts as."""
     return _weight(unit.send, spec.optimizer).tokens(spec.rank, sizes) if unit.light else unit.tokens
 
 
 def move_cost(spec: RunSpec, sizes: Sizes | None) -> int:
-    """The tokens that moving a run from one trainer to another counts as: its state is saved, and read."""
+    """How many tokens the move of a run to another trainer counts as: its state is saved and read."""
     return sum(weight.tokens(spec.rank, sizes) for weight in (WEIGHTS[OpKind.SAVE_STATE], CREATE_FROM))
 
 

@@ -16,7 +16,7 @@ from scheduler.order.roster import Roster
 
 @dataclass
 class _Held:
-    """What is known of an item."""
+    """The state of one item."""
 
     item: Item
     attempts: int = 0
@@ -25,8 +25,8 @@ class _Held:
     leased_at: float = 0.0
     result: bytes | None = None
     taken_until: float = 0.0
-    declined: dict[str, str] = field(default_factory=dict)  # worker: why
-    left_to: str | None = None  # while it is set aside for one worker
+    declined: dict[str, str] = field(default_factory=dict)  # by worker: why
+    left_to: str | None = None  # the worker for which it is set aside
     left_until: float = 0.0
 
     @property
@@ -35,23 +35,23 @@ class _Held:
 
 
 class LocalQueue:
-    """`tree` says who is next."""
+    """The fair queue of one process; `tree` has the fair order."""
 
     def __init__(self, clock: Callable[[], float] = time.time, tree: FairTree[str] | None = None) -> None:
         self._clock = clock
         self._tree = FairTree[str]() if tree is None else tree
         self._items: dict[str, _Held] = {}
-        self._hands: defaultdict[str, dict[str, _Held]] = defaultdict(dict)  # what each worker holds
-        self._busy: Counter[str] = Counter()  # slots of that
+        self._hands: defaultdict[str, dict[str, _Held]] = defaultdict(dict)  # by worker: the items that it holds
+        self._busy: Counter[str] = Counter()  # by worker: the slots of these
         self._expected = 0
         self._roster = Roster()
-        self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model, in order
+        self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model: items set aside, in order
         self._given_up: set[str] = set()
         self._epochs = 0
         self._changed = threading.Condition()
 
     def expect(self, workers: int) -> None:
-        """As long as fewer are there, what those have declined waits for the others."""
+        """While fewer workers are present, items that all of these have declined wait for the others."""
         self._expected = workers
 
     def push(self, item: Item) -> bool:
@@ -109,7 +109,7 @@ class LocalQueue:
             return leases
 
     def _next_for(self, worker: str, models: Sequence[str]) -> tuple[_Held, bool] | None:
-        """What is set aside goes first. Says also whether it comes from the tree."""
+        """The next item for a worker; items set aside go first. Also whether it comes from the tree."""
         for model in models:
             for item_id in islice(self._aside[model], MAX_ASIDE):
                 held = self._items[item_id]
@@ -207,12 +207,12 @@ class LocalQueue:
             return {item_id for item_id in item_ids if item_id in self._items}
 
     def _held(self, item_id: str, epoch: int) -> _Held | None:
-        """The item, if somebody holds it under this epoch."""
+        """The item, if a worker holds it under this epoch."""
         held = self._items.get(item_id)
         return held if held is not None and held.worker is not None and held.epoch == epoch else None
 
     def _let_go(self, held: _Held) -> None:
-        """It is in nobody's hands any more."""
+        """No worker holds the item any more."""
         if held.worker is not None:
             del self._hands[held.worker][held.item.id]
             self._busy[held.worker] -= held.slots
@@ -225,7 +225,7 @@ class LocalQueue:
         del self._hands[worker], self._busy[worker]
 
     def _lose(self, held: _Held) -> bool:
-        """Its holder has died over an item. Whether it is queued again."""
+        """The item's worker has died over it. Returns whether it is queued again."""
         self._let_go(held)
         held.attempts += 1
         if held.attempts >= LIVES:
@@ -237,7 +237,7 @@ class LocalQueue:
         return True
 
     def _able(self, item_id: str) -> tuple[bool, bool]:
-        """Whether a worker may serve an item that is there, or still to come; and whether one is there at all."""
+        """Whether a present or expected worker may serve the item; and whether any present worker has its model."""
         held = self._items[item_id]
         there = self._roster.serving(held.item.path[0])
         may = len(self._roster) < self._expected or any(worker not in held.declined for worker in there)
@@ -247,7 +247,7 @@ class LocalQueue:
         return item_id in self._aside[self._items[item_id].item.path[0]]
 
     def _withdraw(self, item_id: str) -> None:
-        """An item that is in nobody's hands leaves the place where it waits."""
+        """Take a waiting item out of the tree, or out of those set aside."""
         path = self._items[item_id].item.path
         if self._is_aside(item_id):
             self._items[item_id].left_to = None

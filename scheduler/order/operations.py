@@ -15,7 +15,7 @@ from scheduler.order.timings import Timings
 from store.tracing import request_of
 
 SAMPLE = "sample"
-#: Numbers from here are of samples that only the connection they were asked for on can answer (`api.routes.openai`).
+#: Numbers from here on belong to samples whose results only one connection can read (`api.routes.openai`).
 UNKEPT = 2**62 + 2**61
 
 #: The priority of an operation when nobody says otherwise (`scheduler.links.contract.PRIORITY_SHARES`).
@@ -42,11 +42,12 @@ class NewOperation(msgspec.Struct, frozen=True):
     """What the front hands in.
 
     `lane` is a run id (ordered by `seq`) or, for samples, a sampler id (unordered). `kind` is an OpKind or SAMPLE.
-    `tokens` are the most that it can use, which is what rate limits, the hold on money and the fair order count: of a
-    forward or forward_backward all tokens of its data, of a sample its prompt and `max_tokens` for each sequence,
+    `tokens` are the most that it can use, which is what rate limits, the hold on money and the fair order count: all
+    tokens of the data for a forward or forward_backward; the prompt and `max_tokens` for each sequence for a sample;
     else 0. `stores_bytes` is about what a save will store. `body` is what a worker reads; `sent` is what the client
-    sent, where that is not the body: repeats are known by it. `refused` says why the front turns an ordered operation
-    away: it only spends its number, and fails with that."""
+    sent, if that differs: repeats are recognised by it. `refused` is why the API refuses an ordered operation: it only
+    spends its number, and fails with that error.
+    """
 
     org_id: str
     session_id: str
@@ -59,7 +60,7 @@ class NewOperation(msgspec.Struct, frozen=True):
     plan: Plan = BODY_ONLY
     refused: str | None = None
     sent: bytes | None = None
-    key_id: int | None = None  # who asks, and the project that it counts for
+    key_id: int | None = None  # who asks, and the project that it is counted for
     user_id: str | None = None
     project_id: str | None = None
     stores_bytes: int = 0
@@ -76,15 +77,15 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Gone:
-    """It had a result, which is no longer there, and why."""
+    """The operation had a result that is no longer kept; `why`."""
 
     why: str = "the result of this operation is no longer kept"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an operation ended: a payload for its client, or an error (`category` is "user" or "server"). Of a large one
-    that is not in memory, `ref` names the blob that the payload of `size_bytes` is still to be read from."""
+    """How an operation ended: a payload for its client, or an error (`category` is "user" or "server"). If a large
+    payload is not in memory, `ref` names its blob of `size_bytes`."""
 
     payload: bytes = b""
     content_type: str = "application/json"
@@ -142,7 +143,7 @@ class Operation:
     _waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def end(self) -> None:
-        """It has its outcome, here or elsewhere: wake who waits for it."""
+        """It has its outcome, here or elsewhere: wake whoever waits for it."""
         self._over = True
         for waiter in self._waiting:
             _tell(waiter, True)
@@ -163,7 +164,7 @@ class Operation:
 
     @property
     def path(self) -> tuple[str, str, str, str]:
-        """Where a sample is queued; the operations of a run are at its lane's path."""
+        """The path at which a sample is queued; operations of a run are queued at their lane's path."""
         return (self.base_model, self.org_id, self.sample.priority, self.lane)
 
     @property
@@ -173,7 +174,7 @@ class Operation:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What log lines about it say (`store.logs`)."""
+        """Its fields for log lines (`store.logs`)."""
         return {"request": request_of(self.origin), "org": self.org_id, "run": self.run_id, "operation": self.id}
 
     @property

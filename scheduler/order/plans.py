@@ -1,4 +1,4 @@
-"""What an operation is to do, as far as its body does not say it: one struct for each thing that operations do.
+"""What an operation is to do, beyond what its body says: one struct for each kind of operation.
 
 The route that accepts an operation makes its plan; the row of the operation keeps it as JSON
 (`scheduler.journal.rows`), so that it can be queued again after a restart.
@@ -16,9 +16,8 @@ from scheduler.links.messages import RunSpec
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a forward_backward that is computed in one piece: the data [start, stop) of its body, which count as
-    `tokens` tokens together in the fair order: with an uploaded loss that is more than they have. In JSON
-    [start, stop, tokens]."""
+    """A part of a forward_backward that is computed in one piece: the data [start, stop) of its body. In the fair order
+    they count as `tokens` tokens together: with an uploaded loss more than they have. In JSON [start, stop, tokens]."""
 
     start: int
     stop: int
@@ -66,7 +65,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     source: Source
 
 
-#: In place of when it came: its client has sent it again, and nobody knows since when it tries.
+#: Stands for an unknown time: the client has sent the request again, and nobody knows when it first tried.
 SENT_AGAIN = datetime.fromtimestamp(0, UTC)
 
 
@@ -82,7 +81,8 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 class Save(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """save_state, save_sampler and save_external under a name: the checkpoint tinker://<run>/<kind>/<name>. It expires
-    `ttl_seconds` after it is made, or never; with `overwrite` it replaces one of that name, which else refuses it."""
+    `ttl_seconds` after it is made, or never. With `overwrite` it replaces a checkpoint of that name; else such a
+    checkpoint makes it fail."""
 
     kind: Literal["weights", "sampler_weights", "external_weights"]
     name: str
@@ -92,8 +92,8 @@ class Save(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class NewSampler(msgspec.Struct, frozen=True, tag=True):
-    """save_sampler without a name: a sampler on the weights of that moment, the session's sampler `number`. With
-    `inflight` it moves along to the weights of each later save of that sort of its run."""
+    """save_sampler without a name: a sampler of the weights at that moment, the session's sampler `number`. With
+    `inflight` it moves to the weights of each later such save of its run."""
 
     sampler_id: str
     number: int
@@ -110,17 +110,16 @@ class Sample(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """optim_step: the settings that its body gives the optimizer, by name, for people who look at the run later, when
-    the body is gone. What computes reads the body. `heard_of` is what its client has said of failures that it knows
-    (`weft.wire.OptimStepRequest`)."""
+    """optim_step: the settings in its body, by name, for people who look at the run when the body is gone. The trainer
+    reads the body. `heard_of`: the failures that its client knows of (`weft.wire.OptimStepRequest`)."""
 
     settings: dict[str, float]
     heard_of: int | None = None
 
 
 class BodyOnly(msgspec.Struct, frozen=True, tag=True):
-    """Nothing that its body does not say. Also a request that is refused, or known to be a repeat: nothing is done for
-    either."""
+    """An operation that its body describes completely. Also a refused request, or a repeat: nothing is done for
+    these."""
 
 
 BODY_ONLY = BodyOnly()

@@ -1,4 +1,4 @@
-"""Whether a worker with a base model is there, or comes: what whoever waits for one is told.
+"""Whether a worker with a base model is present or coming, for those who wait for one.
 
 Between "it is next" and "nobody will ever come" lie minutes in which a worker reads its weights and takes no work. So a
 worker that loads is known before it is there: in the embedded service to the supervisor that has started it, over Redis
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from scheduler.order.operations import Waiting
 
-#: So long no worker need be there, or load: after the start of a server, and between the end of a worker and its next
-#: start.
+#: How long no worker need be present or load: after the start of a server, and between the end of a worker and its
+#: restart.
 GRACE_S = 30.0
 
-#: For how long a worker of some role has been loading a base model; None where none does.
+#: For how long a worker of some role has been loading a base model; None if none does.
 LoadingFor = Callable[[str], float | None]
 
 
@@ -29,8 +29,8 @@ def nobody_loads(base_model: str) -> None:
 
 @dataclass(frozen=True)
 class Present:
-    """Of the workers of one role: whether any is `here`, and one that `serves` the base model in question; for how long
-    one loads it, and for how long none has had it."""
+    """The workers of one role: whether any is `here`, and any that `serves` the base model in question; for how long
+    one has been loading it, and for how long none has had it."""
 
     here: bool = False
     serves: bool = False
@@ -46,7 +46,7 @@ class Presence:
         self.forget()
 
     def forget(self) -> None:
-        """Nobody was looking: the grace begins anew."""
+        """Nobody was looking: the grace period begins anew."""
         self._began, self._seen = self._clock(), dict[str, float]()
 
     def saw(self, models: Iterable[str]) -> None:
@@ -57,7 +57,7 @@ class Presence:
 
 
 def queued_for(worker: str, ahead: int, base_model: str, present: Present) -> Waiting:
-    """What is said of an operation of `base_model` that is queued behind `ahead` others for a `worker`."""
+    """What is told to a client whose operation of `base_model` is queued behind `ahead` others for a `worker`."""
     place = f"about {ahead} pieces of work are ahead of it in fair order" if ahead else "it is next"
     if present.serves:
         return Waiting("active", f"waiting for the {worker}, which is busy; {place}")

@@ -13,7 +13,7 @@ from scheduler.links.contract import HEAD_START, REMEMBERED
 
 
 def fullness(free: int, slots: int) -> float:
-    """The share of a worker's slots that are busy, where some are free."""
+    """The share of a worker's slots that are busy; not for a worker without slots."""
     return 1 - free / slots
 
 
@@ -26,7 +26,8 @@ def remember(memory: OrderedDict[str, str], key: str, value: str = "") -> None:
 
 @dataclass
 class Worker:
-    """`slots` it had when it last came; `room` of them are free: what it had, less what is left to it since."""
+    """`slots`: how many it had when it last leased; `room`: how many of these are still free, less those of items left
+    to it since."""
 
     deadline: float = 0.0
     models: frozenset[str] = frozenset()
@@ -40,7 +41,7 @@ class Roster:
         self._workers: dict[str, Worker] = {}
 
     def sign(self, name: str, deadline: float, models: Sequence[str] | None = None) -> bool:
-        """A sign of life. False when it is of nobody who is known, and says no models."""
+        """A sign of life; with `models` it also registers the worker. False for an unknown worker without `models`."""
         if models is not None:
             self._workers.setdefault(name, Worker()).models = frozenset(models)
         elif name not in self._workers:
@@ -52,11 +53,11 @@ class Roster:
         return len(self._workers)
 
     def comes(self, name: str, busy: int, free: int) -> None:
-        """A worker says how many of its slots are free, beside those of what it holds."""
+        """A worker has `busy` slots, by the items that it holds, and `free` ones."""
         self._workers[name].slots, self._workers[name].room = busy + free, free
 
     def fills(self, name: str, slots: int) -> None:
-        """`slots` of its free ones are not free any more."""
+        """`slots` of its free slots are taken now."""
         self._workers[name].room -= slots
 
     def holds(self, name: str, adapter: str) -> None:
@@ -64,7 +65,7 @@ class Roster:
             remember(self._workers[name].holds, adapter)
 
     def gone(self, now: float) -> list[str]:
-        """Forget those whose deadline has passed, the most silent first."""
+        """Forget the workers whose deadline has passed. Returns them, the one with the oldest deadline first."""
         late = sorted((w.deadline, name) for name, w in self._workers.items() if w.deadline < now)
         for _, name in late:
             del self._workers[name]
@@ -74,8 +75,8 @@ class Roster:
         return sorted(name for name, worker in self._workers.items() if model in worker.models)
 
     def better_for(self, adapter: str, model: str, name: str, never: Iterable[str]) -> str | None:
-        """Which of the others, but none of `never`, holds `adapter`, where `name` does not, has room and is not much
-        fuller: the emptiest."""
+        """The emptiest other worker that would serve an item better than `name`: it holds `adapter` (and `name` does
+        not), has room, is not much fuller, and is not in `never`."""
         asks = self._workers[name]
         if not adapter or adapter in asks.holds:
             return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-#: Stretches kept of one operation, which bounds its row; a long operation's later ones are only counted.
+#: How many stretches of one operation are kept, which bounds its row; later ones are only counted.
 MAX_STRETCHES = 32
 
 
@@ -37,7 +37,7 @@ class Timings:
     computed: datetime | None = None
 
     def begin(self, stretch: Stretch) -> None:
-        """A worker has it now. Further slices in the same pass change nothing."""
+        """A worker has the operation now. Further slices in the same pass change nothing."""
         if self.stretches and self.stretches[-1].pass_id == stretch.pass_id and self.stretches[-1].end is None:
             return
         if len(self.stretches) == MAX_STRETCHES:
@@ -46,7 +46,7 @@ class Timings:
             self.stretches.append(stretch)
 
     def end(self, at: datetime) -> None:
-        """It is in no worker's hands any more."""
+        """No worker has the operation any more."""
         if self.stretches and self.stretches[-1].end is None:
             self.stretches[-1].end = at
 
@@ -69,5 +69,5 @@ class Timings:
 
 
 def _us(span: timedelta) -> int:
-    """Never negative: the wall clock may be set back meanwhile."""
+    """Microseconds; never negative, since the wall clock may be set back meanwhile."""
     return max(0, span // timedelta(microseconds=1))

@@ -26,9 +26,10 @@ from scheduler.order.operations import INTERACTIVE, SAMPLE
 from store import tables
 from store.tables.base import any_index_but
 
-#: Operations of a run that are looked at, the latest, and sequences that these name: one may name thousands.
+#: How many operations of a run are looked at (the latest), and how many sequences that they name: one operation may
+#: name thousands.
 MAX_ROWS, MAX_NAMES = 20_000, 200_000
-#: Operations whose sequences are read at a time.
+#: How many operations' sequences are read at a time.
 AT_A_TIME = 50
 
 
@@ -97,9 +98,9 @@ class _Row:
     interactive: bool
     spans: list[tuple[float, float]]
     sequences: int
-    drawn: list[dict[int, int]]  # a sample's tokens by the version of the policy, of each sequence
-    named: dict[str, int]  # sequences that a training operation names, and their tokens in it
-    version: int | None  # of the policy after it
+    drawn: list[dict[int, int]]  # of a sample: by sequence, the tokens of each policy version
+    named: dict[str, int]  # sequences named by a training operation, and their tokens in it
+    version: int | None  # the policy's version after the operation
 
 
 def health_of(session: Session, run: tables.Run, now: datetime, window: timedelta) -> Health:
@@ -166,7 +167,7 @@ def _rows(session: Session, run: tables.Run, since: datetime) -> list[_Row]:
 
 
 def _named(session: Session, op_ids: Sequence[str]) -> dict[str, dict[str, int] | None]:
-    """The sequences that training operations name, and their tokens."""
+    """The sequences that training operations name, and how many of their tokens."""
     if not op_ids:
         return {}
     query = select(tables.Operation.id, sequences).where(tables.Operation.id.in_(op_ids))
@@ -195,7 +196,7 @@ def _read(row: SqlRow[Any], named: dict[str, int]) -> _Row:
 
 
 def _sampling_wait(samples: Sequence[_Row]) -> float | None:
-    """Each of a request's sequences counts."""
+    """Sampling wait: each sequence of a request counts."""
     ended = [row for row in samples if row.begun is not None and row.spans]
     urgent = [row for row in ended if row.interactive] or ended
     waited = sum(row.sequences * (row.begun or 0.0) for row in urgent)
@@ -204,7 +205,7 @@ def _sampling_wait(samples: Sequence[_Row]) -> float | None:
 
 
 def _tokens(session: Session, run: tables.Run, since: datetime) -> tuple[int, int]:
-    """Sampled and trained."""
+    """How many tokens were sampled, and how many trained."""
     event = tables.UsageEvent
     query = select(event.kind, event.quantity).where(event.run_id == run.id, event.recorded_at >= since)
     sums: Counter[str] = Counter()
@@ -219,7 +220,7 @@ def _after(since_s: float, spans: Sequence[tuple[float, float]]) -> list[tuple[f
 
 @dataclass(frozen=True)
 class _Use:
-    """What became of sampled tokens, by what training has named."""
+    """What became of sampled tokens, by the sequences that training data name."""
 
     staleness: dict[int, int]
     acceptance: float
@@ -227,7 +228,7 @@ class _Use:
 
 
 def _use(training: Sequence[_Row], samples: Sequence[_Row]) -> _Use | None:
-    """None where no training operation names any sequence."""
+    """What became of the tokens of `samples`; None if no training operation names a sequence."""
     naming = [row for row in training if row.named]
     if not naming:
         return None
@@ -263,8 +264,8 @@ def _inferred_staleness(training: Sequence[_Row], samples: Sequence[_Row]) -> di
 
 
 def _trained_by(training: Sequence[_Row]) -> Iterator[tuple[_Row, int]]:
-    """Each forward_backward, and the version of the policy that it is computed on: where the operations before it left
-    it or, before the first that tells, where that one found it. Without those of which none tells."""
+    """Each forward_backward with the policy version that it was computed on: the version after the operations before
+    it; or, before the first that tells its version, the one before that. Without those for which no operation tells."""
     version, waiting = None, list[_Row]()
     for row in sorted(training, key=lambda row: row.seq):
         if row.version is not None:

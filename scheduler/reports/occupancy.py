@@ -20,13 +20,13 @@ from billing.reports.tco import divide
 from scheduler.order.operations import SAMPLE
 from store.tables import Operation
 
-#: Operations that are looked at, the latest.
+#: How many operations are looked at: the latest.
 MAX_ROWS = 50_000
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A time, in seconds, in which `owner` had a part of a machine; `weight` is that part."""
+    """A time, in seconds, in which `owner` used the share `weight` of a machine."""
 
     owner: str
     start_s: float
@@ -36,15 +36,15 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Timeline:
-    """For each bucket of time (from `starts_s`) the share of it in which a machine worked for each owner. The shares
-    of a bucket add up to the part of it in which the machine worked at all."""
+    """For each bucket of time (from `starts_s`), the share of it in which a machine worked for each owner. The shares
+    add up to the part of the bucket in which the machine worked at all."""
 
     starts_s: list[float]
     shares: dict[str, list[float]]
 
 
 def stretches(session: Session, since: datetime, until: datetime) -> dict[str, list[Stretch]]:
-    """What all organisations computed, by machine: training and sampling. The caller says who may see whose."""
+    """Stretches of all organisations, by machine: training and sampling. The caller decides who may see whose."""
     found: dict[str, list[Stretch]] = {"training": [], "sampling": []}
     row = Operation
     query = select(row.org_id, row.kind, row.tokens, row.accepted_at, row.timings)
@@ -64,7 +64,7 @@ def _of_operation(org_id: str, tokens: int, accepted_s: float, kept: list[list[A
 
 
 def timeline(found: Iterable[Stretch], since: datetime, until: datetime, buckets: int, seen: set[str]) -> Timeline:
-    """The timeline of `found`. Owners that are not in `seen` are "others"."""
+    """The timeline of `found`. Owners that are not in `seen` are added up as "others"."""
     start_s, bucket_s = since.timestamp(), (until - since).total_seconds() / buckets
     spans: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     parts: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -1,4 +1,5 @@
-"""The simulator's machines as a real service has them: measured on a few loads, apart from what it then predicts."""
+"""The simulated machines with the speeds of a real service, measured on a few loads, which are not those that it then
+predicts."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from scheduler.simulator.simulation import Simulation
 from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
-#: Halvings in the search for the time of a handover: to a thousandth of a decode step.
+#: Number of halvings in the search for the handover time: exact to a thousandth of a decode step.
 _HALVINGS = 15
-#: The longest handover that is looked for, in decode steps.
+#: The longest handover that the search considers, in decode steps.
 _MOST_STEPS = 32
 #: Condition of the loads that calibrate a trainer (each column of length 1) beyond which errors of a hundredth in what
 #: was measured become as large as the terms.
@@ -58,7 +59,7 @@ def calibrate(slots: int, one: Batch, full: Batch, lone: Batch, burst: Batch, qu
 
 
 def _handover_s(machine: Cluster, queued: Batch) -> float:
-    """With which the batch takes as many decode steps as it did."""
+    """The handover time with which the simulated batch takes as many decode steps as the real one."""
     load = Workload("queued", len(queued.lengths), 1, prompt=0, lengths=queued.lengths, trains=False, steps=1)
     low_s, high_s = 0.0, _MOST_STEPS * machine.step_s(machine.slots)
     for _ in range(_HALVINGS):

@@ -16,9 +16,9 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.simulation import Result, Simulation
 from scheduler.simulator.workloads import Workload
 
-#: Tokens of a sequence that is decoded, on average.
+#: The mean number of tokens of a sequence that is being decoded.
 KEPT_TOKENS = 4096
-#: Divisions that are played at most: of more, those that differ most.
+#: How many divisions are played at most; of more, those that differ most.
 MOST = 16
 
 
@@ -159,8 +159,8 @@ def divisions(
 
 
 def faster_below_tokens(shape: Shape, gpu: Gpu, ranks: int, runs: int, busiest: float = 1.0) -> float:
-    """Of a pass that is one step of so many runs: with fewer tokens the owners of experts are faster than ranks that
-    gather, which they are only while gathering is what a pass waits for. Without attention."""
+    """Owners of experts are faster than ranks that gather in passes with fewer tokens than this: a pass of one step
+    with so many runs. Above, gathering is no longer what a pass waits for. Attention is not counted."""
     counts = {"trainers": 1, "ranks": ranks, "replicas": 1, "slots": 1}
     owners = cluster_of(shape, gpu, **counts, owned=shape.owned, busiest=busiest)
     each_s = 1 / owners.trained_tokens_per_s_per_gpu / ranks + owners.travel_s
@@ -168,7 +168,8 @@ def faster_below_tokens(shape: Shape, gpu: Gpu, ranks: int, runs: int, busiest: 
 
 
 def best(found: Sequence[Division]) -> Division:
-    """The one that trains most tokens; of those within a hundredth, the one with fewer GPUs, and the default layout."""
+    """The division that trains most tokens; among those within a hundredth of it, the one with fewer GPUs, then the
+    default layout."""
     most = max(one.trained_per_s for one in found)
     return min((one for one in found if one.trained_per_s >= 0.99 * most), key=lambda one: one.cluster.gpus)
 

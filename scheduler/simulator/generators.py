@@ -17,7 +17,7 @@ from scheduler.simulator.slots import Job, Slots
 
 @dataclass
 class Counts:
-    """Seconds, of slots where it says so. `contended_s` is while requests wait."""
+    """Seconds, or slot-seconds in `*_slot_s`. `contended_*` count only while requests wait."""
 
     busy_slot_s: float = 0.0
     contended_s: float = 0.0
@@ -32,11 +32,12 @@ class Generators:
         self._queue = LocalQueue(lambda: self._at_s, tree)
         self._costs = costs
         self._done = done
-        self._jobs: dict[str, Job] = {}  # in the queue
+        self._jobs: dict[str, Job] = {}  # waiting in the queue
         self._slots = {f"{i}": Slots(f"{i}", cluster) for i in range(cluster.replicas)}
         self._free = dict.fromkeys(self._slots)
-        self._unannounced = dict.fromkeys(self._slots)  # of whose slots others have come free
-        self._events: list[tuple[float, str]] = []  # heap; an entry that is not in `_next` any more is void
+        # by generator: slots have come free that the queue does not know of
+        self._unannounced = dict.fromkeys(self._slots)
+        self._events: list[tuple[float, str]] = []  # heap; entries that differ from `_next` are void
         self._next: dict[str, float] = {}
         self._at_s = 0.0
         self._busy = 0
@@ -50,7 +51,7 @@ class Generators:
 
     @property
     def next_s(self) -> float:
-        """When a sequence begins or ends, somewhere."""
+        """When the next sequence begins or ends."""
         while self._events and self._next[self._events[0][1]] != self._events[0][0]:
             heapq.heappop(self._events)
         return self._events[0][0] if self._events else float("inf")

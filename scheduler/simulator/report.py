@@ -18,7 +18,7 @@ COLUMNS = (
 )  # fmt: skip
 #: Loads of RL, each played for one tenant alone.
 ALONE = (REASONING, TOOLS)
-#: Loads whose own waits are told: those that a flood would hurt.
+#: Workloads whose own waits are reported: those that a flood would hurt.
 WATCHED = (CHAT, SMALL, TOOLS)
 
 

@@ -29,13 +29,13 @@ from scheduler.simulator.workloads import Workload
 
 
 class ByArrival(FairTree[Any]):
-    """First come, first served: one line for all."""
+    """First come, first served: one queue for all."""
 
     def push(self, path: Path, item: Any, cost: int, *, weight: int = 1) -> None:
         super().push((path[0], "", "", ""), item, cost)
 
     def correct(self, path: Path, tokens: int) -> None:
-        """Nobody is charged."""
+        """Does nothing: no flow is charged."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Simulation:
         seed: int = 0,
         sizes: SizesOf = unknown_sizes,
     ) -> None:
-        """`sizes`: of runs, by which their steps and saves are weighed."""
+        """`sizes`: the sizes of runs, by which their steps and saves are weighed."""
         self._cluster, self._sizes = cluster, sizes
         self.now_s = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -187,7 +187,7 @@ class Simulation:
             self._through_front(came_back)
 
     def _through_front(self, then: Callable[[], None]) -> None:
-        """A request's way in, or its answer's way out: one after the other."""
+        """A request's way to the server, or its answer's way back: one after the other."""
         if not self._cluster.front_s:
             then()
             return
@@ -207,7 +207,7 @@ class Simulation:
             self._go_on(tenant)
 
     def _comes(self, tenant: Tenant, op: Operation) -> None:
-        """To the trainer."""
+        """An operation arrives at the trainer."""
         for unit in tenant.lane.arrive(op):
             self._train_queue.push(tenant.lane.path, unit, self._cost_of(unit), weight=tenant.workload.weight)
         self._trainers.asked([tenant.lane.run_id])
@@ -217,7 +217,7 @@ class Simulation:
         return self.tenants[unit.op.org_id].pairs_of(unit)
 
     def _cost_of(self, unit: Unit) -> int:
-        """The tokens that it counts as."""
+        """How many tokens a unit counts as."""
         spec = self.tenants[unit.send.run_id].lane.spec
         return cost_of(unit, spec, self._sizes(spec))
 

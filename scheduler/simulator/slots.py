@@ -14,14 +14,14 @@ from scheduler.dispatch.handing_out import Offer
 from scheduler.order.operations import Operation
 from scheduler.simulator.cluster import Cluster
 
-#: The one base model that all share.
+#: The one base model of all tenants.
 MODEL = "model"
 
 
 @dataclass(eq=False)
 class Job:
-    """A request for a group, from the queue to its last token. `batch` is which one of its tenant it is for; `needs` is
-    what a generator holds once it served it."""
+    """A request for a group, from the queue to its last token. `batch` is the number of its tenant's batch; `needs`
+    names what a generator holds once it has served it."""
 
     op: Operation
     lengths: list[int]
@@ -33,7 +33,8 @@ class Job:
 
 
 class Slots:
-    """Between two calls nothing begins or ends before `next_s`. `offer` is what the desk knows of this generator."""
+    """The sequences in the slots. Nothing begins or ends before `next_s`. `offer` is what the queue knows of this
+    generator."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
         self.offer = Offer(name, [MODEL], cluster.slots)
@@ -43,8 +44,8 @@ class Slots:
         self._at_s = 0.0
         self._number = 0
         self._running: list[tuple[float, int, Job]] = []  # heap by the step at which a sequence ends
-        self._coming: deque[tuple[float, int, Job]] = deque()  # they have a slot, and begin at that time
-        self._behind: deque[tuple[int, Job]] = deque()  # sequences of a request that came with too few slots free
+        self._coming: deque[tuple[float, int, Job]] = deque()  # sequences that have a slot and begin at that time
+        self._behind: deque[tuple[int, Job]] = deque()  # sequences of a request for which too few slots were free
 
     @property
     def busy(self) -> int:
@@ -60,7 +61,7 @@ class Slots:
         return min(begins_s, self._at_s + left * self._cluster.step_s(self.busy))
 
     def take(self, job: Job) -> None:
-        """A request arrives. The slots that are free are its own from now on; it is here after `handover_s`."""
+        """A request arrives. It takes the free slots at once, and begins to decode after `handover_s`."""
         job.left, job.started_s = len(job.lengths), self._at_s
         self.offer.free -= len(job.lengths)
         self.offer.busy += len(job.lengths)

@@ -23,20 +23,21 @@ class Tenant:
     workload: Workload
     random: Random
     slice_tokens: int = 1024
-    batch: int = 0  # batches whose sampling has begun
-    version: int = 0  # steps trained
+    batch: int = 0  # number of batches whose sampling has begun
+    version: int = 0  # number of steps trained
     sequences: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0
-    half_way_tokens: int = 0  # sampled, of steps that are not over
-    waits_s: list[float] = field(default_factory=list)  # of requests, in the queue
+    half_way_tokens: int = 0  # sampled tokens, of steps that are not over
+    waits_s: list[float] = field(default_factory=list)  # of requests: time in the queue
     training_s: list[float] = field(default_factory=list)  # from a batch's arrival at the trainer to its new policy
     sends_s: float = 0.0  # when its next request of the trainer may come
     _seq: int = 0
-    _open: Counter[int] = field(default_factory=Counter)  # groups of a batch that have not come back
+    _open: Counter[int] = field(default_factory=Counter)  # by batch: groups that have not come back
     _data: dict[int, list[int]] = field(default_factory=dict)
-    _lengths: dict[str, list[int]] = field(default_factory=dict)  # of the data of operations
-    _at_trainer: deque[tuple[float, int]] = field(default_factory=deque)  # since when, and tokens sampled for it
+    _lengths: dict[str, list[int]] = field(default_factory=dict)  # by operation: the lengths of its data
+    # by step at the trainer: since when, and the tokens sampled for it
+    _at_trainer: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         spec = RunSpec(self.org_id, MODEL, 32, 32.0, 0, True, True, True)
@@ -44,17 +45,17 @@ class Tenant:
         self.lane.resident = True
 
     def may_sample(self) -> bool:
-        """Whether the next batch may begin: the policy is recent enough, and there is one."""
+        """Whether the next batch may begin: it exists, and the policy is recent enough."""
         ended = self.workload.steps and self.batch >= self.workload.steps
         return not ended and self.batch - self.version <= self.workload.overlap
 
     def forget(self) -> None:
-        """Count anew from here. What is half-way stays so."""
+        """Start counting anew; steps that are half done are kept."""
         self.sampled_tokens = self.trained_tokens = 0
         self.waits_s, self.training_s = [], []
 
     def jobs(self) -> list[Job]:
-        """The requests of the next batch: sent at once, so they come in any order."""
+        """The requests of the next batch. They are sent at once, so they arrive in any order."""
         work, batch = self.workload, self.batch
         self.batch += 1
         self._open[batch] = work.groups
@@ -78,7 +79,7 @@ class Tenant:
         return self.random.expovariate(1 / self.workload.env_s) if self.workload.env_s else 0.0
 
     def came_back(self, job: Job, now_s: float) -> list[Operation]:
-        """A group is complete. Returns what the trainer gets: all that its batch is for, when it is the last."""
+        """A group is complete. Returns the operations for the trainer, if it is the last of its batch."""
         batch = job.batch
         self._data.setdefault(batch, []).extend(length + self.workload.prompt for length in job.lengths)
         self._open[batch] -= 1
@@ -96,12 +97,12 @@ class Tenant:
         return [*ops, self._next(OpKind.SAVE_SAMPLER)] if self.workload.samples else ops
 
     def pairs_of(self, unit: Unit) -> int:
-        """Pairs of tokens of one sequence."""
+        """The pairs of tokens of one sequence, over all data of a unit."""
         send = unit.send
         return sum(length**2 for length in self._lengths.get(send.op_id, ())[send.start : send.stop])
 
     def trained(self, unit: Unit, now_s: float) -> bool:
-        """A unit has been computed. True when that was the end of a step."""
+        """A unit has been computed. Returns whether that ended a step."""
         self.trained_tokens += unit.tokens
         assert unit.op is not None
         if not unit.send.final:

@@ -60,7 +60,7 @@ def stages_of(units: Iterable[Unit]) -> list[list[Unit]]:
 
 @dataclass
 class _Trainer:
-    """`stages` of the pass that it computes, each with the time at which it is over."""
+    """`stages` of its present pass, each with the time of its end."""
 
     name: str
     stages: deque[tuple[float, list[Unit]]] = field(default_factory=deque)
@@ -91,7 +91,7 @@ class Trainers:
         self._pairs_of, self._cost_of, self._ended = pairs_of, cost_of, done
         self._trainers = [_Trainer(f"{number}") for number in range(cluster.trainers)]
         self._paths = paths
-        self._moving: dict[str, str] = {}  # runs, and the trainers that are to hand them over
+        self._moving: dict[str, str] = {}  # by run: the trainer that is to hand it over
         self.done = Work()
         self._shared = cluster.trainers > 1 and bool(paths)
         self._at_s = 0.0
@@ -103,11 +103,11 @@ class Trainers:
 
     @property
     def over_s(self) -> float:
-        """When the next stage is over."""
+        """When the next stage ends."""
         return min(trainer.next_s for trainer in self._trainers)
 
     def advance(self, now_s: float) -> None:
-        """Train until `now_s`, and end the stages that are over."""
+        """Train until `now_s`, and end the stages that are over by then."""
         span, self._at_s = now_s - self._at_s, now_s
         for trainer in self._trainers:
             self.done.seconds += span * bool(trainer.stages)
@@ -119,7 +119,7 @@ class Trainers:
                     self._ended(unit, now_s)
 
     def asked(self, runs: Iterable[str]) -> None:
-        """These runs have more outstanding than before, or less."""
+        """The outstanding tokens of these runs have changed."""
         if not self._shared:
             return
         in_hand = Counter[str]()
@@ -130,7 +130,7 @@ class Trainers:
             self._homes.outstanding(run, self._queue.queued(self._paths[run]) + in_hand[run])
 
     def fill(self, now_s: float) -> None:
-        """Begin a pass wherever a trainer is free and there is work for it."""
+        """Begin a pass on each free trainer that there is work for."""
         free = [trainer for trainer in self._trainers if not trainer.stages]
         if not free or not self._queue.children():
             return

@@ -39,7 +39,7 @@ class Workload:
     begins_s: float = 0.0
 
     def sample(self, random: Random, taken: int) -> list[int]:
-        """Lengths of the next group's responses; `taken` sequences came before it."""
+        """The lengths of the next group's responses; `taken` sequences came before it."""
         if self.lengths:
             return [self.lengths[(taken + i) % len(self.lengths)] for i in range(self.group_size)]
         mu = math.log(self.mean_tokens) - self.sigma**2 / 2
@@ -47,20 +47,20 @@ class Workload:
         return [max(1, min(self.max_tokens, round(length))) for length in draw]
 
 
-#: Reasoning RL on samples of at most two steps ago.
+#: Reasoning RL on samples that are at most two steps old.
 REASONING = Workload("reasoning", groups=32, overlap=2)
 #: Agentic RL: minutes of tool calls beside the sampling.
 TOOLS = Workload("tools", groups=32, overlap=2, env_s=330.0, prompt=9000)
 #: A small experiment.
 SMALL = Workload("small", groups=4, mean_tokens=3000, max_tokens=8192, prompt=1000)
-#: As much at once as it may: eight steps' samples in flight.
+#: A flood: eight steps' samples in flight at once, as many as allowed.
 FLOOD = Workload("flood", groups=64, overlap=7)
-#: Somebody who tries a model: one short answer at a time.
+#: A person who tries a model: one short answer at a time.
 CHAT = Workload(
     "chat", 1, 1, prompt=500, mean_tokens=400, max_tokens=2048, think_s=60.0, trains=False, priority="interactive"
 )
 
-#: Tenants come in this order, over and over.
+#: Tenants come in this order, again and again.
 MIX = (REASONING, TOOLS, SMALL, CHAT, REASONING, TOOLS, SMALL, FLOOD)
 
 
