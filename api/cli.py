@@ -17,8 +17,8 @@ from weft.version import __version__
 
 from api.commands.places import Place, refuse, say_as, settings_of, where
 
-#: Where the commands are, and what `weftd --help` says of each. Only the one that runs is imported: a server that
-#: starts again needs no other, and help none.
+#: By command: the module, and the text in `weftd --help`. Only the module of the command that runs is imported: a
+#: server that restarts needs no other, and `--help` needs none.
 COMMANDS = {
     "adapter": ("stored.adapter", "Adapters that other tools have trained."),
     "audit": ("people.audit", "The audit log."),
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 class _Commands(click.Group):
-    """Those defined here, and those of COMMANDS, imported when they are called."""
+    """The commands defined here, and those of COMMANDS, which are imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *COMMANDS})
@@ -66,12 +66,12 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="weftd", message="%(prog)s %(version)s")
 def weftd() -> None:
     """Serve Weft, and hand out its keys."""
-    # Whatever is made from here on (database, weights, sockets, and what workers make, who inherit this) is its user's.
+    # Files made from here on (database, weights, sockets; workers inherit this) are readable by their user alone.
     os.umask(0o077)
 
 
 def _models(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
-    """From NAME=PATH, each. The name may not hold a `=`; the path may."""
+    """Base models from NAME=PATH arguments. A name may not contain `=`; a path may."""
     models: dict[str, Path] = {}
     for value in values:
         name, _, path = value.partition("=")
@@ -115,7 +115,7 @@ def serve(
 
 
 def main() -> None:
-    """The entry point: click's own errors, too, are one line and not a page of usage."""
+    """The entry point. click's own errors, too, are one line and not a page of usage."""
     try:
         weftd.main(prog_name="weftd", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -29,12 +29,12 @@ from store.blobs.room import what_failed
 
 log = logging.getLogger("weft.api")
 
-#: Where the guard of a poll leaves who asks, in the request's scope: what is not found for them is counted.
+#: The key in a request's scope under which a poll's guard leaves who asks: polls that find nothing are counted by it.
 POLLS = "weft.polls"
-#: Mistakes in one body that are looked at one by one.
+#: How many mistakes of one body are listed one by one.
 MAX_EXPLAINED = 1000
 
-#: Errors of database and disk.
+#: Errors of the database and of the disk.
 STORES = (OperationalError, PoolTimeout, OSError)
 
 _OPENAI_TYPES = {
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
     status = 500
     code = "internal"
-    #: Headers that every one of its kind has, and amounts beside the text.
+    #: Headers of all errors of this class, and amounts beside the text.
     every: Mapping[str, str] = {}
     amounts: Mapping[str, int] = {}
 
@@ -67,7 +67,7 @@ class ApiError(Exception):
 
 
 def body_of(detail: str, code: str, request_id: str | None = None) -> dict[str, Any]:
-    """The JSON of a refusal. Without an operation's `request_id` it has that of the HTTP request."""
+    """The JSON of a refusal. Without an operation's `request_id` it contains that of the HTTP request."""
     request_id = request_id or logs.about().get("request")
     return {"detail": detail, "code": code} | ({"request_id": request_id} if request_id else {})
 
@@ -85,7 +85,7 @@ class Unauthenticated(ApiError):
 
 
 class InvalidToken(Unauthenticated):
-    """A token that is no longer good, or never was. Clients exchange their key for another one on this header."""
+    """A token that is not valid, or no longer. On this header clients exchange their key for another one."""
 
     code = "invalid_token"
     every: Mapping[str, str] = {"www-authenticate": 'Bearer error="invalid_token"'}
@@ -103,7 +103,7 @@ class Forbidden(ApiError):
 
 
 class NotFound(ApiError):
-    """Unknown, or another organisation's: the two look the same."""
+    """Unknown, or another organisation's: the two look alike."""
 
     status = 404
     code = "not_found"
@@ -131,14 +131,14 @@ class SessionEnded(ApiError):
 
 
 class Gone(ApiError):
-    """The result of an operation that had one. Clients sample again on it."""
+    """The operation had a result that is no longer kept. Clients then sample again."""
 
     status = 410
     code = "gone"
 
 
 class TooLarge(ApiError):
-    """`begins` are the body's first bytes, where it was read: they may say which operation it is."""
+    """The body is too large. `begins` has its first bytes, if they were read: they may say which operation it is."""
 
     status = 413
     code = "body_too_large"
@@ -191,7 +191,7 @@ class PaymentRequired(ApiError):
 
 
 class Busy(ApiError):
-    """The organisation has as much queued as it may: try again, with the same sequence number."""
+    """The organisation has as much queued as it may. Clients try again with the same sequence number."""
 
     status = 429
     code = "queue_full"
@@ -227,7 +227,7 @@ class RateLimited(ApiError):
 
 
 class Unavailable(ApiError):
-    """The server is stopping: another, or the same after its restart, will take the request."""
+    """The server is stopping: another one, or this one after its restart, takes the request."""
 
     status = 503
     code = "draining"
@@ -235,20 +235,20 @@ class Unavailable(ApiError):
 
 
 class CannotStore(Unavailable):
-    """Disk or database take nothing for now; what is stored already can be had, and the same request goes through
+    """Disk or database accept nothing for now; stored results can still be fetched, and the same request succeeds
     later."""
 
     code = "cannot_store"
 
 
 def refuse(problems: Iterable[Problem], field: str | None = None) -> None:
-    """Raise Invalid for the first of `problems`, if there is one. `field` is where it is, in words of the request."""
+    """Raise Invalid for the first of `problems`, if there is one. `field` is its place in the request."""
     for problem in problems:
         raise Invalid(f"{problem.where if field is None else field}: {problem.what}")
 
 
 def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, ...] = ()) -> str:
-    """Pydantic's complaints as one line: `field: what is wrong (got value)`."""
+    """Pydantic's errors as one line: `field: what is wrong (got value)`."""
     if isinstance(error, ValidationError) and error.error_count() > MAX_EXPLAINED:  # each would become a dict
         return f"{error.error_count()} fields of the body are wrong, or unknown: it is not of the form asked for here"
     lines, found = [], error.errors()
@@ -262,13 +262,13 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
 
 
 def field_of(error: ValidationError) -> str | None:
-    """The first field of a body that is wrong, with the objects that it is in, and without a place in a list."""
+    """The first wrong field of a body, with the objects around it but without positions in lists."""
     found = error.errors()[0]["loc"] if error.error_count() <= MAX_EXPLAINED else ()
     return ".".join(takewhile(lambda part: isinstance(part, str), found)) or None  # type: ignore[arg-type]
 
 
 def count(request: Request, error: ApiError) -> None:
-    """What is counted of refusals: polls that found nothing, and what the operator's monitoring shows."""
+    """Count a refusal: for polls that find nothing, and for the operator's monitoring."""
     service = getattr(request.app.state, "service", None)
     if service is None:
         return
@@ -282,15 +282,15 @@ def count(request: Request, error: ApiError) -> None:
 
 
 def form_of(error: ApiError) -> dict[str, Any]:
-    """In OpenAI's form."""
-    status = 400 if error.status == 422 else error.status  # OpenAI's clients know no other for a bad body
+    """The error in OpenAI's form."""
+    status = 400 if error.status == 422 else error.status  # for a bad body OpenAI's clients know no other status
     kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     param = getattr(error, "param", None)
     return {"error": {"message": error.detail, "type": kind, "param": param, "code": error.code}}
 
 
 def away(error: Exception) -> CannotStore:
-    """What to say of one of `STORES`, which may pass. Raises it where that cannot be."""
+    """The error to answer with when one of `STORES` fails for a moment. Raises the failure itself if it is lasting."""
     if not isinstance(error, OSError):
         log.warning("the database does not answer: %s", logs.in_a_line(error))
     elif is_lasting(error):

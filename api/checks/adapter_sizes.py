@@ -1,4 +1,5 @@
-"""How large runs are: by that their steps and saves are weighed (`scheduler.order.light_work`), and what they store."""
+"""The sizes of runs: by these their steps and saves are weighed (`scheduler.order.light_work`), and their storage is
+estimated."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from workers.model.card import ModelCard
 
 
 def sizes_of(cards: Mapping[str, ModelCard]) -> SizesOf:
-    """The sizes of runs on these base models."""
+    """A function that gives the sizes of runs on these base models."""
 
     @lru_cache(maxsize=1024)
     def sizes(base_model: str, rank: int, attn: bool, mlp: bool, unembed: bool) -> Sizes | None:
@@ -23,12 +24,12 @@ def sizes_of(cards: Mapping[str, ModelCard]) -> SizesOf:
     return lambda run: sizes(run.base_model, run.rank, run.train_attn, run.train_mlp, run.train_unembed)
 
 
-#: Moments of an optimizer beside the weights, in sizes of the adapter.
+#: How many moments an optimizer has for each weight.
 _MOMENTS = {"adamw": 2, "dimuon": 1}
 
 
 def stored_bytes(run: RunSpec, sizes: Sizes | None, kind: OpKind) -> int:
-    """About what a save of a run stores: float32 weights, and the optimizer's moments with the state."""
+    """About how many bytes a save of a run takes: float32 weights, and for the state also the optimizer's moments."""
     if sizes is None:
         return 0
     copies = 1 + (_MOMENTS[run.optimizer] if kind is OpKind.SAVE_STATE else 0)

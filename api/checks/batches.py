@@ -1,4 +1,4 @@
-"""The check of a forward / forward_backward before it is accepted, and what its data count as."""
+"""The check of a forward / forward_backward before it is accepted, and the cost of its data in the fair order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_batch(batch: TrainBatch, limits: LimitsResponse, model: str, custom: C
 
 
 def costs(batch: TrainBatch, lengths: Sequence[int], custom: CustomLoss | None) -> list[int]:
-    """What each datum counts as in the fair order: its tokens, and the work of the uploaded loss. Raises Invalid."""
+    """The cost of each datum in the fair order: its tokens and the work of the uploaded loss. Raises Invalid."""
     if custom is None:
         return list(lengths)
     try:

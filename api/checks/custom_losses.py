@@ -22,13 +22,13 @@ from store.blobs.contract import BadRef, Blobs, Damaged
 
 log = logging.getLogger(__name__)
 
-#: Of one session. A loss is some kilobytes, and a session makes each of its losses once.
+#: How many losses one session may have. A loss is some kilobytes, and a session creates each of its losses once.
 MAX_LOSSES = 256
 MAX_GRAPH_BYTES = 256 * 1024
 
 
 def checked_loss(body: CreateCustomLossRequest) -> bytes:
-    """The loss as it is kept. Raises Invalid with what a custom loss may not do."""
+    """The loss in its stored form. Raises Invalid if it does what a custom loss may not do."""
     pairs = [(item.name, int(item.rank)) for item in body.inputs]
     graph = body.graph.model_dump(mode="json")
     try:

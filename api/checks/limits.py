@@ -1,5 +1,4 @@
-"""What this server accepts, as data: what clients are told (`validate` checks by it) is what their requests are held
-against."""
+"""What this server accepts, as data: requests are checked against it, and clients are told it (for `validate`)."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from api.checks.runs import MAX_TTL_S, MIN_TTL_S
 from store.settings import Limits
 from workers.model.card import ModelCard
 
-#: Clients cut an operation into requests of this many data and bytes, unless this server takes less. Chunks as large as
-#: possible share passes best.
+#: The sizes at which clients cut an operation, unless this server takes less. The larger the parts, the better they
+#: share passes.
 CHUNK_DATA = 1024
 CHUNK_BYTES = 5_000_000
 
@@ -23,7 +22,7 @@ MAX_TOP_LOGPROBS = 100
 
 
 def limits_of(cards: Mapping[str, ModelCard], limits: Limits) -> LimitsResponse:
-    """Everything that a request is held against."""
+    """All limits that requests are checked against."""
     return LimitsResponse(
         models={name: _model(card, limits) for name, card in cards.items()},
         losses=WITH_CUSTOM,

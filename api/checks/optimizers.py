@@ -12,7 +12,7 @@ from api.errors import Invalid, Malformed, explain, quote, refuse
 
 M = TypeVar("M", DimuonOptimizerConfig, DimuonParams)
 
-#: What clients are told of a run's optimizer, by its name.
+#: What clients are told about a run's optimizer, by its name.
 CONFIGS: dict[str, dict[str, Any]] = {ADAMW: {"type": ADAMW}, DIMUON: {"type": DIMUON, "version": 1}}
 
 
@@ -33,7 +33,7 @@ def family_of(config: Any, field: str) -> str | None:
 
 
 def check_step(request: OptimStepRequest, optimizer: str) -> dict[str, float]:
-    """A step must be one of the run's own optimizer. Returns the settings that the optimizer gets, defaults too."""
+    """Check that a step is for the run's own optimizer. Returns the settings that the optimizer gets, with defaults."""
     if request.adam_params is not None:
         refuse(step_problems(ADAMW, optimizer), "adam_params")
         refuse(problem.within("adam_params") for problem in adam_problems(request.adam_params))
@@ -51,7 +51,7 @@ def check_step(request: OptimStepRequest, optimizer: str) -> dict[str, float]:
 
 
 def check_same_optimizer(saved: str, used: str) -> None:
-    """The state of one optimizer means nothing to another."""
+    """Refuse to load a state saved with another optimizer, which would mean nothing to this one."""
     if saved != used:
         raise Invalid(f"optimizer: that checkpoint holds the state of {saved}, the model uses {used}; load it without")
 

@@ -18,7 +18,7 @@ HEADER = "x-weft-priority"
 
 
 async def priority_of(request: Request) -> str:
-    """Raises Invalid for what is no priority."""
+    """The priority in the header. Raises Invalid if there is no such priority."""
     value = request.headers.get(HEADER, INTERACTIVE)
     if value not in PRIORITY_SHARES:
         raise Invalid(f"{HEADER}: {quote(value)} is none of {', '.join(PRIORITY_SHARES)}")

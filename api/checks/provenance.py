@@ -19,15 +19,15 @@ from api.errors import Invalid, quote
 from scheduler.links.messages import stability_ref
 from store.blobs.contract import BadRef, Blobs, is_lasting
 
-#: Sequences of one operation that are remembered, and characters of the name of one.
+#: How many sequences of one operation are remembered, and how long a sequence's name may be.
 MAX_NAMED, MAX_NAME = 4096, 72
 
 Floats = npt.NDArray[np.float32]
 
 
 def with_recorded_logprobs(batch: TrainBatch, session_id: str, blobs: Blobs) -> tuple[TrainBatch, dict[int, Floats]]:
-    """The batch with `logprobs` wherever spans stand in for them, and those alone by datum. Raises Invalid for a
-    sequence of which nothing is recorded."""
+    """The batch with recorded `logprobs` for all data that have only spans; and those logprobs, by datum. Raises
+    Invalid if nothing is recorded of a sequence."""
     found: dict[int, Floats] = {}
     kept: dict[str, Floats] = {}
     for index, datum in enumerate(batch.data):
@@ -44,20 +44,20 @@ def with_recorded_logprobs(batch: TrainBatch, session_id: str, blobs: Blobs) -> 
 
 
 def named_sequences(batch: TrainBatch) -> dict[str, int]:
-    """The sequences that the targets say they were sampled in, and how many of them; the first of very many. Whether
-    they are the run's is for whoever counts them."""
+    """The sequences that the targets name as their source, each with its number of targets; of very many only the
+    first. Whether they belong to the run is for the caller to check."""
     named: dict[str, int] = {}
     for datum in batch.data:
         for span in datum.loss_fn_input_spans or ():
             if not isinstance(span, SampledProvenanceSpan) or not span.length or len(span.sequence_id) > MAX_NAME:
-                continue  # a name that no token has would be kept for nothing
+                continue  # a name without any target would be stored for nothing
             if span.sequence_id in named or len(named) < MAX_NAMED:
                 named[span.sequence_id] = named.get(span.sequence_id, 0) + span.length
     return named
 
 
 def _recorded(index: int, datum: ArrayDatum, session_id: str, blobs: Blobs, kept: dict[str, Floats]) -> Floats:
-    """float32 [T]: what each sampled target was sampled with, 0 for targets of a prompt."""
+    """For each target, float32 [T]: the logprob that it was sampled with; 0 for targets copied from a prompt."""
     parts = []
     for span in datum.loss_fn_input_spans or []:
         if not isinstance(span, SampledProvenanceSpan):
@@ -81,9 +81,9 @@ def _read(index: int, sequence: str, session_id: str, blobs: Blobs) -> Floats:
         if "/" in sequence:
             raise BadRef(sequence)
         data = blobs.get(ref)
-        blobs.touch(ref)  # recordings are kept for a day after their last use
+        blobs.touch(ref)  # recordings are deleted a day after their last use
     except (BadRef, OSError) as error:
-        if not is_lasting(error):  # it may be there: a refusal would spend the operation's number
+        if not is_lasting(error):  # temporary: a refusal would spend the operation's number
             raise
         raise Invalid(
             f"datum {index}: nothing is recorded of sequence {quote(sequence)} in this session: sample it with "

@@ -11,7 +11,7 @@ from weft.wire.checks.runs import shape_problems, ttl_problems
 
 from api.errors import Invalid, quote, refuse
 
-#: Adapters' output is scaled by ALPHA / rank for every rank, so that a good learning rate hardly depends on the rank.
+#: The output of an adapter is scaled by ALPHA / rank, so that a good learning rate hardly depends on the rank.
 ALPHA = 32.0
 #: Bounds of a checkpoint's life: Tinker's, one hour to ten years.
 MIN_TTL_S = 3600
@@ -40,7 +40,7 @@ def check_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
         raise Invalid(f"user_metadata: {len(text)} bytes as JSON, the limit is {MAX_METADATA_BYTES}")
     if b"\\u0000" in text:
         raise Invalid("user_metadata: must not contain NUL characters")
-    stored: dict[str, Any] = orjson.loads(text)  # NaN, which JSON does not have, is null by now
+    stored: dict[str, Any] = orjson.loads(text)  # NaN, which JSON lacks, has become null
     return stored
 
 
@@ -56,7 +56,7 @@ def check_text(value: str | None, field: str, max_length: int) -> str | None:
 
 
 def check_sequence(value: int | None, field: str, least: int = 0, most: int = MAX_SEQUENCE) -> int:
-    """A client's own numbering. Without it a retry could not be told from a new request."""
+    """Check a client's sequence number. Without one, a retry could not be told from a new request."""
     if value is None:
         raise Invalid(f"{field}: required, so that a retry can be told from a new request")
     if not least <= value <= most:
@@ -65,7 +65,7 @@ def check_sequence(value: int | None, field: str, least: int = 0, most: int = MA
 
 
 def check_utc(at: datetime, field: str) -> datetime:
-    """`at` in UTC. Refuses what is outside of the calendar there: 0001-01-01T00:00+01:00 is in no year."""
+    """`at` in UTC. Refused if it is outside of the calendar there: 0001-01-01T00:00+01:00 is before the year 1."""
     try:
         return at.astimezone(UTC)
     except OverflowError:

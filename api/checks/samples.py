@@ -12,8 +12,8 @@ from api.errors import refuse
 
 def check_sample(request: SampleRequest, limits: LimitsResponse, model: str, *, of_run: bool = True) -> int:
     """Check a request for the base model `model`. Returns the most tokens that one of its sequences can get: generation
-    ends at the context length, of which the last token sampled needs no place. `of_run`: the sampler is of a run of the
-    client's. Raises Invalid naming the field, limit and value."""
+    ends at the context length, where the last sampled token takes no position. `of_run`: the sampler uses weights of
+    the client's own run. Raises Invalid naming the field, limit and value."""
     prompt = prompt_tokens(request)
     known = limits.models[model]
     refuse(sample_problems(request, prompt, limits, known, model, of_run=of_run))

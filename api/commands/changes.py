@@ -1,4 +1,5 @@
-"""A change that the operator makes with `weftd`: in the audit log as the operator's, and refused in one line."""
+"""A change that the operator makes with `weftd`: it is in the audit log as the operator's, and a refusal is one
+line."""
 
 from __future__ import annotations
 

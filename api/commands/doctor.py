@@ -58,7 +58,7 @@ def doctor(place: Place, as_json: bool) -> None:
 
 
 def _of(check: Callable[[Settings], Iterator[Finding]], settings: Settings) -> Iterator[Finding]:
-    """What one check finds. One that cannot be made says so, and does not keep the others from being made."""
+    """The findings of one check. A check that fails is itself a finding, and does not prevent the others."""
     try:
         yield from check(settings)
     except Exception as error:

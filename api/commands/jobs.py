@@ -99,8 +99,8 @@ def _celery(settings: Settings) -> Any:
 
 
 def _problem(settings: Settings) -> str | None:
-    """Why jobs cannot run here. Asked in a process of its own: the store's client has threads, without which every fork
-    of a process that has used it waits for ever, and Celery's workers are forks."""
+    """Why jobs cannot run here. Checked in a process of its own: the object store's client has threads, and a process
+    forked from one that has used it would wait for them for ever; Celery's workers are forks."""
     from scheduler.jobs.context import open_context
 
     try:

@@ -1,4 +1,5 @@
-"""What the commands of `weftd` share: which data is meant, its settings and database, and how a mistake is told."""
+"""What the commands of `weftd` share: which data folder is meant, its settings and database, and how an operator's
+mistake is reported."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from store.settings import Settings
 
 
-#: What a data folder that was used has, whatever has become of its database.
+#: Files by which a data folder in use is recognised, even if its database is lost.
 _OURS = ("weft.db", "weft.db-commits", "blobs")
 
 
 class Finite(click.FloatRange):
-    """A range without infinity, and without what is no number."""
+    """A number in a range, neither infinite nor NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -35,7 +36,7 @@ class Finite(click.FloatRange):
 
 
 class Place(NamedTuple):
-    """Which data is meant: `--data-dir` and `--config`, as they were given."""
+    """Which data is meant: `--data-dir` and `--config` as given."""
 
     data_dir: Path | None
     config: Path | None
@@ -66,7 +67,7 @@ def settings_of(place: Place, **overrides: Any) -> Settings:
 
 
 def say_as(settings: Settings, program: str) -> None:
-    """Log as `program`, in the way of the settings."""
+    """Log as `program`, in the way that the settings say."""
     logs.configure(settings.logs.format, settings.logs.level, program)
 
 
@@ -77,8 +78,8 @@ def is_new(settings: Settings) -> bool:
 
 @contextmanager
 def database_of(place: Place, may_be_new: bool = False) -> Iterator[Database]:
-    """Of a data folder that is there, unless it `may_be_new`: a slip of the pen makes no empty one to look into. What
-    is wrong with what was asked of it (PeopleError) is told in one line, too."""
+    """The database of a data folder that exists, unless it `may_be_new`: a mistyped path must not create an empty one.
+    Errors about people (PeopleError) become one line, too."""
     from sqlalchemy.exc import OperationalError
 
     from api.server.serve import CannotServe, open_database
@@ -96,7 +97,7 @@ def database_of(place: Place, may_be_new: bool = False) -> Iterator[Database]:
         yield database
     except PeopleError as error:
         refuse(str(error))
-    except OperationalError as error:  # a disk or a server that takes nothing, or nothing from this user
+    except OperationalError as error:  # a disk or server that accepts nothing, or nothing from this user
         refuse(f"the database of {settings.data_dir} does not do it: {logs.in_a_line(error)}")
     except Unsure as error:
         refuse(
@@ -108,7 +109,7 @@ def database_of(place: Place, may_be_new: bool = False) -> Iterator[Database]:
 
 
 def blobs_to_change(settings: Settings, database: Database) -> Blobs:
-    """Refused when they are another service's."""
+    """The blobs, to be changed. Refused if they belong to another service."""
     from store.blobs.opening import blobs_of
     from store.blobs.owner import claim_prefix
     from store.settings import SettingsError
@@ -121,6 +122,6 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
 
 
 def refuse(message: str) -> NoReturn:
-    """A mistake of the operator: one line, and exit code 2."""
+    """Report a mistake of the operator: one line, and exit code 2."""
     click.echo(f"weftd: {message}", err=True)
     sys.exit(2)

@@ -34,7 +34,7 @@ def worker(place: Place, role: str, redis: str | None) -> None:
     say_as(settings, role)
     try:
         tracing.configure(role)
-        tracing.stop()  # the program that takes this one's place begins anew
+        tracing.stop()  # the program that replaces this process sets up its own
         check_blobs(settings)
         cards = read_cards(settings.models)
         settings, tables = planned(settings, cards, role)
@@ -45,7 +45,7 @@ def worker(place: Place, role: str, redis: str | None) -> None:
     for table in tables:
         log.info("the plan of memory (docs/operating.md):\n%s", table)
     ours, theirs = socket.socketpair()
-    ours.sendall(program.first_word)  # which waits in the link for the program that takes this one's place
+    ours.sendall(program.first_word)  # it waits in the link for the program that replaces this process
     os.set_inheritable(theirs.fileno(), True)
     os.environ.update(program.environment)
     sys.stdout.flush()

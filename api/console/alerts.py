@@ -1,4 +1,5 @@
-"""What was said to people: an organisation sees its own alerts, and operators all, those for them alone too."""
+"""Alerts as people see them: an organisation sees its own; operators see all, and those that are for operators
+alone."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from store.tables import Alert, Organisation
 
 @dataclass(frozen=True)
 class ShownAlert:
-    """`whose` is said to operators only."""
+    """`whose` is shown to operators only."""
 
     row: Alert
     whose: str
 
 
 def alerts_of(session: Session, viewer: Viewer, limit: int, *, open_only: bool = False) -> list[ShownAlert]:
-    """The latest first."""
+    """Alerts, the latest first."""
     query = select(Alert).order_by(Alert.raised_at.desc(), Alert.id.desc()).limit(limit)
     if open_only:
         query = query.filter_by(resolved_at=None)

@@ -1,4 +1,5 @@
-"""How numbers, sums and times read on a page. Money is exact: what is shown rounded carries its whole value."""
+"""How numbers, amounts and times are written on a page. Money is exact: a rounded amount carries its exact value in the
+element."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ KIND_NAMES = {
 
 
 def usd_text(amount_nusd: int) -> str:
-    """For reading: four decimals; two from a hundred dollars on, and where the others are zero."""
+    """An amount to be read: four decimals, or two from a hundred dollars on and where the others are zero."""
     amount, sign = abs(amount_nusd), "−" if amount_nusd < 0 else ""
     if 0 < amount < NUSD // 10_000:
         return "<$0.0001" if not sign else ">−$0.0001"
@@ -118,6 +119,6 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 
 def csv_cell(value: object) -> str:
-    """A cell that no spreadsheet takes for a formula. Numbers stay numbers."""
+    """A CSV cell that no spreadsheet reads as a formula. Numbers stay numbers."""
     text = str(value)
     return f"'{text}" if isinstance(value, str) and text[:1] in ("=", "+", "-", "@", "\t", "\r", "\n") else text

@@ -1,4 +1,4 @@
-"""Forms are carried out by the API's own routes: what a form says becomes the JSON body that a client would send, so
+"""Forms are carried out by the API's own routes: the fields of a form become the JSON body that a client would send, so
 that every rule is in one place."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from starlette.types import Message
 
 
 def as_json(request: Request, **fields: Any) -> Request:
-    """The request with `fields` as its body; those that are None or "" are left out. What comes after the body is that
-    the client leaves."""
+    """The request with `fields` as its JSON body; fields that are None or "" are left out. After the body it reports a
+    disconnect."""
     body = orjson.dumps({name: value for name, value in fields.items() if value not in (None, "")})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
 

@@ -1,4 +1,4 @@
-"""What a run was made with: the shape of its adapter, what its optimizer got, and the metadata that its client gave."""
+"""What a run was made with: its adapter's shape, its optimizer's settings, and its client's metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from api.console.titles import NAME_FIELDS
 from api.routes.stored.weights import CONTINUED_FROM
 from store.tables import Operation, Run
 
-#: Of a value that is shown, and entries of metadata.
+#: How long a shown value may be, and how many entries of the metadata are shown.
 LONGEST, MOST = 200, 100
 _SETTINGS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 _RATE = Operation.plan["settings", "learning_rate"].as_float()
@@ -36,7 +36,7 @@ def hyperparameters(session: Session, run: Run) -> dict[str, str]:
 
 
 def _settings(session: Session, run: Run) -> Iterator[tuple[str, str]]:
-    """The settings of the first and of the last step that was done: "0.0001", or "0.0001 → 1e-05"."""
+    """Settings of the first and the last completed step: "0.0001", or "0.0001 → 1e-05"."""
     steps = select(Operation.plan).where(
         Operation.org_id == run.org_id, Operation.lane == run.id, Operation.kind == "optim_step"
     )

@@ -1,5 +1,5 @@
-"""The console, added to the application: its pages under /console, its files, its headers; and a page for browsers that
-ask for a path that is not there, anywhere."""
+"""Adds the console to the application: pages under /console, static files, headers; and an HTML page for browsers that
+ask for an unknown path."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def install(app: FastAPI) -> None:
 
 
 def astray(request: Request, detail: str) -> Response | None:
-    """For a person whose browser asks for a path that is not there, anywhere: a page with a way home."""
+    """The page for a browser that asks for an unknown path, with a link home."""
     if not looks(request):
         return None
     reply = failed_page(request, 404, detail)

@@ -1,4 +1,4 @@
-"""What pages with lists share: pages of a list, and names for the ids in it."""
+"""What list pages share: paging, and names for ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
 PAGE_SIZE = 25
-#: What somebody looks for. Not every database takes NUL.
+#: A search text. Not every database takes NUL.
 Text = Annotated[str, Query(max_length=256, pattern=r"^[^\x00]*$")]
 
 
@@ -51,7 +51,7 @@ def paged(session: Session, query: Select[T], number: int) -> tuple[list[T], Pag
 
 
 def names(session: Session, org_id: str, dimension: Dimension, values: Iterable[str | None]) -> dict[str | None, str]:
-    """What people call the projects, keys, users and runs with these ids; what has no name is called by its id."""
+    """The names of projects, keys, users and runs with these ids; one without a name is called by its id."""
     wanted = [value for value in values if value is not None]
     found: dict[str | None, str] = {None: "none", **{value: value for value in wanted}}
     for start in range(0, len(wanted), 500):

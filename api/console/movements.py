@@ -1,4 +1,5 @@
-"""What moved a balance, as one reads it: what each run used on a day is one line, all else is a line of its own.
+"""Movements of a balance as people read them: what each run used on a day is one line, every other entry is a line of
+its own.
 
 A page is the next days with movements before a given one, the newest first. However much an organisation has, a page
 asks for its own days alone, and shows so many lines of each; the others of a day are one line, so that every page adds
@@ -19,17 +20,17 @@ from sqlalchemy.orm import Session
 from billing.reports.spending import Window, by_day_and
 from store.tables import LedgerEntry, UsageHour
 
-#: Days of a page of the ledger; runs, and other entries, of a day that have lines of their own.
+#: How many days a page has; how many runs, and how many other entries, of a day have lines of their own.
 DAYS = 14
 LINES = 25
-#: As the index on these entries has it: a parameter in its place would not be known to be the same.
+#: Written as in the index on these entries: with a parameter in its place, the database would not use the index.
 _NOT_USAGE = text("ledger_entries.type <> 'usage'")
 
 
 @dataclass(frozen=True)
 class Movement:
-    """An entry of the ledger; or, without one, what `run_id` used on that day (None: what belongs to no run); or what
-    so many `others` come to, runs or entries, that have no line."""
+    """One line: a ledger entry; or, without one, what `run_id` used on that day (None: usage of no run); or the sum of
+    `others`, runs or entries without a line of their own."""
 
     day: date
     amount_nusd: int
@@ -55,7 +56,7 @@ def movements(session: Session, org_id: str, before: date | None = None) -> tupl
 
 
 def _days(session: Session, org_id: str, before: date | None) -> tuple[list[date], date | None]:
-    """The days of a page, and the last of them if there are more after it. Each costs two looks into an index."""
+    """The days of a page; and, if more follow, the day before which they begin. Each day costs two index look-ups."""
     found = list(islice(_backwards(session, org_id, before), DAYS + 1))
     return found[:DAYS], found[DAYS - 1] if len(found) > DAYS else None
 
@@ -83,7 +84,7 @@ def _entries(session: Session, org_id: str, day: date) -> list[Movement]:
     if len(newest) > LINES:
         amounts = query.with_only_columns(LedgerEntry.amount_nusd).execution_options(yield_per=10_000)
         count, total = 0, 0
-        for amount in session.scalars(amounts):  # in Python: the database's sums have bounds
+        for amount in session.scalars(amounts):  # summed in Python: the database's sums can overflow
             count, total = count + 1, total + amount
         rest = total - sum(line.amount_nusd for line in lines)
         lines.append(Movement(day, rest, others=count - LINES, others_are="entries"))
@@ -91,7 +92,7 @@ def _entries(session: Session, org_id: str, day: date) -> list[Movement]:
 
 
 def _runs(day: date, used: dict[str | None, int]) -> list[Movement]:
-    """The runs that cost most, and the others together."""
+    """One line for each of the most expensive runs, and one for all others."""
     lines = sorted(((run_id, amount) for run_id, amount in used.items() if amount), key=lambda line: line[1])
     shown = [Movement(day, amount, run_id=run_id) for run_id, amount in lines[:LINES]]
     if rest := lines[LINES:]:

@@ -84,24 +84,24 @@ def page(request: Request, template: str, viewer: Viewer | None, status: int = 2
 
 
 async def long_page(request: Request, template: str, viewer: Viewer, **values: Any) -> HTMLResponse:
-    """`page`, with all people, projects or keys of an organisation in it: a second's work when there are thousands, so
-    it is done in a thread, when it is the organisation's turn."""
+    """As `page`, for pages with all people, projects or keys of an organisation: with thousands that takes a second, so
+    it is made in a thread, in the organisation's turn."""
     return await service_of(request).threads.run(viewer.org_id, lambda: page(request, template, viewer, **values))
 
 
 def say(message: str) -> Response:
-    """The answer to a button: what was done, and the page shows it as it is now."""
+    """The answer to a button: a message, and the page as it is now."""
     return PlainTextResponse(message, 200, {"hx-refresh": "true"})
 
 
 def link_with(query: Mapping[str, Any], **changes: Any) -> str:
-    """The present filters as a query string, with some of them changed; empty ones are left out."""
+    """The present filters as a query string, some of them changed; empty ones are left out."""
     merged = {**query, **changes}
     return "?" + urlencode({name: value for name, value in merged.items() if value not in (None, "")})
 
 
 def link_with_all(query: Mapping[str, Any], **lists: Sequence[str]) -> str:
-    """`link_with`, where a name may have several values."""
+    """As `link_with`; a name may have several values."""
     filters = [(name, value) for name, value in query.items() if value not in (None, "")]
     return "?" + urlencode([*filters, *((name, value) for name, values in lists.items() for value in values)])
 
@@ -132,7 +132,7 @@ def console_router() -> APIRouter:
 
 
 def looks(request: Request) -> bool:
-    """Whether a person's browser asks, for a page to show and not for a part of one."""
+    """Whether a person's browser asks for a whole page, not for a part of one."""
     return "hx-request" not in request.headers and "text/html" in request.headers.get("accept", "")
 
 
@@ -168,6 +168,6 @@ def _environment() -> Environment:
 
 @cache
 def static_url(name: str) -> str:
-    """Where a static file is found; the address changes with what is in it, so that browsers may keep it for ever."""
+    """The address of a static file. It changes with the file's content, so browsers may keep the file for ever."""
     version = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
     return f"{PREFIX}/static/{name}?v={version}"

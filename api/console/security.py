@@ -1,7 +1,7 @@
 """What stands between a browser and a page: the cookie, the CSRF token, the headers.
 
-A page needs a good session cookie. What changes something must also carry the session's CSRF token in a
-header, which no other site can read or send, and must not come from another site by the browser's own account.
+A page needs a good session cookie. A request that changes something must also carry the session's CSRF token in a
+header, which no other site can read or send; and the browser must not mark it as coming from another site.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Viewer:
         return self.who.org_id
 
     def may(self, *scopes: str) -> bool:
-        """Whether one of `scopes` is theirs."""
+        """Whether the viewer has one of `scopes`."""
         return any(scope in self.who.scopes for scope in scopes)
 
     def need(self, *scopes: str) -> None:
@@ -90,7 +90,8 @@ class Viewer:
 
 
 def need_fresh(request: Request, viewer: Viewer) -> None:
-    """For what would hurt most if somebody sat down at an open browser: have them sign in again after a while."""
+    """For the most harmful actions: refuse a session whose sign-in is too old, in case somebody else sits at an open
+    browser."""
     if datetime.now(UTC) - viewer.since > sessions.FRESH:
         raise SignInNeeded(request, fresh=True)
 
@@ -114,7 +115,7 @@ async def viewer(request: Request) -> Viewer:
         await service.database.write(lambda session: sessions.note_use(session, sid, now))
     who = found.who
     if who.status != "suspended" or not request.scope["path"].startswith(f"{PREFIX}/billing"):
-        admit(request, who)  # a suspended organisation sees its bills, so that it can pay them
+        admit(request, who)  # admitted: a suspended organisation may see its bills, so that it can pay them
     else:
         address = request.client.host if request.client else None
         become(Caller(who.org_id, who.actor, address, link_by=who.link_by))
@@ -129,7 +130,7 @@ ViewerDep = Annotated[Viewer, Depends(viewer)]
 
 
 def check_same_site(request: Request) -> None:
-    """Refuse what a browser says comes from another site."""
+    """Refuse a request that the browser marks as coming from another site."""
     site = request.headers.get("sec-fetch-site")
     if site is None:
         origin = request.headers.get("origin")
@@ -146,7 +147,8 @@ def csrf_token(secret: bytes, sid: str) -> str:
 
 
 def cookie_name(request: Request) -> str:
-    """Under https a name that browsers refuse to have set from elsewhere, or without Secure."""
+    """The cookie's name. Under https it has a prefix with which browsers refuse it if another host sets it, or if it
+    lacks Secure."""
     return "__Host-weft_console" if request.url.scheme == "https" else "weft_console"
 
 
@@ -155,7 +157,7 @@ def give_cookie(request: Request, response: Response, sid: str) -> None:
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int) -> None:
-    """A cookie for this server alone, which no script reads."""
+    """Set a cookie that only this server gets, and that no script can read."""
     secure = request.url.scheme == "https"
     response.set_cookie(name, value, max_age_s, path="/", secure=secure, httponly=True, samesite="lax")
 
@@ -166,7 +168,7 @@ def take_cookie(request: Request, response: Response, name: str) -> None:
 
 
 def _split(url: str) -> SplitResult:
-    """What is no URL has no parts."""
+    """The parts of a URL; empty parts if it is none."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -188,7 +190,7 @@ def _here(request: Request) -> str:
 
 
 class SecurityHeaders:
-    """Adds HEADERS to whatever the console answers, and refuses bodies that no form of it has."""
+    """Adds HEADERS to every answer of the console, and refuses bodies larger than any of its forms."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -213,7 +215,8 @@ class SecurityHeaders:
 
 
 def _body_bytes(scope: Scope) -> int:
-    """How large the body says it is; one that does not say is too large. Nobody need be signed in to send one."""
+    """The declared size of the body; a body without one counts as too large. It is checked first, since anybody can
+    send one without signing in."""
     headers = Headers(scope=scope)
     if "transfer-encoding" in headers:
         return MAX_FORM_BYTES + 1

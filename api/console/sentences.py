@@ -55,7 +55,7 @@ class Fact:
         return f"the checkpoint {_quoted(checkpoint_title(str(path or self.target), dict(self.names.runs)))}"
 
     def scope(self) -> str:
-        """Of limits and budgets, whose they are: "project evals", "key:7", "organisation 1f"."""
+        """Whose limits or budgets these are: "project evals", "key:7", "organisation 1f"."""
         kind, _, id = self.target.replace(":", " ").partition(" ")
         if kind == "project":
             return self.project(id)

@@ -1,4 +1,4 @@
-"""What charts draw, as JSON numbers. A chart's height is dollars as a float; sums are never made from them."""
+"""The numbers that charts draw, as JSON. Heights are dollars as floats; sums are never computed from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("train", "sample", "prefill", "cached_prefill", "storage")
 
 
 def cost_by_day(window: Window, rows: Sequence[DayRow]) -> dict[str, Any]:
-    """One series of dollars for each kind that cost anything, over all days of the window."""
+    """Dollars per day, over all days of the window: one series for each kind that cost anything."""
     amounts: defaultdict[str, dict[Any, int]] = defaultdict(dict)
     for row in rows:
         amounts[row.kind][row.day] = row.amount_nusd

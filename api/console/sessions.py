@@ -24,18 +24,18 @@ from store.people.roles import ALLOWED
 from store.people.secret import digest
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, User
 
-#: A session ends when it is not used for so long, and in any case so long after it began.
+#: A session ends when it has not been used for this long, and in any case this long after its start.
 IDLE = timedelta(hours=2)
 ABSOLUTE = timedelta(hours=24)
-#: Keys are made and money is moved by who has signed in no longer ago than this.
+#: Making keys and moving money requires a sign-in not older than this.
 FRESH = timedelta(hours=1)
-#: A link lets somebody in for so long.
+#: How long a sign-in link is valid.
 LINK_LIFE = timedelta(minutes=15)
-#: When somebody proved who they are, for whom the provider does not tell.
+#: The time of proof for sessions whose provider does not tell one.
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
-#: How often it is noted that a session is used.
+#: How often the use of a session is written down.
 NOTED = timedelta(minutes=1)
-#: Sessions of one key, or of one member; the oldest give way.
+#: How many sessions one key, or one member, may have; the oldest are ended.
 MAX_SESSIONS = 100
 
 
@@ -47,8 +47,8 @@ class SignedIn:
     org_name: str
     name: str
     operator: bool
-    since: datetime  # they have proved who they are
-    stale: bool  # its use should be noted
+    since: datetime  # when they proved who they are
+    stale: bool  # whether its use should be written down
     by_provider: bool
 
 
@@ -62,8 +62,8 @@ def sso_required(org: Organisation, oidc: OidcSettings) -> bool:
 
 
 def sign_in_with_key(session: Session, key: str, before: str, now: datetime, oidc: OidcSettings) -> str | None:
-    """A new session for the holder of an API key, in place of the one that the browser had `before`, as whichever way
-    one signs in; None if the key is not good. Raises SsoNeeded."""
+    """A new session for the holder of an API key; None if the key is not good. It replaces the session that the browser
+    had `before`, as every sign-in does. Raises SsoNeeded."""
     row = find(session, key, now)
     if row is None:
         return None
@@ -106,7 +106,7 @@ def sign_in_with_link(session: Session, token: str, before: str, now: datetime, 
 
 
 def sign_in_member(session: Session, org_id: str, user_id: str, before: str, now: datetime, link_by: str) -> str:
-    """A new session for who has just become a member by a link that `link_by` made."""
+    """A new session for a person who has just become a member by a link that `link_by` made."""
     _note(session, org_id, f"user:{user_id}", None, user_id, link_by)
     return _begin(session, org_id, before, now, user_id=user_id, link_by=link_by)
 
@@ -114,14 +114,14 @@ def sign_in_member(session: Session, org_id: str, user_id: str, before: str, now
 def sign_in_with_account(
     session: Session, org_id: str, user_id: str, before: str, account: Account, now: datetime, life_s: int
 ) -> str:
-    """A new session for a member whose account of the provider has been proved."""
+    """A new session for a member whose account at the provider has been proved."""
     _note(session, org_id, f"user:{user_id}", None, user_id, issuer=account.issuer)
     issuer, proved_at, ends = account.issuer, account.proved_at, now + timedelta(seconds=life_s)
     return _begin(session, org_id, before, now, user_id=user_id, until=ends, issuer=issuer, proved_at=proved_at)
 
 
 def signed_in(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> SignedIn | None:
-    """Whose session it is, if it is good."""
+    """Who is signed in by this session, if it is good."""
     row = session.get(BrowserSession, digest(sid))
     if row is None or now >= row.expires_at or now - row.last_seen_at >= IDLE:
         return None
@@ -189,8 +189,8 @@ def _begin(
     issuer: str | None = None,
     proved_at: datetime | None = None,
 ) -> str:
-    """A session under a new id; what is over, and what is too many, is forgotten on the way, and so is the one that its
-    browser had `before`: the browser forgets that, so nobody could sign out of it any more."""
+    """Begin a session under a new id. Sessions that have ended, or are too many, are deleted; also the one that the
+    browser had `before`, since the browser forgets it and nobody could sign out of it any more."""
     session.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
     session.execute(delete(LoginLink).where(LoginLink.expires_at <= now - ABSOLUTE))
     theirs = select(BrowserSession.sid_sha256).filter_by(org_id=org_id, key_id=key_id, user_id=user_id)

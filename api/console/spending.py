@@ -1,4 +1,4 @@
-"""What a month costs: so far, when it is over, and for each million tokens that came of it."""
+"""The cost of a month: so far, as forecast, and per million tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Bill:
 
 
 def billed(now: datetime, days: int = 0) -> Window:
-    """The days that `bill` looks at, and at least the last `days`."""
+    """The days that `bill` needs, and at least the last `days`."""
     first = min(window.first for window in (spending.this_month(now), _whole(now), spending.last_days(days or 1, now)))
     return Window(first, now.astimezone(UTC).date())
 
 
 def bill(rows: Sequence[DayRow], now: datetime) -> Bill:
-    """Of what the days of `billed` cost, which is read once for all that a page says of it."""
+    """The bill of this month, from the costs of the days in `billed`, which a page reads once for everything that it
+    shows."""
     month, whole = spending.this_month(now), _whole(now)
     of_month = spending.in_window(rows, month)
     so_far = sum(row.amount_nusd for row in of_month)
@@ -38,6 +39,6 @@ def bill(rows: Sequence[DayRow], now: datetime) -> Bill:
 
 
 def _whole(now: datetime) -> Window:
-    """The days that the forecast goes by."""
+    """The days that the forecast is based on."""
     yesterday = now.astimezone(UTC).date() - timedelta(days=1)
     return Window(yesterday - timedelta(days=forecast.MEAN_DAYS - 1), yesterday)

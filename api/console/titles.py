@@ -1,4 +1,4 @@
-"""What people call runs and checkpoints: by the name in a run's metadata, or in its session's, before any id."""
+"""What people call runs and checkpoints: the name in the run's metadata, else in its session's, else the id."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from api.paths import parse_path
 from store import tables
 from store.tables import Run
 
-#: Where metadata may have a name, in the order in which one is taken.
+#: Keys of the metadata that may hold a name; the first one counts.
 NAME_FIELDS = ("name", "run_name", "title")
-#: Ids in one question to the database.
+#: How many ids one query asks for.
 _AT_A_TIME = 500
 
 
 def title_of(run: Run, session: tables.Session) -> str:
-    """What a run is called: by its metadata, by its session's, or not at all ("")."""
+    """The name of a run: from its metadata, or its session's; "" if neither has one."""
     for metadata in (run.user_metadata, session.user_metadata):
         for name in NAME_FIELDS:
             if isinstance(metadata.get(name), str) and metadata[name].strip():
@@ -28,7 +28,7 @@ def title_of(run: Run, session: tables.Session) -> str:
 
 
 def run_titles(session: Session, org_id: str, run_ids: Iterable[str]) -> dict[str, str]:
-    """What the runs with these ids are called; one without a name, or that is gone, is called by its id."""
+    """The names of the runs with these ids; a run without a name, or a deleted one, is called by its id."""
     wanted = sorted(set(run_ids))
     found = dict(zip(wanted, wanted, strict=True))
     for start in range(0, len(wanted), _AT_A_TIME):
@@ -39,19 +39,19 @@ def run_titles(session: Session, org_id: str, run_ids: Iterable[str]) -> dict[st
 
 
 def with_owner(query: Select[Run]) -> Select[Run]:
-    """`query` with each run's session beside it, for `called`."""
+    """`query` joined with each run's session, for `called`."""
     return query.join(tables.Session, tables.Session.id == Run.session_id)
 
 
 def called(text: str) -> ColumnElement[bool]:
-    """Of runs `with_owner`: those whose name or id has `text` in it."""
+    """Restricts a query made by `with_owner` to runs whose name or id contains `text`."""
     owner = tables.Session
     names = [column[field].as_string() for column in (Run.user_metadata, owner.user_metadata) for field in NAME_FIELDS]
     return or_(*(place.icontains(text, autoescape=True) for place in (Run.id, owner.display_name, *names)))
 
 
 def checkpoint_title(path: str, titles: dict[str, str]) -> str:
-    """A path of a checkpoint as people say it: "step-200 of gsm8k-grpo". What is no path stays as it is."""
+    """A checkpoint's path as people say it: "step-200 of gsm8k-grpo". Any other text stays as it is."""
     try:
         parsed = parse_path(path, "path")
     except Invalid:
@@ -60,7 +60,7 @@ def checkpoint_title(path: str, titles: dict[str, str]) -> str:
 
 
 def run_of_path(path: str) -> str | None:
-    """The run of a checkpoint's path; None for what is no path."""
+    """The run in a checkpoint's path; None for any other text."""
     try:
         return parse_path(path, "path").run_id
     except Invalid:

@@ -1,4 +1,4 @@
-"""What `weftd doctor` says: of one thing, how it is, and what to do about it."""
+"""A finding of `weftd doctor`: what was looked at, how it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is "" where nothing is to be done."""
+    """`remedy` is "" if nothing has to be done."""
 
     about: str
     state: Literal["ok", "warning", "wrong"]

@@ -1,4 +1,4 @@
-"""The machine that a service is to run on: its disk, who may read it, how many files may be open, what computes."""
+"""The machine that a service is to run on: its disk, its permissions, its limit of open files, its GPUs and kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROOMS = Path(__file__).resolve().parents[2]
 
 
 def disk(settings: Settings) -> Iterator[Finding]:
-    """Whether the data folder can do what is asked of it: a write, a flush, a rename, a lock."""
+    """Whether the data folder allows what a service does with it: a write, a flush, a rename, a lock."""
     folder = settings.data_dir if settings.data_dir.exists() else nearest(settings.data_dir)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
@@ -53,7 +53,7 @@ def disk(settings: Settings) -> Iterator[Finding]:
 
 
 def permissions(settings: Settings) -> Iterator[Finding]:
-    """Everything in the data folder is its user's alone."""
+    """Whether everything in the data folder is readable by its user alone."""
     folder = settings.data_dir
     if not folder.is_dir():
         yield ok("permissions", f"{folder} is not there yet: the first start makes it")
@@ -72,7 +72,7 @@ def permissions(settings: Settings) -> Iterator[Finding]:
             return
         if facts.st_mode & 0o077:
             open_to_others.append(path)
-    # Behind a folder that nobody else may enter, the modes of what is in it do not matter.
+    # If nobody else may enter the folder, the modes of its contents do not matter.
     if folder in open_to_others:
         names = ", ".join(str(path) for path in open_to_others)
         yield warning("permissions", f"other users of this machine may read {names}", f"chmod -R go= {folder}")
@@ -81,7 +81,7 @@ def permissions(settings: Settings) -> Iterator[Finding]:
 
 
 def open_files(settings: Settings) -> Iterator[Finding]:
-    """As many as the server can get: it asks for more than a process begins with."""
+    """Whether enough files may be open. The server raises its own limit as far as it may."""
     wanted = settings.front.max_connections
     remedy = f"ulimit -n {wanted + OTHER_FILES} (systemd: LimitNOFILE), or lower front.max_connections"
     try:
@@ -103,7 +103,7 @@ def server(settings: Settings) -> Iterator[Finding]:
 
 
 def computing(settings: Settings) -> Iterator[Finding]:
-    """GPUs and kernels, asked of a process that loads torch as the workers do."""
+    """GPUs and kernels, as found by a process that loads torch like the workers do."""
     paths = os.pathsep.join([str(_ROOMS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "workers.model.devices"]
     asked = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
@@ -134,5 +134,5 @@ def computing(settings: Settings) -> Iterator[Finding]:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the one that it will be made in."""
+    """The folder, or the nearest existing folder that it will be made in."""
     return folder if folder.is_dir() or folder == folder.parent else nearest(folder.parent)

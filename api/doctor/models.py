@@ -34,7 +34,7 @@ def models(settings: Settings) -> Iterator[Finding]:
 
 
 def engines(settings: Settings) -> Iterator[Finding]:
-    """Whether the workers that the settings ask for are installed."""
+    """Whether the programs of the workers that the settings ask for are installed."""
     try:
         embedded_workers(settings, settings.models)
     except SettingsError as error:
@@ -55,7 +55,7 @@ def prices(settings: Settings) -> Iterator[Finding]:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file is as long as its own header says. What ends early is a download that was cut."""
+    """Whether a safetensors file is as long as its own header says. A shorter one is an interrupted download."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

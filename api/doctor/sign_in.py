@@ -1,5 +1,5 @@
-"""Sign-in by the OpenID provider: whether it answers, as the settings say, and takes a secret as it is given; clocks;
-and whether groups lead anywhere."""
+"""Sign-in by the OpenID provider: whether it answers as the settings say and takes the client's secret; whether the
+clocks agree; and whether the groups lead to organisations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def _asked(provider: Provider) -> tuple[Metadata, list[Any]]:
 
 
 def _proof(provider: Provider, metadata: Metadata) -> Iterator[Finding]:
-    """How the client proves itself when it exchanges a code, of what the provider takes."""
+    """Whether the provider accepts one of the client's ways to prove itself when it exchanges a code."""
     from api.oidc.refusals import ProviderError
 
     offered = ", ".join(metadata.token_endpoint_auth_methods_supported)[:200] or "nothing"
@@ -86,7 +86,8 @@ def _proof(provider: Provider, metadata: Metadata) -> Iterator[Finding]:
 
 
 def _clock(oidc: OidcSettings) -> Iterator[Finding]:
-    """The provider's clock, as its answers are dated (RFC 9110, section 6.6.1: whole seconds, cut off)."""
+    """Whether the provider's clock agrees, by the date of its answers (RFC 9110, section 6.6.1: whole seconds, rounded
+    down)."""
     from api.oidc.provider import TIMEOUT_S, discovery_address
 
     def read() -> float:
@@ -96,7 +97,7 @@ def _clock(oidc: OidcSettings) -> Iterator[Finding]:
     try:
         off = apart_s(read, grain_s=1.0)
     except (httpx.HTTPError, KeyError, ValueError):
-        return  # it does not say
+        return  # the answer has no date
     if abs(off) > oidc.clock_skew_s:
         says = f"the provider's clock is {off:+.0f} s from this machine's; oidc.clock_skew_s allows {oidc.clock_skew_s}"
         yield wrong(ABOUT, says, "have both follow the same time (chrony, systemd-timesyncd): ID tokens are refused")
@@ -105,13 +106,13 @@ def _clock(oidc: OidcSettings) -> Iterator[Finding]:
 
 
 def _groups(settings: Settings) -> Iterator[Finding]:
-    """Organisations that groups lead to and that are not there."""
+    """Organisations that groups lead to, but that do not exist."""
     named = {rule.organisation for rule in settings.oidc.groups}
     try:
         with opened(settings.effective_database_url) as engine, engine.connect() as connection:
             there = set(connection.scalars(select(Organisation.name).where(Organisation.name.in_(named))))
     except SQLAlchemyError:
-        return  # no tables yet; what is wrong with the database is said elsewhere
+        return  # no tables yet; problems of the database are reported elsewhere
     if missing := sorted(named - there):
         says = f"oidc.groups lead to organisations that are not there: {', '.join(missing)}"
         yield warning(ABOUT, says, f"weftd org create {missing[0]!r}, or mend the name")

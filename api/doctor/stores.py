@@ -1,4 +1,5 @@
-"""What a service keeps its state in: the database, Redis, and whether their clocks and this machine's agree."""
+"""Where a service keeps its state: the database, Redis and the object store; and whether their clocks and this
+machine's agree."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from store.settings import Settings, SettingsError
 from store.tables import JobRun
 from workers.model.tiny import TINY_NAME, TINY_PATH
 
-#: Clocks may differ by this much: leases last seconds.
+#: Clocks may differ by at most this: leases last seconds.
 SKEW_S = 2.0
 #: The heartbeat job runs every 30 s.
 SILENT = timedelta(minutes=3)
@@ -85,7 +86,8 @@ def _revision(engine: Engine, says: str) -> Finding:
 
 
 def login(settings: Settings) -> Iterator[Finding]:
-    """On PostgreSQL the server must be a member of the role that sees all rows, and should be no superuser."""
+    """Whether, on PostgreSQL, the server's login is a member of the role that sees all rows; it should be no
+    superuser."""
     if is_sqlite(settings.effective_database_url):
         return
     role = {"role": SERVICE_ROLE}
@@ -105,7 +107,7 @@ def login(settings: Settings) -> Iterator[Finding]:
 
 
 def jobs(settings: Settings) -> Iterator[Finding]:
-    """While a service runs, its jobs do."""
+    """Whether jobs run while a service runs."""
     if not settings.redis_url and other_server(settings.data_dir) is None:
         return
     with _connected(settings) as connection:
@@ -125,7 +127,7 @@ def jobs(settings: Settings) -> Iterator[Finding]:
 
 
 def blobs(settings: Settings) -> Iterator[Finding]:
-    """The object store: whether it answers, and lets this key read."""
+    """Whether the object store answers and lets this key read."""
     if not settings.blob_url:
         return
     from store.blobs.bucket import Bucket
@@ -167,8 +169,8 @@ def redis(settings: Settings) -> Iterator[Finding]:
 
 
 def workers(settings: Settings) -> Iterator[Finding]:
-    """Who has come to Redis for each base model, or loads it. Trainers come to the server that leads, which tells of
-    them."""
+    """The workers that have come to Redis for each base model, or load it. Trainers come to the leading server, which
+    reports them."""
     if not settings.redis_url:
         return
     from scheduler.links.contract import QueueUnreachable
@@ -178,7 +180,7 @@ def workers(settings: Settings) -> Iterator[Finding]:
     with closing(LoadingBoard(settings.redis_url)) as board, closing(RedisQueue(settings.redis_url)) as queue:
         try:
             loading, served, strangers = board.there(), queue.served(), queue.strangers()
-        except QueueUnreachable:  # as `redis` says
+        except QueueUnreachable:  # reported by `redis`
             return
     for one in loading:
         yield ok("workers", f"{one.name} loads {', '.join(one.models)}, for {one.loading_s:.0f} s now")
@@ -193,7 +195,7 @@ def workers(settings: Settings) -> Iterator[Finding]:
 
 
 def clocks(settings: Settings) -> Iterator[Finding]:
-    """Leases and expiries go by clocks: those of the database, of Redis and of the file system agree with this one."""
+    """Whether clocks agree: leases and expiries use those of the database, of Redis and of the file system."""
     apart = {name: apart_s(read) for name, read in _clocks(settings).items()}
     ahead = {name: off for name, off in apart.items() if abs(off) > SKEW_S}
     if ahead:
@@ -213,7 +215,8 @@ def _clocks(settings: Settings) -> dict[str, Callable[[], float]]:
 
 
 def apart_s(read: Callable[[], float], grain_s: float = 0.0) -> float:
-    """Seconds by which a clock is ahead, beyond what the asking took; it says multiples of `grain_s`, cut off."""
+    """By how many seconds a clock is ahead, beyond the time of the question; its answers are rounded down to multiples
+    of `grain_s`."""
     before = time.time()
     found = read()
     after = time.time()

@@ -39,7 +39,7 @@ from store.people.roles import Scope
 Limit = Literal["call", "work", "poll", "background"]
 Meter = Literal["train", "prefill", "sample", "storage", "nothing"]
 
-#: Of routes that belong to training and to sampling alike, and of those that show what they make.
+#: Scopes of routes that both training and sampling need, and of routes that show what they make.
 WORKING: tuple[Scope, ...] = ("train", "sample")
 LOOKING: tuple[Scope, ...] = ("train", "sample", "checkpoints:read")
 
@@ -80,7 +80,7 @@ class Guard:
             await count_request(request, who)
 
     async def look_again(self, request: Request) -> None:
-        """Whoever was let in long ago may have lost their key, or what it was good for, since."""
+        """Check the credential again: a request let in long ago may have lost its key, or the key its rights, since."""
         self._allow(request, await principal(request))
 
     def _allow(self, request: Request, who: Principal) -> None:
@@ -93,7 +93,7 @@ class Guard:
 
 
 class DataGuard(Guard):
-    """Of a route that takes data: it has room for the body until it has answered."""
+    """The guard of a route that takes data: it holds room for the body until the route has answered."""
 
     async def __call__(self, request: Request, who: PrincipalDep) -> AsyncIterator[None]:  # type: ignore[override]
         await self.check(request, who)
@@ -123,7 +123,7 @@ def declare(
 
 
 def declared(route: Any) -> Access | None:
-    """What a route (fastapi.routing.APIRoute) declares."""
+    """The declaration of a route (fastapi.routing.APIRoute)."""
     for depends in getattr(route, "dependencies", []):
         if isinstance(depends.dependency, Guard):
             return depends.dependency.access

@@ -19,15 +19,15 @@ from safetensors.numpy import load_file
 from store.blobs.contract import Blobs, Damaged, files_of
 from workers.model.adapters.peft_format import write_export
 
-#: Signed links are good for so long.
+#: How long signed links are valid.
 LINKS_LAST = timedelta(hours=1)
-#: Older clients look for this file to know that the archive is whole.
+#: Older clients take an archive for whole only if it has this file.
 COMPLETE = "checkpoint_complete"
 ARCHIVES = "archives"
 
 
 def archive_ref(ref: str) -> str:
-    """Where the archive of the weights in `ref` is: new weights, be it under an old name, have a new one."""
+    """The ref of the archive of the weights in `ref`. New weights, even under an old name, have a new one."""
     return f"{ARCHIVES}/{ref.rpartition('/')[2]}"
 
 
@@ -40,7 +40,8 @@ def make_archive(blobs: Blobs, ref: str) -> None:
     """Have the archive of the weights in `ref` at `archive_ref`, and count its age from now. Runs in a thread. Raises
     FileNotFoundError when there are no weights, and Damaged when they are not as they were written."""
     target = archive_ref(ref)
-    with suppress(FileNotFoundError, Damaged):  # made anew in its place: to delete it would take what another uploads
+    # damaged ones are made anew in place: deleting them could remove what another process is uploading
+    with suppress(FileNotFoundError, Damaged):
         blobs.check_folder(target)
         blobs.touch(target)
         return
@@ -48,7 +49,8 @@ def make_archive(blobs: Blobs, ref: str) -> None:
         with blobs.reading(ref) as source, blobs.new_folder(target) as folder:
             _fill(source, folder)
     except OSError as error:
-        if isinstance(error, Damaged) or not blobs.exists(target):  # else somebody was faster with the same files
+        # otherwise another process was faster with the same files
+        if isinstance(error, Damaged) or not blobs.exists(target):
             raise
 
 
@@ -70,7 +72,7 @@ def _export(source: Path, target: Path) -> Path:
 
 
 def _nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Nothing of the server's users goes into an archive."""
+    """Keep the server's user and group out of the archive."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     member.mode = 0o644

@@ -28,9 +28,9 @@ from store.people.secret import digest
 
 T = TypeVar("T")
 
-#: In the scope of a request whose credential was looked up for it alone: how to look again.
+#: The key in a request's scope for credentials that were looked up for this request alone: how to look again.
 LOOK_KEY = "weft.look_again"
-#: Keys seen in the last seconds, by their SHA-256 (those of tokens by their number).
+#: Keys seen in the last seconds, by their SHA-256 (for tokens by the key's number).
 KeyCache = Remembered[Principal]
 
 
@@ -44,7 +44,7 @@ def carried_key(scope: Scope) -> str:
 
 
 def presented_key(request: Request) -> str:
-    """The key that the request carries. Raises Unauthenticated without one."""
+    """The key in the request. Raises Unauthenticated if there is none."""
     key = carried_key(request.scope)
     if not key:
         raise Unauthenticated(
@@ -59,14 +59,15 @@ async def principal(request: Request) -> Principal:
 
 
 async def present_principal(request: Request) -> Principal:
-    """As the database has it at this moment: for what makes and ends credentials, so that nobody saves themselves into
-    a new one in the seconds after theirs was taken away; what makes one is written `while_good`. For `Depends`."""
+    """The principal as the database has it at this moment, for routes that make or end credentials: a key that was just
+    revoked must not be used to make a new one in the seconds for which principals are remembered. Writes that make one
+    go through `while_good`. For `Depends`."""
     return admit(request, await _authenticate(request, remembered=False))
 
 
 def while_good(request: Request, who: Principal, work: Callable[[Session], T]) -> Callable[[Session], T]:
-    """`work`, as a write that looks at the credential of the request again. Its body may come long after `who` was let
-    in, and writes wait in line: a key that was taken away meanwhile makes no other. Raises Unauthenticated."""
+    """`work` as a write that first checks the request's credential again. The body may have come long after `who` was
+    let in, and writes wait their turn: a key revoked meanwhile must make no other. Raises Unauthenticated."""
     look: Callable[[Session], Principal | None] = request.scope[LOOK_KEY]
 
     def written(session: Session) -> T:
@@ -87,8 +88,8 @@ async def key_holder(request: Request) -> Principal:
 
 
 async def link_holder(request: Request) -> Principal:
-    """The holder of a signed link (`api.who.signing`) reads as the key that asked for it, as long as that is good. For
-    `Depends`."""
+    """Authenticate the holder of a signed link (`api.who.signing`): it may read what the key that asked for it may, as
+    long as that key is good. For `Depends`."""
     key_id = service_of(request).signer.verify(request.scope["path"], request.query_params)
 
     def read(session: Session) -> Principal | None:
@@ -136,7 +137,8 @@ async def _by_key(request: Request, secret: str, remembered: bool) -> Principal:
 
 
 async def _by_token(request: Request, token: str, remembered: bool) -> Principal:
-    """The signature and the end of a token are checked each time; its key, as other keys, every few seconds."""
+    """The principal of a token. Its signature and expiry are checked each time; its key, like other keys, every few
+    seconds."""
     try:
         claims = service_of(request).tokens.read(token)
     except BadToken as error:

@@ -29,22 +29,23 @@ P = TypeVar("P", bound=Message)
 
 #: Larger bodies are parsed in a thread.
 INLINE_BYTES = 16_384
-#: Larger protobuf, too. One of this size takes 0.2 ms at most, whatever it holds; the way to threads takes 0.1.
+#: Larger protobuf bodies are parsed in a thread. One of this size takes 0.2 ms at most, whatever it contains; handing
+#: it to a thread takes 0.1 ms.
 INLINE_PROTOBUF_BYTES = 32_768
-#: A compressed body may unpack to this many times its size; what stays below the floor, to any. Tokens and numbers
-#: shrink to a third, constant weights more.
+#: A compressed body may unpack to this many times its size, and in any case to the floor. Tokens and numbers shrink to
+#: a third, constant weights more.
 MAX_RATIO = 100
 RATIO_FLOOR_BYTES = 1 << 20
-#: Unpacked at a time.
+#: How many bytes are unpacked at a time.
 _PIECE = 1 << 18
-#: Of a body that is too large so much is kept as its beginning.
+#: How many bytes are kept as the beginning of a body that is too large.
 _BEGINS = 256
 #: Memory that one compressed body may make the decoder keep; every usual compression level stays below.
 MAX_WINDOW_BYTES = 1 << 23
 
 
 def size_of(request: Request) -> BodySize:
-    """What the route has declared, within the server's limit."""
+    """The body size that the route has declared, within the server's limit."""
     declared: SizeClass = request.scope.get(SCOPE_KEY, "small")
     most = service_of(request).settings.limits.max_body_bytes
     return _within(declared, most)
@@ -57,7 +58,8 @@ def _within(declared: SizeClass, most: int) -> BodySize:
 
 
 def may_come_to(request: Request) -> int:
-    """Bytes that are kept of the body at most, unpacked, by what its headers say: none of one that is too large."""
+    """The most bytes that the body can have once unpacked, by its headers; 0 for one that is too large, since nothing
+    of it is kept."""
     most = size_of(request).max_bytes or 0
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
@@ -73,8 +75,8 @@ def unpacks_to_at_most(size_bytes: int) -> int:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, decompressed. Raises TooLarge beyond the route's limit, of what was sent and of what it unpacks to; and
-    what a guard raises, where the key was lost while the body came."""
+    """The body, decompressed. Raises TooLarge if it exceeds the route's limit, as sent or unpacked; and the guard's
+    error if the key was revoked while the body came."""
     with service_of(request).arriving_body() as arrival:
         return await _read(request, arrival)
 
@@ -98,31 +100,33 @@ async def _read(request: Request, arrival: Arrival) -> bytes:
 
 
 async def read_json(request: Request, model: type[M], *, most_values: int = MAX_VALUES) -> M:
-    """The body as a `model`. Raises Malformed with the fields that are wrong."""
+    """The body as a `model`. Raises Malformed, naming the wrong fields."""
     service = service_of(request)
     with service.arriving_body() as arrival:
         return await parse(service, await _read(request, arrival), model, most_values)
 
 
 async def parse(service: Service, body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
-    """`parse_json`, off the event loop when that takes a while."""
+    """`parse_json`, in a thread if the body is large."""
     if len(body) <= INLINE_BYTES:
         return parse_json(body, model, most_values)
     return await service.work(len(body), partial(parse_json, body, model, most_values))
 
 
 def parse_json(body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
-    """For threads; for the event loop only up to INLINE_BYTES. Raises TooLarge beyond `most_values` in lists."""
+    """Parse JSON as a `model`; in the event loop only up to INLINE_BYTES. Raises TooLarge beyond `most_values` in
+    lists."""
     check_json(body, most_values)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         wrong, field = explain(error), field_of(error)
-    raise Malformed(wrong, field)  # here, where it does not keep the other alive, which may be large
+    # raised outside of the handler, so that it does not keep the large ValidationError alive
+    raise Malformed(wrong, field)
 
 
 def parse_protobuf(body: bytes, form: type[P]) -> P:
-    """For threads; for the event loop only up to INLINE_PROTOBUF_BYTES."""
+    """Parse protobuf; in the event loop only up to INLINE_PROTOBUF_BYTES."""
     try:
         check_protobuf(body, form)
     except TooLarge as error:
@@ -137,7 +141,7 @@ def parse_protobuf(body: bytes, form: type[P]) -> P:
 
 
 def unpack_zstd(data: bytes, limit: int) -> bytes:
-    """Unpack zstd, stopping as soon as it turns out larger than `limit` bytes, or than its ratio allows."""
+    """Unpack zstd; stops as soon as the result is larger than `limit` bytes, or than the allowed ratio."""
     allowed = min(limit, unpacks_to_at_most(len(data)))
     try:
         declared = zstandard.frame_content_size(data)
@@ -154,21 +158,21 @@ def unpack_zstd(data: bytes, limit: int) -> bytes:
                 pieces.append(piece)
     except zstandard.ZstdError as error:
         raise Invalid(f"the body is not valid zstd: {error}") from None
-    if size < declared:  # the reader is content with a frame that breaks off
+    if size < declared:  # the reader accepts a truncated frame
         raise Invalid(f"the body is not valid zstd: it ends after {size} of {declared} bytes")
     return b"".join(pieces)
 
 
 async def _receive(request: Request, limit: int, arrival: Arrival) -> bytes:
-    """Collect the body. One that is too large is read on for another `limit` bytes and thrown away: a client that is
-    cut off while it sends would see a broken connection and retry instead of reading why."""
+    """Receive the body. One that is too large is still read for another `limit` bytes, which are thrown away: a client
+    that is cut off while it sends would see a broken connection, and retry instead of reading the error."""
     declared = header(request.scope, b"content-length") or "0"
     too_large = not declared.isdecimal() or int(declared) > limit
     if too_large and (header(request.scope, b"expect") or "").lower() == "100-continue":
-        raise _too_large(limit)  # its client sends nothing before it is told to
+        raise _too_large(limit)  # this client sends the body only when told to
     parts: list[bytes] = []
     begins, size, more = b"", 0, True
-    while more:  # `Request.stream` has the event loop keep account of a generator for each body
+    while more:  # not `Request.stream`: its generator costs the event loop extra work for each body
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect

@@ -13,9 +13,10 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class BodySize:
-    #: Of what is sent, and of what it unpacks to. The server's `max_body_bytes` holds as well.
+    #: The largest body, as sent and as unpacked (None: only the server's limit). The server's `max_body_bytes` holds as
+    #: well.
     max_bytes: int | None
-    #: Whether it may come compressed.
+    #: Whether the body may be compressed.
     packed: bool = True
 
 
@@ -23,12 +24,12 @@ SIZES: dict[SizeClass, BodySize] = {
     "small": BodySize(64 * KIB),  # names, numbers, settings
     "medium": BodySize(1024 * KIB),  # lists: points of curves, events, ids, the graph of a loss
     "data": BodySize(None),  # prompts and training data
-    "event": BodySize(256 * KIB, packed=False),  # from anybody, judged by a signature over its bytes
+    "event": BodySize(256 * KIB, packed=False),  # from anybody; trusted by a signature over its bytes
 }
 
-#: Where a route's guard leaves its class for `api.http.bodies`, in the request's scope.
+#: The key in a request's scope under which the route's guard leaves the size class for `api.http.bodies`.
 SCOPE_KEY = "weft.body_size"
-#: And itself, where it has let a key in.
+#: The key under which it leaves itself, once it has let a key in.
 GUARD_KEY = "weft.guard"
-#: And the `Room` of a large body.
+#: The key under which it leaves the `Room` of a large body.
 ROOM_KEY = "weft.room"

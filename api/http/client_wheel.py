@@ -18,7 +18,7 @@ import weft
 from weft.version import __version__
 
 DISTRIBUTION = "weft-tuning"
-#: Where it is to be had, of every server.
+#: The path of the wheel on every server.
 WHEEL_NAME = f"weft_tuning-{__version__}-py3-none-any.whl"
 WHEEL_PATH = f"/sdk/{WHEEL_NAME}"
 _NOTES = ("METADATA", "entry_points.txt", "licenses/LICENSE")
@@ -36,7 +36,7 @@ class ClientWheel:
 
 @functools.cache
 def client_wheel() -> ClientWheel | None:
-    """None where the client was not installed by pip, but is only on the path."""
+    """The wheel; None if the client was not installed by pip but is only on the path."""
     try:
         installed = distribution(DISTRIBUTION)
     except PackageNotFoundError:

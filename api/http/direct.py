@@ -26,14 +26,14 @@ from api.who.principal import Principal
 
 #: How an application answers an exception, by its type.
 Handlers = Mapping[Any, Callable[..., Any]]
-#: Says, and finds, something that a route asks for.
+#: How to get an argument of a route: known at once, or found by a dependency.
 _Know = Callable[[Request, Principal], Any]
 _Find = Callable[[Request], Awaitable[Any]]
 
 
 class Direct:
-    """`app`, with `routes` before it: POSTs to fixed paths, with the guard of a key. `handlers` answer for what they
-    raise."""
+    """Serves `routes` (POSTs to fixed paths, with a guard for keys) without FastAPI, and everything else by `app`.
+    `handlers` answer the exceptions that the routes raise."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[APIRoute], handlers: Handlers) -> None:
         self._app = app
@@ -63,7 +63,7 @@ class _Call:
         try:
             who = await principal(request)
             if self._room is not None:
-                async with self._room(request, who):  # until it has answered
+                async with self._room(request, who):  # held until it has answered
                     await (await self._answer(request, who))(scope, receive, send)
                 return
             await self._guard.check(request, who)
@@ -72,7 +72,8 @@ class _Call:
             handler = next((self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers), None)
             if handler is None:
                 raise
-            error.__traceback__ = None  # its frames have the body, and the future of a thread the error: a circle
+            # the traceback's frames hold the body, and a thread's future holds the error: a reference circle
+            error.__traceback__ = None
             response = await handler(request, error)
         await response(scope, receive, send)
 
@@ -88,8 +89,8 @@ class _Call:
 
 
 def _finds_of(endpoint: Callable[..., Any]) -> tuple[dict[str, _Know], dict[str, _Find]]:
-    """What a route asks for: what is known when it is called (the request, who it is from, the service), and what its
-    dependencies find in the request alone."""
+    """The arguments of a route: those known when it is called (request, principal, service), and those that its
+    dependencies find in the request."""
     known, finds = dict[str, _Know](), dict[str, _Find]()
     for name, hint in get_type_hints(endpoint, include_extras=True).items():
         if hint is Request:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-#: Proxies in between hand on what they get at once.
+#: Headers that make proxies pass events on at once.
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -18,7 +18,8 @@ def event(data: bytes, name: str = "") -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Its events end with it: a client that leaves is noticed at once, wherever in them its leaving was met."""
+    """An event stream that closes its generator at its end: a client that leaves is noticed at once, wherever the
+    generator then stands."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)

@@ -1,4 +1,4 @@
-"""Headers of requests and answers that come with every operation, without what Starlette does for those of any kind."""
+"""Headers of requests and answers, for the routes of every operation: less general, and so faster, than Starlette's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-#: A larger answer is written in pieces of so many bytes.
+#: A larger answer is written in pieces of this many bytes.
 PIECE_BYTES = 65_536
 
 
@@ -21,7 +21,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 class Ready(Response):
-    """An answer of bytes of a type without a charset; 204 and 304, which have no body, are not for it."""
+    """An answer of bytes whose content type has no charset; not for 204 and 304, which have no body."""
 
     def __init__(self, body: bytes, media_type: str, status_code: int = 200) -> None:
         self.status_code, self.media_type, self.background, self.body = status_code, media_type, None, body
@@ -29,9 +29,9 @@ class Ready(Response):
 
 
 class Large(Ready):
-    """One that its client may take slowly: a piece is written when those before it have been taken, but for what lies
-    in buffers. So a client is late who takes no piece for long, and not who has much to take; and what is `held` for
-    the answer is held until its client has it, or has left."""
+    """An answer that its client may take slowly: each piece is written once the earlier ones have been taken (apart
+    from buffers). So a client is late if it takes no piece for long, however much there is to take. What is `held` for
+    the answer is held until the client has all of it, or has left."""
 
     def __init__(self, body: bytes, media_type: str, held: AsyncExitStack) -> None:
         super().__init__(body, media_type)

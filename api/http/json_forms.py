@@ -24,13 +24,13 @@ from api.http.bodies import parse_json
 
 PROTOBUF = "application/x-protobuf"
 
-#: The first mistake in a list says it all, and a list may hold millions.
+#: Only the first mistake in a list is reported: a list may hold millions.
 Floats = Annotated[list[float], Field(fail_fast=True)]
 Integers = Annotated[list[Integer], Field(fail_fast=True)]
 
 
 class _Tensor(Request):
-    """`data` as flat numbers; those listed of a sparse tensor. Nothing is unfolded here."""
+    """`data` are flat numbers; of a sparse tensor only the listed ones. Nothing is expanded here."""
 
     data: Floats
     dtype: Literal["int64", "float32"]
@@ -51,7 +51,7 @@ class _Input(Request):
 
 
 class _Body(BaseModel):
-    """One of the two inputs is there: `forward` is the same with another name for its input."""
+    """A body with one of the two inputs; `forward` only names its input differently."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     forward_backward_input: _Input | None = None
@@ -104,12 +104,12 @@ def _write(message: pb.Tensor, tensor: _Tensor, where: str) -> None:
 
 
 def only_json(accept: str) -> bool:
-    """Whether a client that sends this Accept header cannot read protobuf. Without a header, or with */*, it can."""
+    """Whether a client with this Accept header cannot read protobuf. Without a header, or with */*, it can."""
     return "json" in accept and "protobuf" not in accept
 
 
 def train_result(payload: bytes) -> dict[str, Any]:
-    """A ForwardBackwardOutput as JSON. Metrics that are no finite numbers are null: JSON has none."""
+    """A ForwardBackwardOutput as JSON. Metrics that are not finite are null, since JSON lacks them."""
     outputs, metrics = decode_train_output(payload)
     return {
         "loss_fn_output_type": "ArrayRecord",
@@ -121,7 +121,7 @@ def train_result(payload: bytes) -> dict[str, Any]:
 
 
 def sample_result(payload: bytes) -> dict[str, Any]:
-    """A SampleResponse as JSON; what was not asked for is left out."""
+    """A SampleResponse as JSON; parts that were not asked for are left out."""
     result = decode_sample_response(payload)
     found: dict[str, Any] = {
         "type": "sample",

@@ -1,10 +1,10 @@
-"""Requests begin a few in each turn of the event loop, by turns of whom they are from. Those that come at the same
-moment would otherwise all begin in one turn, which takes as long as all of them, and whatever else is ready waits for
-its end: other organisations, and the probes that watch whether this process lives.
+"""Only a few requests begin in each turn of the event loop, taken from their senders in rotation. Requests that arrive
+at the same moment would otherwise all begin in one turn. That turn takes as long as all of them together, and
+everything else waits for its end: other organisations, and the probes that check whether this process lives.
 
-Whom a request is from is its organisation, where its key is one that was used in the last seconds; else its address, so
-that inventing keys gains nothing. Probes have turns of their own, by address alone: they wait for no other requests,
-and who sends many holds up their own. What has begun is not paced: it goes on as its threads and its results come.
+The sender of a request is its organisation, if its key was used in the last seconds; else its address, so that
+inventing keys gains nothing. Probes have a rotation of their own, by address alone: they wait for no other requests,
+and a sender of many probes holds up only its own. A request that has begun is not paced any more.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from api.http.auth import carried_key
 from api.state.addresses import holder
 from store.people.secret import digest
 
-#: Requests that begin in one turn of the event loop, and so many probes; each takes a millisecond or two until it waits
-#: for something.
+#: How many requests, and how many probes, begin in one turn of the event loop; each takes a millisecond or two until it
+#: first waits.
 EACH_TURN = 8
-#: They ask nothing.
+#: Paths of probes, which need no database and no worker.
 PROBES = frozenset({"/health", "/healthz", "/api/v1/healthz"})
 
 #: The organisation of a key that is known, by the key's SHA-256.
@@ -30,7 +30,7 @@ KnownOrg = Callable[[str], str | None]
 
 
 class Pace:
-    """`app`, whose requests begin by turns. Lives in the event loop."""
+    """Wraps `app`: its requests begin in rotation. Lives in the event loop."""
 
     def __init__(self, app: ASGIApp, known: KnownOrg) -> None:
         self._app, self._known = app, known
@@ -46,22 +46,22 @@ class Pace:
 
 
 class Turns:
-    """A few in each turn of the event loop, one of each lane, again and again."""
+    """Lets a few requests begin in each turn of the event loop, one of each sender in rotation."""
 
     def __init__(self) -> None:
-        self._begun = 0  # in this turn
-        #: Who waits, the first in front; and of each their requests, in order.
+        self._begun = 0  # how many have begun in this turn
+        #: By sender, the next one first: its waiting requests, in order.
         self._lanes: dict[str, deque[asyncio.Future[None]]] = {}
 
     def begins(self) -> bool:
-        """Whether one more begins in this turn."""
+        """Whether one more request may begin in this turn."""
         if self._lanes or self._begun >= EACH_TURN:
             return False
         self._begin()
         return True
 
     async def come(self, lane: str) -> None:
-        """Wait for a later one."""
+        """Wait for a later turn."""
         waiting = asyncio.get_running_loop().create_future()
         self._lanes.setdefault(lane, deque()).append(waiting)
         await waiting
@@ -78,8 +78,8 @@ class Turns:
             line = self._lanes.pop(lane)
             waiting = line.popleft()
             if line:
-                self._lanes[lane] = line  # behind the others
-            if not waiting.done():  # or it was given up
+                self._lanes[lane] = line  # the sender goes to the end of the rotation
+            if not waiting.done():  # unless the request was cancelled
                 waiting.set_result(None)
                 self._begin()
 

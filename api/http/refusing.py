@@ -1,4 +1,4 @@
-"""How the application answers what is refused, or fails, wherever that is: each way has its JSON form."""
+"""The JSON answers for everything that is refused or fails, wherever that happens in the application."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from store.people.organisations import NoSuch, PeopleError
 
 log = logging.getLogger("weft.api")
 
-#: A longer path is not compared with those that there are.
+#: Longer paths are not compared with the existing ones.
 LONGEST_PATH = 128
 
 
 def anywhere(error: ApiError) -> Response:
-    """A refusal that any path may have: in OpenAI's form too, whose clients read nothing else."""
+    """A refusal that can come from any path; it is in OpenAI's form, too, since OpenAI's clients read no other."""
     body = body_of(error.detail, error.code, error.request_id) | form_of(error)
     return JSONResponse(body, error.status, error.headers)
 
 
 def not_here(request: Request) -> NotHere:
-    """No such path: what may have been meant."""
+    """The refusal of an unknown path, with a guess at the path that was meant."""
     path = request.scope["path"]
     paths = [route.path for route in request.app.routes if request.method in (getattr(route, "methods", None) or ())]
     advice = _meant(path, paths) if len(path) <= LONGEST_PATH else None
@@ -48,7 +48,7 @@ def _meant(path: str, paths: Sequence[str]) -> str | None:
 
 
 def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> None:
-    """Give every way to fail its JSON form. `astray` may have a page for a path that is not there instead."""
+    """Register a JSON answer for every kind of failure. `astray` may give a page for an unknown path instead."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -104,9 +104,9 @@ class LastResort:
             return
         except Exception:
             error_id = logs.about().get("request", "")
-            route = getattr(scope.get("route"), "path", "no route")  # its template: a path may have a secret in it
+            route = getattr(scope.get("route"), "path", "no route")  # the template, since a path may contain a secret
             log.exception("error %s in %s %s", error_id, scope["method"], route)
             if started:
-                raise  # half an answer is out: only closing the connection can tell the client
+                raise  # part of the answer is sent: only closing the connection tells the client
             why = f"internal error {error_id}: the operator finds it in the server's log under this id"
             await anywhere(ApiError(why, request_id=error_id))(scope, receive, send)

@@ -20,7 +20,7 @@ from store.people.secret import new_id
 log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
-#: An id of a client's own that is taken.
+#: A client's own request id, if it is accepted.
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -37,7 +37,7 @@ class Requests:
         headers = dict(scope["headers"])
         request_id = request_id_of(headers)
         method = scope["method"]
-        if method == "HEAD":  # what a GET would answer, without its body
+        if method == "HEAD":  # answered like a GET, but without the body
             scope = {**scope, "method": "GET"}
         began, received, sent, status, headed = time.monotonic(), 0, 0, NO_ANSWER, False
 
@@ -72,6 +72,6 @@ class Requests:
 
 
 def request_id_of(headers: dict[bytes, bytes]) -> str:
-    """The client's own, or a new one."""
+    """The client's own request id, or a new one."""
     given = headers.get(HEADER, b"")
     return given.decode() if _WELL_FORMED.fullmatch(given) else new_id()

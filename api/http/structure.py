@@ -23,12 +23,12 @@ HARMLESS_BYTES = 65_536
 MAX_CONTAINERS = 65_536  # lists and objects of JSON
 MAX_MEMBERS = 65_536  # names in its objects
 MAX_VALUES = 2_000_000  # elements of its lists
-MAX_FIELDS = 262_144  # of a protobuf message and all messages in it
-MAX_FIELDS_OF_ONE = 32_768  # of one message: found sooner
-#: Bytes of packed numbers in one field of a protobuf message: shapes alone are packed, arrays are bytes.
+MAX_FIELDS = 262_144  # fields of a protobuf message and all messages in it
+MAX_FIELDS_OF_ONE = 32_768  # fields of a single message: checked first, since it is found sooner
+#: Bytes of packed numbers in one protobuf field: only shapes are packed, arrays are bytes.
 MAX_PACKED_BYTES = 1024
 
-#: Counted at a time, so that other threads get their turn.
+#: How many bytes are counted at a time, so that other threads get their turn.
 _PIECE = 1 << 20
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -36,7 +36,7 @@ _WIDTH = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_json(body: bytes, most_values: int = MAX_VALUES) -> None:
-    """Raise TooLarge for JSON that holds more than may be built."""
+    """Raise TooLarge for JSON with more objects than may be built."""
     if len(body) <= HARMLESS_BYTES:
         return
     containers = members = values = 0
@@ -55,7 +55,7 @@ def check_json(body: bytes, most_values: int = MAX_VALUES) -> None:
 
 
 def check_protobuf(body: bytes, form: type[Message]) -> None:
-    """Raise TooLarge for protobuf that holds more than may be built, and Invalid for what is none."""
+    """Raise TooLarge for protobuf with more objects than may be built, and Invalid for bytes that are no protobuf."""
     if len(body) > HARMLESS_BYTES:
         try:
             _walk(body, form.DESCRIPTOR)
@@ -64,8 +64,8 @@ def check_protobuf(body: bytes, form: type[Message]) -> None:
 
 
 def begins_with(body: bytes, *fields: int) -> list[bytes | int] | None:
-    """The values of these first fields of a protobuf message, of which the end may be missing: bytes and varints. None
-    where it begins otherwise, which no library that writes fields in their order has it do."""
+    """The values of the first fields (bytes and varints) of a protobuf message whose end may be missing. None if it
+    begins with other fields; libraries write fields in the order of their numbers."""
     found, at = list[bytes | int](), 0
     try:
         for number in fields:
@@ -84,7 +84,7 @@ def begins_with(body: bytes, *fields: int) -> list[bytes | int] | None:
 
 
 def _walk(body: bytes, root: Any) -> None:
-    """Look at every field of `root` and of the messages in it, those that stand next first."""
+    """Walk over all fields of `root` and of the messages in it, those of the upper levels first."""
     known = _messages(root)
     waiting: list[tuple[int, int, Any]] = [(0, len(body), root)]
     fields = 0
@@ -119,7 +119,7 @@ def _walk(body: bytes, root: Any) -> None:
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends. IndexError when the body does."""
+    """The varint at `at`, and the position after it. IndexError if the body ends before."""
     byte = body[at]
     at += 1
     if byte < 0x80:
@@ -136,7 +136,7 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 
 
 def _messages(root: Any) -> dict[str, dict[int, Any]]:
-    """Of every message in `root`: its fields that need a look, by number. They are messages, or numbers that may come
+    """For every message type in `root`: the fields to look into, by number: messages, and numbers that may be
     packed."""
     found: dict[str, dict[int, Any]] = {}
     waiting = [root]

@@ -20,14 +20,15 @@ from sqlalchemy import Row, and_, or_, select
 from store import tables
 from store.database.db import Database
 
-#: Operations read, and pieces of a trace built, at a time.
+#: How many operations are read, and pieces of a trace built, at a time.
 BATCH = 500
-#: Characters of an error that a trace quotes.
+#: How many characters of an error a trace quotes.
 ERROR_LENGTH = 300
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SEQUENCE = 1  # all packets are of one writer
-_REALTIME, _BOOTTIME = 1, 6  # clocks of perfetto.protos.BuiltinClock; track events are in boot time unless they say
+# numbers of clocks in perfetto.protos.BuiltinClock; track events use boot time unless they say otherwise
+_REALTIME, _BOOTTIME = 1, 6
 _PROCESS_TRACK = 1
 
 _Op = tables.Operation
@@ -48,7 +49,7 @@ def trace(database: Database, session_id: str, now: datetime | None = None) -> I
 
 
 def _batches(database: Database, session_id: str) -> Iterator[list[Row[Any]]]:
-    """The session's operations in the order in which they were accepted."""
+    """The session's operations, in the order of their acceptance."""
     query = select(*_COLUMNS).where(_Op.session_id == session_id).order_by(_Op.accepted_at, _Op.id).limit(BATCH)
     after = None
     while True:
@@ -68,14 +69,14 @@ class _Writer:
     """Turns operations into packets. Tracks are announced when their first operation comes."""
 
     def __init__(self, session_id: str, now: datetime) -> None:
-        from perfetto.protos.perfetto.trace import perfetto_trace_pb2  # a large import, for this alone
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2  # a large import, needed only here
 
         self._pb = perfetto_trace_pb2
         self._now = now
         self._trace = self._pb.Trace()
         self._tracks = _PROCESS_TRACK
         self._lanes: dict[str, int] = {}
-        self._rows: dict[str, list[tuple[int, int]]] = {}  # of a lane: heap of (free from, track)
+        self._rows: dict[str, list[tuple[int, int]]] = {}  # by lane: a heap of (time from which the row is free, track)
         self._clock(_ns(now))
         descriptor = self._packet().track_descriptor
         descriptor.uuid = _PROCESS_TRACK
@@ -166,7 +167,7 @@ class _Writer:
         return packet.track_event
 
     def _clock(self, at: int) -> None:
-        """Say that our time is the time of day."""
+        """Write that our timestamps are real time."""
         snapshot = self._packet().clock_snapshot
         for clock in (_BOOTTIME, _REALTIME):
             snapshot.clocks.add(clock_id=clock, timestamp=at)

@@ -29,7 +29,7 @@ _MOST_NUSD = 4 * 10**18
 
 
 def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """Dollars as exact nano-dollars."""
+    """An amount in dollars as exact nano-dollars."""
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`weftd org export` and `weftd org delete`: everything that an organisation owns, for it to keep; and its end.
+"""`weftd org export` and `weftd org delete`: export everything that an organisation owns, and delete it.
 
 Deleting takes rows and files of work and of people, and leaves money's records and the audit trail
 (`store.database.owned`). Weights that another organisation has copied stay for it: a folder goes when nobody needs it.
@@ -76,7 +76,7 @@ def export(place: Place, name: str, target: Path) -> None:
 
 
 def _export_rows_and_files(session: Session, settings: Settings, name: str, target: Path) -> tuple[int, int]:
-    """How many rows, and how many files are not kept any more."""
+    """How many rows were written, and how many files are no longer kept."""
     blobs = blobs_of(settings)
     org = organisation(session, name)
     rows = _export_rows(session, org.id, target / "tables")
@@ -112,7 +112,7 @@ def _folders(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
 
 
 def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
-    """(file blob, its place in the export) of what operations were sent and answered."""
+    """(file blob, its path in the export) of the bodies and results of operations."""
     for op in session.scalars(select(Operation).filter_by(org_id=org_id)):
         if op.body_ref:
             yield op.body_ref, f"operations/{op.id}.body"
@@ -121,7 +121,7 @@ def _files(session: Session, org_id: str) -> Iterator[tuple[str, str]]:
 
 
 def _small(session: Session, org_id: str) -> Iterator[tuple[bytes, str]]:
-    """(data, its place in the export) of what lies in the rows of operations instead."""
+    """(data, its path in the export) of bodies and results that lie in operations' rows."""
     columns = Operation.id, Operation.body, Operation.result, Operation.result_type
     kept = or_(Operation.body.is_not(None), Operation.result.is_not(None))
     query = select(*columns).where(Operation.org_id == org_id, kept)
@@ -133,7 +133,7 @@ def _small(session: Session, org_id: str) -> Iterator[tuple[bytes, str]]:
 
 
 def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:
-    """False when it is not there, or not whole."""
+    """Copy a folder. False if it is missing or incomplete."""
     try:
         with blobs.reading(ref) as folder:
             for name in files_of(folder):
@@ -144,7 +144,7 @@ def _copy_folder(blobs: Blobs, ref: str, target: Path) -> bool:
 
 
 def _copy_file(blobs: Blobs, ref: str, target: Path) -> bool:
-    """False when it is not there, or not whole."""
+    """Copy a file. False if it is missing or damaged."""
     try:
         _write(target, blobs.get(ref))
     except (FileNotFoundError, Damaged):
@@ -159,7 +159,7 @@ def _write(file: Path, data: bytes) -> None:
 
 @dataclass
 class _Gone:
-    """What a deletion took: rows by table, and the files to take next."""
+    """What a deletion removed: rows by table, and the files to delete next."""
 
     org_id: str
     rows: Counter[str]
@@ -221,7 +221,7 @@ def _weights(session: Session, org_id: str) -> set[str]:
 
 
 def _trees(session: Session, org_id: str, blobs: Blobs) -> list[str]:
-    """Files that nobody else can need."""
+    """Folders of files that no other organisation can need."""
     found: list[str | None] = [f"runs/{run}" for run in session.scalars(select(Run.id).filter_by(org_id=org_id))]
     for column in (Operation.body_ref, Operation.result_ref):
         found += session.scalars(select(column).where(Operation.org_id == org_id)).all()
@@ -233,7 +233,8 @@ def _trees(session: Session, org_id: str, blobs: Blobs) -> list[str]:
 
 
 def _forget_people(session: Session, org: Organisation, members: Sequence[str]) -> None:
-    """Keys are revoked and lose their names; projects are called by their ids; who is in no other organisation goes."""
+    """Revoke the keys and drop their names, rename projects to their ids, and delete people who are in no other
+    organisation."""
     for key in session.scalars(select(tables.ApiKey).filter_by(org_id=org.id)):
         if key.revoked_at is None:
             revoke_row(session, key)

@@ -44,7 +44,7 @@ def plan(
         if context is not None:
             generator = settings.generator.model_copy(update={"context_tokens": context})
             settings = settings.model_copy(update={"generator": generator})
-        cards = {str(path): config_card(path.name, path) for path in paths}  # folders of one name are several
+        cards = {str(path): config_card(path.name, path) for path in paths}  # several folders may have one name
         size = int((gpu_gib or 0) * 2**30)
         devices = [Device(f"GPU of {gpu_gib:g} GiB", size, gpus)] if gpu_gib else devices_here(settings)
         for number, device in enumerate(devices):
@@ -79,7 +79,7 @@ def check(path: Path, dtype: str) -> None:
 
     try:
         found = check_model(read_card(path.name, path), dtype)
-    except ValueError as error:  # a config.json that is no JSON among them
+    except ValueError as error:  # among them a config.json that is no JSON
         refuse(str(error) if isinstance(error, UnsupportedModel) else f"model at {path}: {error}")
     for line in found.lines():
         click.echo(line)

@@ -1,7 +1,7 @@
 """`weftd simulate --check`: the simulator beside the embedded service, with its tiny model in a temporary folder.
 
-The simulated machine is calibrated on a few batches; what it then predicts are other loads, of one tenant and of
-several. Occupancy is counted in decode steps, so it depends little on how fast the machine happens to be.
+The simulated machine is calibrated on a few batches; then it predicts other loads, of one tenant and of several.
+Occupancy is counted in decode steps, so it depends little on how fast the machine happens to be.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from store.people import keys, organisations
 SLOTS = 8
 TENANTS = 4
 BASE_MODEL = "weft/tiny-moe"
-#: Decode steps that loops run before they are counted, and while they are.
+#: How many decode steps the loops run before counting begins, and while it lasts.
 WARM_STEPS, COUNTED_STEPS = 100, 900
-#: The same on the virtual clock, in seconds.
+#: The same two times on the virtual clock, in seconds.
 PLAYED_WARM_S, PLAYED_S = 20.0, 600.0
-#: What is awaited of the generator is there by then, or never.
+#: If the generator has not reported after this time, it never will.
 REPORTED_S = 240.0
-#: How far off a prediction may be, as a share of what was measured.
+#: How far a prediction may be off, as a share of the measured value.
 TOLERANCE = 0.1
-#: A case that is off is calibrated for and measured again: other work on the machine disturbs both.
+#: A case that is off is calibrated and measured again this often: other work on the machine disturbs both.
 TRIES = 3
 
 _LONG = Workload(
     "long answers", groups=8, group_size=1, prompt=3, mean_tokens=60, sigma=0.8, max_tokens=400, trains=False
 )
 _BRIEF = replace(_LONG, name="brief answers", groups=4, mean_tokens=40, max_tokens=160)
-#: What is predicted: a load, and of how many tenants.
+#: What is predicted: a workload, and for how many tenants.
 CASES = ((_LONG, 1), (_LONG, 3), (_BRIEF, 4))
 
 
@@ -70,7 +70,7 @@ class Checked:
 
 
 def check() -> Iterator[Checked]:
-    """Every case, when it is known. Takes about a minute."""
+    """Yields every case as soon as it is known. Takes about a minute."""
     with _service() as clients:
         cluster = _calibrated(clients[0])
         for load, tenants in CASES:
@@ -86,7 +86,8 @@ def check() -> Iterator[Checked]:
 
 
 def _drawn(load: Workload, seed: int) -> Workload:
-    """With the lengths of one step, again and again: what is counted does not depend on where the counting ends."""
+    """The workload with fixed lengths, those of one step, again and again: the count must not depend on where it
+    ends."""
     random = Random(seed)
     return replace(load, lengths=[load.sample(random, 0)[0] for _ in range(load.groups)])
 
@@ -108,12 +109,12 @@ class _Client:
             self.batch(load.lengths)
 
     def steps(self) -> tuple[int, int]:
-        """Decode steps so far, and the slots that were busy in them. The generator reports twice a second."""
+        """Decode steps so far, and the busy slots in them. The generator reports twice a second."""
         found = self._rest.get_stats().result().generator
         return found["steps"], found["slots_busy"]
 
     def past(self, steps: int, busy: int = 0) -> tuple[int, int]:
-        """The same, once they are as many as these."""
+        """As `steps`, once there are at least this many."""
         until_s = time.monotonic() + REPORTED_S
         while True:
             now = self.steps()
@@ -134,7 +135,7 @@ class _Client:
 
 
 def _calibrated(client: _Client) -> Cluster:
-    client.batch([50] * SLOTS)  # warm
+    client.batch([50] * SLOTS)  # to warm up
     lone, burst = ([client.timed([0] * requests) for _ in range(9)] for requests in (1, SLOTS))
     return calibrate(
         SLOTS,
@@ -151,7 +152,7 @@ def _median(batches: list[Batch]) -> Batch:
 
 
 def _occupancy(clients: Sequence[_Client], loads: Sequence[Workload]) -> float:
-    """Of the slots, in the decode steps of a while in which all tenants' loops run."""
+    """The share of busy slots, in the decode steps of a time in which all tenants' loops run."""
     over = threading.Event()
     threads = [
         threading.Thread(target=client.loop, args=(load, over)) for client, load in zip(clients, loads, strict=False)
@@ -169,7 +170,7 @@ def _occupancy(clients: Sequence[_Client], loads: Sequence[Workload]) -> float:
 
 @contextmanager
 def _service() -> Iterator[list[_Client]]:
-    """An embedded service of few slots, and a client of each of its organisations."""
+    """An embedded service with few slots, and one client for each of its organisations."""
     with tempfile.TemporaryDirectory(prefix="weft-simulate-") as folder, ExitStack() as stack:
         config = Path(folder) / "weft.toml"
         config.write_text(f"[generator]\nslots = {SLOTS}\n")

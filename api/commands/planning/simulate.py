@@ -53,7 +53,7 @@ def simulate(
     """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone.
 
     With --model, for so many --tenants: how to divide the GPUs between trainers and generators, by arithmetic."""
-    if plot is not None and plot.suffix not in (".png", ".svg"):  # before a minute's work
+    if plot is not None and plot.suffix not in (".png", ".svg"):  # refused before a minute's work
         refuse("--plot: name a file that ends in .png or .svg")
     if check:
         _check(as_json)

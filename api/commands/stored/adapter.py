@@ -67,7 +67,8 @@ def import_(place: Place, org: str, model: str | None, name: str, folder: Path) 
 def _record(
     session: Session, org_id: str, base_model: str, name: str, found: Imported, ref: str, size_bytes: int
 ) -> str:
-    """A closed run that holds nothing but the checkpoint, so that it lists, loads, bills and ends like any other."""
+    """Make a closed run that has only this checkpoint, so that the checkpoint is listed, loaded, billed and deleted
+    like any other."""
     now, shape = datetime.now(UTC), found.shape
     owner = tables.Session(
         id=uuid.uuid4().hex,

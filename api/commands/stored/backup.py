@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Copies of the database that are taken before what is missing is believed to be missing in the data folder, too.
+#: How often the database is copied before a missing file is taken to be missing in the data folder, too.
 ROUNDS = 5
 _ABOUT = "backup.json"
 
 
 @dataclass(frozen=True)
 class About:
-    """What a backup says of itself. `rows` are those of each table."""
+    """The description in a backup. `rows` are the number of rows of each table."""
 
     weft: str
     made_at: str
@@ -152,7 +152,8 @@ def _restore(settings: Settings, source: Path) -> About:
                 if (coming / found).exists():
                     (coming / found).rename(data_dir / found)
             with _objects_put(bucket, coming, sums):
-                rows = put_back(url, coming / about.database)  # from here on it is restored, whatever becomes of this
+                # from here on the backup is restored, whatever happens to this file
+                rows = put_back(url, coming / about.database)
                 _note_restored(url, about)
         shutil.rmtree(coming)
     wrong = [name for name in about.rows if rows.get(name) != about.rows[name]]
@@ -175,7 +176,8 @@ def _note_restored(url: str, about: About) -> None:
 
 @contextmanager
 def _whole_or_gone(*made: Path) -> Iterator[None]:
-    """What was made within is deleted again if that fails: a full disk stays no fuller, and one may try again."""
+    """If the block fails, delete what it has made, so that a full disk gets no fuller and the operator can try
+    again."""
     try:
         yield
     except BaseException:
@@ -188,7 +190,7 @@ def _whole_or_gone(*made: Path) -> Iterator[None]:
 
 
 def _bucket(settings: Settings) -> Bucket | None:
-    """Where the blobs are, if not in the data folder."""
+    """The bucket with the blobs; None if they are in the data folder."""
     if not settings.blob_url:
         return None
     from store.blobs.bucket import Bucket
@@ -199,7 +201,7 @@ def _bucket(settings: Settings) -> Bucket | None:
 def _copy(
     settings: Settings, bucket: Bucket | None, target: Path, sums: dict[str, str], refs: Sequence[str] | None = None
 ) -> None:
-    """What is new, and of that the blobs at `refs` alone if they are given."""
+    """Copy blobs that are not copied yet; with `refs` only these."""
     copy_new(settings.data_dir, target, sums, refs)
     if bucket is not None:
         from store.backup.objects import copy_objects
@@ -221,7 +223,7 @@ def _missing(backup: Path, needed: set[str]) -> list[str]:
 
 
 def _same_place(source: Path, bucket: Bucket | None) -> None:
-    """A backup is put back into what it was taken of, and there into nothing."""
+    """Refuse to restore anywhere but into the same kind of place, and only into an empty one."""
     if (source / "objects").exists() and bucket is None:
         raise BadBackup(f"{source} is of a service with an object store: set blob_url to an empty prefix")
     if (source / "blobs").exists() and bucket is not None:
@@ -241,7 +243,7 @@ def _about(source: Path) -> About:
 
 
 def _told(work: Callable[[], T], place: Path) -> T:
-    """What goes wrong is one line for the operator; `place` is written to."""
+    """Report errors of the block in one line; it writes to `place`."""
     from api.server.serve import CannotServe
     from migrations.upgrade import CannotMigrate
     from store.database.commit_mark import LostCommits
@@ -251,7 +253,7 @@ def _told(work: Callable[[], T], place: Path) -> T:
     except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
         refuse(str(error))
     except OSError as error:
-        if not error.errno:  # a store's, which says what to do
+        if not error.errno:  # an error of the object store, whose text says what to do
             refuse(str(error))
         what = f"{error.filename or place}: {error.strerror}"
         refuse(f"{what}: name a folder that weftd may read and write, on a disk with room")

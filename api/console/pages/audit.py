@@ -55,7 +55,7 @@ async def audit(
 
 
 def called_in(session: Session, org_id: str, entries: Sequence[AuditEntry]) -> Called:
-    """Names for all that `entries` name: each of their words is looked up as what it may be."""
+    """Names for all ids in `entries`: each word is looked up as every kind of id that it may be."""
     words = {word for entry in entries for word in _words(entry)}
     runs = {run_of_path(word) or word for word in words}
     return Called(
@@ -68,7 +68,7 @@ def called_in(session: Session, org_id: str, entries: Sequence[AuditEntry]) -> C
 
 
 def _words(entry: AuditEntry) -> Iterator[str]:
-    """What an entry says that may be an id."""
+    """The words of an entry that may be ids."""
     for text in (entry.actor, entry.target, *entry.detail.values()):
         if isinstance(text, str | int):
             yield str(text)
@@ -81,7 +81,7 @@ def _known(session: Session, org_id: str, what: Literal["user", "project"], word
 
 
 def _keys(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
-    """By number and by prefix; a key without a name is called by its prefix."""
+    """Names of keys, by number and by prefix; a key without a name is called by its prefix."""
     numbers = [int(word) for word in words if word.isdecimal() and len(word) < 19]
     query = select(ApiKey.id, ApiKey.prefix, ApiKey.name).where(ApiKey.org_id == org_id)
     rows = session.execute(query.where(or_(ApiKey.prefix.in_(words), ApiKey.id.in_(numbers))))
@@ -89,7 +89,7 @@ def _keys(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
 
 
 def _added(session: Session, org_id: str, words: set[str]) -> dict[str, str]:
-    """Members that are gone, as they were called when they were added."""
+    """Names of former members, as they were called when they were added."""
     query = select(AuditEntry.target, AuditEntry.detail).where(AuditEntry.org_id == org_id)
     query = query.where(AuditEntry.event == "member_added", AuditEntry.target.in_(words))
     return {user_id: detail["email"] for user_id, detail in session.execute(query) if detail.get("email")}

@@ -30,7 +30,7 @@ from store.tables import CreditGrant, Invoice, LedgerEntry
 
 router = console_router()
 
-#: Entries that are read, and written, at once.
+#: How many entries are read, and written, at a time.
 AT_A_TIME = 1000
 
 
@@ -96,7 +96,7 @@ async def ledger_csv(service: ServiceDep, viewer: ViewerDep) -> StreamingRespons
 
 
 async def _entries(service: Service, org_id: str) -> AsyncIterator[str]:
-    """A part at a time: there may be millions."""
+    """The entries, some at a time: there may be millions."""
     yield csv_text([["id", "at", "type", "amount_usd", "ref_type", "ref_id", "memo"]])
     last = 0
 

@@ -30,7 +30,7 @@ from store.tables import ApiKey, Project
 
 router = console_router()
 
-#: Alerts that the page shows.
+#: How many alerts the page shows.
 SHOWN_ALERTS = 50
 Dollars = Annotated[Decimal, Form(ge=0, le=10**9, max_digits=18, decimal_places=9)]
 
@@ -42,7 +42,7 @@ async def budgets(
     viewer: ViewerDep,
     of: Annotated[str, Query(max_length=80, pattern=OF)] = "",
 ) -> HTMLResponse:
-    """`of` is what the form of rate limits begins with."""
+    """`of`: whose limits the form for rate limits shows first."""
     viewer.need("admin", "billing:read")
     limits = await limits_shown(service, viewer)
     chosen = next((shown.row for shown in limits if shown.of == of), None)
@@ -118,6 +118,6 @@ def _title(session: Session, state: BudgetState) -> str:
 
 
 def _percent(state: BudgetState) -> int:
-    """How much of the limit is spent or held, in percent; a limit of nothing is used up."""
+    """How much of the limit is spent or held, in percent; a limit of 0 is used up."""
     limit = state.budget.limit_nusd
     return (state.spent_nusd + state.held_nusd) * 100 // limit if limit else 100

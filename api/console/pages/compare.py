@@ -31,11 +31,11 @@ from store.tables import Run
 router = console_router()
 
 LEAST, MOST = 2, MOST_COMPARED
-#: Runs that are offered, the newest.
+#: How many runs are offered, the newest.
 OFFERED = 25
-#: Points of a curve that is drawn over others. A chart has some 500 pixels.
+#: How many points a curve has in a comparison. A chart has some 500 pixels.
 DRAWN = 150
-#: What a curve is called that is better when it is lower.
+#: Names of curves of which lower values are better.
 _FALLING = ("loss", "kl", "error", "perplexity", "ppl", "nll")
 
 Chosen = Annotated[list[str], Query(max_length=50)]
@@ -44,8 +44,8 @@ Direction = Literal["", "up", "down"]
 
 @dataclass(frozen=True)
 class Reached:
-    """When a run's curve first was at the value that is asked for; `step` is None if it never was. `best` is None for
-    a run without that curve."""
+    """When a run's curve first reached the given value; `step` is None if it never did. `best` is None for a run
+    without that curve."""
 
     line: RunLine
     title: str
@@ -132,7 +132,7 @@ def _telling(names: Sequence[str]) -> str:
 
 
 def _all_reach(best: dict[str, float], rising: bool) -> float | None:
-    """A value that all runs with the curve have reached: the worst of their bests, in digits that one reads."""
+    """A value that the curve reaches in all runs that have it: the worst of their best values, in readable digits."""
     if not best:
         return None
     worst = min(best.values()) if rising else max(best.values())
@@ -156,12 +156,12 @@ def _reached(
 
 
 def _lasted(run: Run) -> timedelta:
-    """From its first request to its last."""
+    """From the run's first request to its last."""
     return max(timedelta(0), run.last_request_at - run.created_at)
 
 
 def _settings(session: Session, runs: Sequence[Run]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Hyperparameters that are the same in all runs, and those that differ, in the order of the runs."""
+    """The hyperparameters that are equal in all runs, and those that differ, in the order of the runs."""
     each = [hyperparameters(session, run) for run in runs]
     names = list(dict.fromkeys(name for found in each for name in found))
     same, different = {}, {}

@@ -1,7 +1,7 @@
 """Becoming a member by an invitation: what its link shows, and the button that uses it.
 
-Who opens one signs in by the OpenID provider (`sso`), or is signed in already, or has a link that was made for their
-address. Looking uses nothing up, and what joins is a button of our own page.
+A visitor signs in by the OpenID provider (`sso`), is signed in already, or has a link that was made for their address.
+Opening the link does not use it up: joining takes a button on our own page.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ async def invitation(request: Request, service: ServiceDep, secret: str) -> HTML
 async def use(
     request: Request, service: ServiceDep, secret: str, csrf: Annotated[str, Form(max_length=128)] = ""
 ) -> Response:
-    """Join as whom the link was made for, or as who is signed in already and shows this session's `csrf`."""
+    """Join as the person the link was made for, or as the person who is signed in already and sends this session's
+    `csrf`."""
     check_same_site(request)
     service.attempts.check(request)
     now, oidc = datetime.now(UTC), service.settings.oidc
@@ -63,7 +64,8 @@ async def use(
 
 
 def _join(session: Session, secret: str, own: str, before: str, now: datetime, oidc: OidcSettings) -> str:
-    """The session of a new member: who is signed in by `own`, if that is a session, or else as whom the link names."""
+    """The session of a new member: the person signed in by session `own`, if there is one, or else the person the link
+    names."""
     row = invitations.find(session, secret, now)
     if row is None:
         raise Forbidden(STALE)
@@ -75,7 +77,7 @@ def _join(session: Session, secret: str, own: str, before: str, now: datetime, o
 
 
 def _visitor(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> User | None:
-    """Who is signed in, if it is known to be them, and by something that goes as far as they do themselves."""
+    """Who is signed in; None unless the session is known to be that person's own, and goes as far as they do."""
     found = sessions.signed_in(session, sid, now, oidc) if sid else None
     if found is None:
         return None
@@ -85,7 +87,7 @@ def _visitor(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> U
 
 
 def _named(session: Session, row: Invitation) -> User:
-    """For whom the inviter says that the link is."""
+    """The person for whom the inviter made the link."""
     if row.email is None:
         raise Forbidden(SIGN_IN_FIRST)
     return user_with(session, row.email)

@@ -42,7 +42,7 @@ async def make_key(
     project_id: Annotated[str, Form(max_length=64)] = "",
     days: Annotated[int, Form(ge=0, le=3650)] = 0,
 ) -> HTMLResponse:
-    """The list with the new key in it, and its secret, which is on this page only."""
+    """The list with the new key in it, and its secret, which is shown on this page only."""
     need_fresh(request, viewer)
     expires_at = datetime.now(UTC) + timedelta(days=days) if days else None
     body = as_json(

@@ -1,4 +1,5 @@
-"""How much keys and projects may ask for a minute, and have under way: shown and set on the page of budgets."""
+"""How many requests and tokens a minute, and operations in flight, keys and projects may have: shown and set on the
+page of budgets."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from api.state.service import Service, ServiceDep
 
 router = console_router()
 
-#: A project or a key, as forms and addresses name it.
+#: The name of a project or a key in forms and addresses.
 OF = r"^(project:.+|key:\d+)$"
 Number = Annotated[int | None, Form(ge=1, le=2**53)]
 
@@ -34,7 +35,7 @@ async def set_limits(
     tokens_per_minute: Number = None,
     max_in_flight: Number = None,
 ) -> Response:
-    """All three at once: what is left empty is not limited any more."""
+    """Set all three limits at once: an empty field removes that limit."""
     viewer.need("admin")
     scope, _, id = of.partition(":")
     body = as_json(
@@ -49,7 +50,8 @@ async def set_limits(
 
 @dataclass(frozen=True)
 class ShownLimits:
-    """The limits of one thing; `of` is how the form names it, empty where they cannot be changed."""
+    """The limits of one key, project or organisation; `of` is its name in the form, empty if they cannot be changed
+    here."""
 
     row: RateLimitsRow
     of: str

@@ -64,7 +64,7 @@ async def login(
 
 @router.get("/login/{token}", **_OPEN)
 async def link_page(request: Request, service: ServiceDep, token: str) -> HTMLResponse:
-    """A button, because programs that look at links before people do must not use them up."""
+    """A page with a button: programs that open links before people do must not use the link up."""
     return _page(request, service, PREFIX + "/", token=token)
 
 
@@ -88,12 +88,13 @@ async def _sign_in(
     to: str,
     refusal: str,
 ) -> Response:
-    """Into the console by `sign_in`, if there is something `known` of what was shown."""
+    """Sign in by `sign_in`, if the secret shown is `known`."""
     check_same_site(request)
     service.attempts.check(request)
     before, now, sid = request.cookies.get(cookie_name(request), ""), datetime.now(UTC), None
     try:
-        if await service.read(lambda session: known(session, now)):  # a guess does not get to the writer
+        # so that guesses do not reach the database's writer
+        if await service.read(lambda session: known(session, now)):
             sid = await service.database.write(lambda session: sign_in(session, before, now, service.settings.oidc))
     except sessions.SsoNeeded:
         return _page(request, service, to, 403, SSO_NEEDED)
@@ -115,7 +116,8 @@ async def logout(request: Request, service: ServiceDep, viewer: ViewerDep) -> Re
 
 
 async def _away(service: Service, viewer: Viewer) -> str:
-    """Where signing out leads: to our own page, or over the provider's if the settings say so and it answers."""
+    """Where signing out leads: our own page, or the provider's sign-out page if the settings say so and the provider
+    answers."""
     signing_in = service.signing_in
     if signing_in is not None and viewer.by_provider and service.settings.oidc.sign_out_of_provider:
         with suppress(ProviderError):

@@ -1,4 +1,4 @@
-"""The first page: what needs somebody's eye, what there is to spend, what was spent, and on what."""
+"""The first page: what needs attention, what there is to spend, and what was spent, on what."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from store.tables import Run
 router = console_router()
 
 DAYS = 30
-#: Days that the rate of spending is measured over.
+#: Over how many days the rate of spending is measured.
 BURN_DAYS = 7
 LATEST_RUNS = 6
-#: Alerts that are not over, the latest.
+#: How many open alerts are shown, the latest.
 SHOWN_ALERTS = 4
 
 
@@ -43,7 +43,7 @@ class Money:
     balance_nusd: int
     held_nusd: int
     overdraft_nusd: int
-    burn_nusd: int  # a day
+    burn_nusd: int  # per day
 
     @property
     def days_left(self) -> int | None:

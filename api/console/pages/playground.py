@@ -34,11 +34,11 @@ from store.tables import Checkpoint, Run, UsageEvent
 
 router = console_router()
 
-#: Checkpoints and runs that are offered, the newest; any other can be typed.
+#: How many checkpoints and runs are offered, the newest; any other can be typed.
 OFFERED = 50
-#: Likeliest tokens that are shown beside the one that was drawn.
+#: How many of the likeliest tokens are shown beside the drawn one.
 TOP = 5
-#: From which probability on a token has which shade, the darkest first.
+#: The least probability of each shade, the darkest first.
 SHADES = (0.02, 0.1, 0.3, 0.7)
 
 
@@ -124,7 +124,7 @@ async def say_something(
 
 
 def _titles(session: Session, org_id: str, models: Sequence[str]) -> dict[str, str]:
-    """What people call the runs and checkpoints among `models`, of those that have answered."""
+    """Names of the runs and checkpoints among `models`, of those that have answered."""
     runs = {model: run_of_path(model) or model.removeprefix("run:") for model in models}
     titles = run_titles(session, org_id, runs.values())
     return {
@@ -166,7 +166,7 @@ async def _answer(
 
 
 def _token(entry: dict[str, Any]) -> Token:
-    """A token with its probability, and those of the likeliest in its place."""
+    """A token with its probability, and those of the likeliest tokens at its position."""
     probability = math.exp(entry["logprob"])
     others = [f"{math.exp(other['logprob']):7.2%}  {other['token']!r}" for other in entry["top_logprobs"]]
     title = "\n".join([f"{entry['token']!r}: {probability:.2%}", *others])

@@ -1,4 +1,5 @@
-"""What runs wait for, and who has the machines: oneself against all others; operators see everybody."""
+"""What runs wait for, and who uses the machines: one's own organisation against all others; operators see every
+organisation."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from store.tables import Organisation, Run
 router = console_router()
 
 BUCKETS = 120
-#: Live runs whose health the page shows, those that asked for something last.
+#: How many live runs have their health shown: those with the latest requests.
 SHOWN_RUNS = 12
-#: By what they are called in the statistics.
+#: Machines, by their names in the statistics.
 WORKERS = ("trainer", "generator")
-#: Organisations that an operator's chart tells apart; the others are one.
+#: How many organisations an operator's chart shows; the others are added up.
 SHOWN_ORGS = 5
 SPANS = {"15m": timedelta(minutes=15), "1h": timedelta(hours=1), "6h": timedelta(hours=6), "24h": timedelta(hours=24)}
 PALETTE = ("train", "sample", "prefill", "storage", "cached_prefill")
@@ -45,7 +46,7 @@ async def queues(
     since = now - SPANS[span]
 
     def read(session: Session) -> dict[str, Any]:
-        with unrestricted(session):  # all organisations' times, of which others' are added up into one
+        with unrestricted(session):  # times of all organisations; those of others are added up into one
             found = occupancy.stretches(session, since, now)
             wanted = select(Organisation.id, Organisation.name)
             if not viewer.operator:

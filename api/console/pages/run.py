@@ -36,7 +36,7 @@ from store.tables.work import MAX_NOTES
 router = console_router()
 
 RECENT = 8
-#: Points of a curve; its chart has some 600 pixels, and an open page asks every few seconds.
+#: How many points a curve has; its chart has some 600 pixels, and an open page asks every few seconds.
 DRAWN = 500
 
 
@@ -87,7 +87,7 @@ def _is_own(session: Session, viewer: Viewer, run_id: str) -> bool:
 
 @dataclass(frozen=True)
 class Continued:
-    """What a run goes on from: `run_id` is None where the viewer does not see that run."""
+    """The checkpoint that a run was started from: `run_id` is None if the viewer may not see its run."""
 
     path: str
     title: str
@@ -107,7 +107,7 @@ def _continued(session: Session, viewer: Viewer, run: tables.Run) -> Continued |
 
 @router.get("/runs/{run_id}/live", **declare(scope="public", limit="poll"))
 async def run_live(request: Request, service: ServiceDep, viewer: ViewerDep, run_id: str) -> JSONResponse:
-    """What changes on the page: the API's own curves, and what the run has cost so far."""
+    """The changing part of the page: the API's own curves, and what the run has cost so far."""
     curves = await run_metrics(run_id, request, service, viewer.who, None, DRAWN)
 
     def read(session: Session) -> dict[str, Any]:

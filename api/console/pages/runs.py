@@ -26,13 +26,13 @@ from store.tables import Run, RunCurve
 
 router = console_router()
 
-#: Curves that tell most, in the order in which one of them is shown in the list.
+#: The most telling curves; the first of them that a run has is shown in the list.
 TELLING = ("reward", "loss", "train/loss", "eval/reward", "eval/loss", "kl")
 
 
-#: Runs that are compared at a time.
+#: How many runs can be compared at a time.
 MOST_COMPARED = 5
-#: Clients say every ten seconds that they are there, and the database learns it every twenty.
+#: Clients report every ten seconds, and the database learns of it every twenty.
 LOST_AFTER = timedelta(seconds=60)
 
 
@@ -47,7 +47,7 @@ class RunLine:
 
 
 def run_lines(session: Session, org_id: str, runs: Sequence[Run]) -> list[RunLine]:
-    """What the list says of these runs, with three queries for all of them."""
+    """The lines of the list for these runs, with three queries for all of them."""
     ids = [run.id for run in runs]
     spent, curves = of_runs(session, org_id, ids), curves_of(session, org_id, ids)
     found = session.scalars(select(tables.Session).where(tables.Session.id.in_({run.session_id for run in runs})))

@@ -26,15 +26,15 @@ from store.tables import Checkpoint, Membership, Run, User
 
 router = console_router()
 
-#: Of each kind.
+#: How many hits there are of each kind.
 MOST = 6
-#: Runs whose checkpoints are looked at because the run's name fits.
+#: How many runs whose name matches have their checkpoints searched, too.
 _RUNS = 50
 
 
 @dataclass(frozen=True)
 class Hit:
-    """`path` is a page of the console; `note` tells apart what has the same title."""
+    """`path` is a page of the console; `note` distinguishes hits of the same title."""
 
     kind: str
     title: str

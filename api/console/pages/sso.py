@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 router = console_router()
 
 _OPEN = declare(scope="public", limit="poll")
-#: The browser keeps a sign-in that it has begun for so long.
+#: How long the browser keeps a sign-in that it has begun.
 COOKIE_LIFE_S = 600
 AWAY = "The sign-in provider cannot be asked just now. Try again in a minute; if it stays so, ask {contact}."
 NOT_BEGUN = "This sign-in was not begun in this browser, or more than ten minutes ago. Begin again."
@@ -59,7 +59,8 @@ async def begin(
     invitation: Annotated[str, Form(max_length=128)] = "",
     fresh: Annotated[bool, Form()] = False,
 ) -> Response:
-    """Leads to the provider: htmx goes there, because CSP refuses a form whose answer redirects to elsewhere."""
+    """Send the browser to the provider. htmx does it, because the CSP refuses a form whose answer redirects
+    elsewhere."""
     check_same_site(request)
     service.attempts.check(request)
     signing_in = _signing_in(service)
@@ -119,7 +120,8 @@ async def _enter(request: Request, service: Service, flow: Flow, account: Accoun
     with acting_as(Caller(None, SERVER.actor, address)):
         return await service.database.write(
             lambda session: enter(session, account, before, settings, now, **to),
-            lock=f"account {account.email}",  # two tabs, by two replicas: one makes what both need
+            # two tabs may be handled by two replicas: one of them makes the account that both need
+            lock=f"account {account.email}",
         )
 
 

@@ -39,7 +39,7 @@ SPLITS: dict[Dimension, str] = {
     "kind": "Kind",
 }
 _NONE = "-"
-#: Not those at the ends of the calendar, before and after which there are none.
+#: The first and last days of the calendar are excluded: there is none before or after them.
 Day = Annotated[date | None, Query(ge=date(1970, 1, 1), le=date(2999, 12, 31))]
 
 
@@ -81,7 +81,7 @@ def filters(
 
 
 def _check(session: Session, viewer: Viewer, chosen: Filters) -> None:
-    """One run's usage is for those who see the run; what the whole organisation spends is not (as in the API)."""
+    """A run's usage is for those who may see the run; the whole organisation's spending is not (as in the API)."""
     if viewer.may("billing:read"):
         return
     run_id = dict(chosen.window.match).get("run")
@@ -168,7 +168,8 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
 def _called(
     session: Session, viewer: Viewer, dimension: Dimension, values: Iterable[str | None]
 ) -> dict[str | None, str]:
-    """`names`; who sees one run alone is told of keys and users by their ids: whose they are is not theirs to know."""
+    """As `names`. But a viewer of a single run sees keys and users by their ids only: whose they are is not theirs to
+    know."""
     if dimension in ("key", "user") and not viewer.may("billing:read"):
         return {value: value or "none" for value in values}
     return names(session, viewer.org_id, dimension, values)
