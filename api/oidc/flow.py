@@ -29,11 +29,11 @@ from store.people.secret import derive
 
 #: How long somebody may take at the provider.
 LIFE_S = 600
-#: Letters of a code.
+#: The longest code, in characters.
 MAX_LETTERS = 4096
-#: Who was asked to prove themselves anew has done so no longer ago than this.
+#: Somebody who was asked to prove themselves anew must have done so within this time.
 FRESH = timedelta(minutes=10)
-#: Errors that are about the person, and not about us.
+#: Errors from the provider that are about the person, not about this server.
 NOT_LET_IN = ("access_denied", "login_required", "interaction_required", "consent_required")
 
 
@@ -59,21 +59,21 @@ class SigningIn:
         self._fernet = Fernet(base64.urlsafe_b64encode(derive(secret, "oidc flow")))
 
     async def begin(self, next: str, *, org_id: str = "", invitation: str = "", fresh: bool = False) -> tuple[str, str]:
-        """Where the browser goes, and the cookie that it takes along. Raises ProviderError."""
+        """The address to send the browser to, and the cookie for it. Raises ProviderError."""
         random = secrets.token_urlsafe
         flow = Flow(random(32), random(32), random(48), next, org_id, invitation, fresh)
         return await self._address(flow), self._fernet.encrypt(orjson.dumps(asdict(flow))).decode()
 
     def begun(self, cookie: str) -> Flow | None:
-        """None for a cookie that is not ours, was changed, or is too old."""
+        """The sign-in in a cookie; None if the cookie is not ours, was changed, or is too old."""
         try:
             return Flow(**orjson.loads(self._fernet.decrypt(cookie.encode(), ttl=LIFE_S)))
         except (InvalidToken, UnicodeEncodeError, TypeError, ValueError):
             return None
 
     async def finish(self, flow: Flow, answer: Mapping[str, str]) -> Account:
-        """Who has signed in, by what the provider sent the browser back with. Raises NotProved, Unwelcome and
-        ProviderError."""
+        """The account that has signed in, from the query with which the provider sent the browser back. Raises
+        NotProved, Unwelcome and ProviderError."""
         settings = self.provider.settings
         code = await self._code_in(flow, answer)
         tokens = await self.provider.exchange(code, flow.verifier)
@@ -89,8 +89,7 @@ class SigningIn:
         return account
 
     async def sign_out_address(self) -> str | None:
-        """Where a browser signs out of the provider too, if it has such a page (RP-Initiated Logout 1.0). Raises
-        ProviderError."""
+        """The provider's own sign-out page, if it has one (RP-Initiated Logout 1.0). Raises ProviderError."""
         settings = self.provider.settings
         page = (await self.provider.metadata()).end_session_endpoint
         if page is None:
@@ -117,7 +116,7 @@ class SigningIn:
         )
 
     async def _code_in(self, flow: Flow, answer: Mapping[str, str]) -> str:
-        """The code of an answer to this very sign-in, from our provider (RFC 6749, 4.1.2; RFC 9207)."""
+        """The code in the provider's answer, checked to belong to this sign-in (RFC 6749, 4.1.2; RFC 9207)."""
         if not hmac.compare_digest(answer.get("state", "").encode(), flow.state.encode()):
             raise NotProved("the answer is not to the sign-in that this browser began (state)")
         metadata, issuer = await self.provider.metadata(), answer.get("iss")

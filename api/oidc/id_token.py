@@ -23,10 +23,10 @@ from store.people.identities import Account
 from store.people.oidc_settings import OidcSettings
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
-#: Letters of a token, and groups in one: what is beyond is no sign-in.
+#: The longest token, in characters, and the most groups in one; beyond them nobody is signed in.
 MAX_LETTERS = 65_536
 MAX_GROUPS = 10_000
-#: What reading a key or a token raises.
+#: Errors that reading a key or a token raises.
 UNREADABLE = (JoseError, ValueError, TypeError, KeyError)
 
 
@@ -54,7 +54,7 @@ def checked(settings: OidcSettings, tokens: Tokens, keys: dict[str, Any], nonce:
 
 
 def _readable(keys: dict[str, Any]) -> KeySet:
-    """Keys that are of no use here must not keep others from being used (RFC 7517, section 5)."""
+    """The keys that can be read; others must not keep these from being used (RFC 7517, section 5)."""
     known = []
     for key in keys["keys"]:
         with suppress(*UNREADABLE):
@@ -63,14 +63,15 @@ def _readable(keys: dict[str, Any]) -> KeySet:
 
 
 def needs_userinfo(settings: OidcSettings, claims: Mapping[str, Any]) -> bool:
-    """Whether something that is wanted is not in the ID token."""
+    """Whether the ID token lacks a claim that the settings need."""
     wants_groups = bool(settings.groups) and _at(claims, settings.claim_path) is None
     return "email" not in claims or settings.verified_claim not in claims or wants_groups
 
 
 def with_userinfo(settings: OidcSettings, claims: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; where both say something, what is signed. But whether an address is verified is what those say who name
-    it: the other may mean another address. Raises NotProved for an answer about somebody else."""
+    """The claims of the ID token and of userinfo together; where both have a claim, the signed one counts. But
+    `email_verified` is taken from the one that names the address, since the other may mean another address. Raises
+    NotProved if userinfo is about somebody else."""
     if more and more.get("sub") != claims["sub"]:
         raise NotProved("the userinfo endpoint tells of another sub than the ID token")
     both, verified = {**more, **claims}, settings.verified_claim
@@ -82,12 +83,12 @@ def with_userinfo(settings: OidcSettings, claims: Mapping[str, Any], more: Mappi
 
 
 def account_of(settings: OidcSettings, claims: Mapping[str, Any]) -> Account:
-    """Raises Unwelcome for an address that is missing, not verified, of a domain that may not sign in, or that would be
-    another's in lower case."""
+    """The account in the claims. Raises Unwelcome if its address is missing, not verified, in a domain that may not
+    sign in, or would become another address in lower case."""
     email = claims.get("email")
     if not isinstance(email, str) or not email:
         raise Unwelcome(f"{settings.name} does not tell your e-mail address here.")
-    if any(letter.lower().isascii() != letter.isascii() for letter in email):  # U+212A is no k, and becomes one
+    if any(letter.lower().isascii() != letter.isascii() for letter in email):  # U+212A is not a k, but becomes one
         raise Unwelcome(f"{settings.name} spells your e-mail address with a sign that is no letter of addresses.")
     email = email.strip().lower()
     if claims.get(settings.verified_claim) not in (True, "true", 1, "1"):
@@ -98,7 +99,8 @@ def account_of(settings: OidcSettings, claims: Mapping[str, Any]) -> Account:
 
 
 def groups_of(settings: OidcSettings, claims: Mapping[str, Any]) -> frozenset[str]:
-    """A list of names, or one name; anything else is none. Raises Unwelcome where the provider has left them out."""
+    """Group names: a list, or a single name; anything else is none. Raises Unwelcome if the provider has left the
+    groups out."""
     path = settings.claim_path
     left_out = claims.get("_claim_names")
     if settings.groups and isinstance(left_out, dict) and path[0] in left_out:  # OpenID Connect Core 1.0, 5.6.2

@@ -24,21 +24,21 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from api.oidc.refusals import ProviderError
 from store.people.oidc_settings import OidcSettings, client_secret, safe_address
 
-#: A document may be used for so long without asking again, and that there is none is believed for so long.
+#: How long a discovery document is used, and how long a failure to get one is remembered.
 REMEMBERED_S = 300.0
 FAILED_S = 5.0
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
-#: Sign-ins that wait for the provider at a time; others wait for them.
+#: How many sign-ins may wait for the provider at a time; further ones wait for these.
 AT_ONCE = 16
-#: How a client gives its secret, the first that the provider takes.
+#: Ways in which a client gives its secret; the first one that the provider accepts is used.
 METHODS = ("client_secret_basic", "client_secret_post")
 
 _Address = Annotated[str, AfterValidator(safe_address)]
 
 
 class Metadata(BaseModel):
-    """What of a discovery document is used (OpenID Connect Discovery 1.0, section 3)."""
+    """The used parts of a discovery document (OpenID Connect Discovery 1.0, section 3)."""
 
     issuer: str
     authorization_endpoint: _Address
@@ -47,22 +47,22 @@ class Metadata(BaseModel):
     userinfo_endpoint: _Address | None = None
     end_session_endpoint: _Address | None = None
     token_endpoint_auth_methods_supported: list[str] = ["client_secret_basic"]
-    #: RFC 8414: of PKCE; None: the provider does not say.
+    #: RFC 8414: methods of PKCE; None if the provider does not list them.
     code_challenge_methods_supported: list[str] | None = None
-    #: RFC 9207: each answer says which issuer it is from.
+    #: RFC 9207: whether each answer names its issuer.
     authorization_response_iss_parameter_supported: bool = False
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a code was exchanged for."""
+    """The tokens that a code was exchanged for."""
 
     id_token: str
     access_token: str
 
 
 class Provider:
-    """Lives in the event loop, and holds nothing that another replica would need."""
+    """The provider. Lives in the event loop, and holds nothing that another replica would need."""
 
     def __init__(self, settings: OidcSettings) -> None:
         self.settings = settings
@@ -77,7 +77,7 @@ class Provider:
 
     async def metadata(self) -> Metadata:
         """Raises ProviderError."""
-        async with self._asking:  # who comes meanwhile waits for the same answer
+        async with self._asking:  # callers that come meanwhile wait for the same answer
             if self._known is None or time.monotonic() >= self._known[0]:
                 self._known = await self._discover()
         if isinstance(self._known[1], ProviderError):
@@ -85,7 +85,7 @@ class Provider:
         return self._known[1]
 
     async def _discover(self) -> tuple[float, Metadata | ProviderError]:
-        """What there is, and until when it is believed."""
+        """The discovery document or the failure to get it, and until when it is used."""
         try:
             metadata = read_metadata(self.settings, await self._asked("GET", discovery_address(self.settings)))
         except ProviderError as error:
@@ -109,8 +109,8 @@ class Provider:
         return Tokens(given[0], given[1])
 
     def method(self, metadata: Metadata) -> str:
-        """How the client proves itself at the token endpoint, of the two ways of RFC 6749, section 2.3.1. Raises
-        ProviderError: the provider takes neither."""
+        """How the client proves itself at the token endpoint: one of the two ways of RFC 6749, section 2.3.1. Raises
+        ProviderError if the provider accepts neither."""
         offered = metadata.token_endpoint_auth_methods_supported
         found = "none" if self._secret is None else next((way for way in METHODS if way in offered), None)
         if found is None:
@@ -121,11 +121,11 @@ class Provider:
         return found
 
     async def keys(self) -> dict[str, Any]:
-        """The provider's JWK Set as it is now. Raises ProviderError."""
+        """The provider's present JWK Set. Raises ProviderError."""
         return await self._asked("GET", (await self.metadata()).jwks_uri)
 
     async def userinfo(self, tokens: Tokens) -> dict[str, Any]:
-        """Claims that are not in the ID token; none where the provider has no such endpoint. Raises ProviderError."""
+        """Claims that are not in the ID token; none if the provider has no such endpoint. Raises ProviderError."""
         endpoint = (await self.metadata()).userinfo_endpoint
         if endpoint is None:
             return {}
@@ -151,7 +151,7 @@ class Provider:
 
 @cache
 def _trusted() -> ssl.SSLContext:
-    """Read once: the certificates of this machine take a twentieth of a second, in which nobody else is served."""
+    """The trusted certificates, read once: that takes a twentieth of a second, in which nobody else is served."""
     return httpx.create_ssl_context()
 
 
@@ -160,7 +160,7 @@ def discovery_address(settings: OidcSettings) -> str:
 
 
 def read_metadata(settings: OidcSettings, found: dict[str, Any]) -> Metadata:
-    """A discovery document that may be used. Raises ProviderError."""
+    """A usable discovery document. Raises ProviderError."""
     try:
         metadata = Metadata.model_validate(found)
     except ValidationError as error:

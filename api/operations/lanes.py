@@ -1,5 +1,5 @@
-"""The run or sampler that an operation is for. What is known of it is remembered for a few seconds, for every operation
-asks; whose it is, and who may use it, is judged each time."""
+"""Finding the run or sampler of an operation. Its row is remembered for a few seconds, because every operation needs
+it; who may use it is checked each time."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ from store import tables
 
 
 def run_id_of(session_id: str, seq: int) -> str:
-    """Clients predict this id, so its form is fixed."""
+    """The id of a run. Clients predict it, so its form is fixed."""
     return f"{session_id}:train:{seq}"
 
 
 def check_session(session: Session, who: Principal, session_id: str, run_id: str) -> bool:
-    """True when the run exists already, which makes the request a repeat; else its session must take new runs."""
+    """Whether the run exists already, which makes the request a repeat; if not, its session must accept new runs."""
     if plain_id(run_id) and known(session, run_id, 0):
         run_by_id(session, who, run_id)
         return True
@@ -70,7 +70,7 @@ async def create(
 
 
 async def repeat(service: Service, who: Principal, session_id: str, run_id: str, raw: bytes) -> UntypedAPIFuture:
-    """The first answer again, for the creation of a run that exists."""
+    """Answer a repeated creation like the first."""
 
     def read(session: Session) -> tuple[tables.Run, Submitter]:
         return run_by_id(session, who, run_id), Submitter.of(session, who, session_id)

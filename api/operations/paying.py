@@ -1,5 +1,4 @@
-"""Limits on money, and quotas, for what is no operation of a run: it is done at once, and costs nothing but what it
-keeps stored."""
+"""Limits on money, and quotas, for actions that are no operations: they take effect at once, and cost only storage."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from store.settings import Limits
 
 
 def need_money(session: Session, who: Principal, owner: tables.Session) -> None:
-    """In a write with the lock of the organisation: raise PaymentRequired once the wallet or a hard budget of the payer
-    is used up. `owner` is the session that it counts for."""
+    """Within a write that has the organisation's lock: raise PaymentRequired if the wallet or a hard budget of the
+    payer is used up. `owner` is the session that it counts for."""
     try:
         check_left(session, Payer(who.org_id, owner.project_id, who.key_id), datetime.now(UTC))
     except OutOfMoney as error:
@@ -25,8 +24,8 @@ def need_money(session: Session, who: Principal, owner: tables.Session) -> None:
 
 
 def need_room(session: Session, org_id: str, limits: Limits, quota: str, adds: int = 1, coming: int = 0) -> None:
-    """Raise OverQuota unless the organisation may have that much more, beside what is `coming` and not in the database.
-    In a write with its lock."""
+    """Within a write that has the organisation's lock: raise OverQuota unless it may have that much more, beside what
+    is `coming` and not yet in the database."""
     try:
         check(session, org_id, claim(limits, quota, adds), coming)
     except QuotaReached as error:

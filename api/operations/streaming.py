@@ -1,5 +1,5 @@
-"""Reading a sample along: its tokens as they are drawn, then how it ended. The stored result is what counts: whatever a
-reader was not told before, it is told from there."""
+"""Reading the tokens of a sample as they are drawn, and then how it ended. The stored result counts: tokens that a
+reader missed are taken from it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from scheduler.journal.samples.streams import cut
 from scheduler.links.messages import DrawnTokens
 from scheduler.order.operations import Outcome, Waiting
 
-#: The journal is asked so soon whether anybody can serve a sample, and then so often.
+#: After this time, and then at this interval, it is checked whether any generator can serve the sample.
 FIRST_LOOK_S, LOOK_S = 1.0, 30.0
-#: The most tokens that a reader is told at once. Who reads slowly, or asks for a sample that has ended, has all of it
-#: coming; others have their turn between two pieces.
+#: How many tokens a reader is told at once. A slow reader, or one of a sample that has ended, still gets all tokens,
+#: but other work has its turn between two pieces.
 TOLD_AT_ONCE = 256
 
 
@@ -36,7 +36,7 @@ class SampleFailed(ApiError):
 
 
 class DrawnAnew(ApiError):
-    """What was told of a sample is not the beginning of its result."""
+    """The tokens told so far are not the beginning of the sample's result."""
 
     status = 503
     code = "drawn_anew"
@@ -49,7 +49,8 @@ class DrawnAnew(ApiError):
 
 
 class Unserved(Unavailable):
-    """Whoever cannot be told why they wait is not kept waiting for a worker that may never come."""
+    """No generator has the base model or loads it. Raised for clients that cannot be told why they wait: the worker
+    that they wait for may never come."""
 
     code = "no_generator"
 
@@ -60,12 +61,12 @@ class Unserved(Unavailable):
         )
 
 
-#: What is told when the server stops first.
+#: Told to waiting clients when the server stops.
 RESTARTING = "the server is restarting: the operation is kept"
 
 
 async def whole(service: Service, who: Principal, request_id: str, outcome: Outcome) -> Outcome:
-    """How an operation ended, with its payload. Raises Gone."""
+    """The outcome of an operation with its payload. Raises Gone."""
     if not outcome.ref:
         return outcome
     found = await service.threads.run(who.org_id, partial(service.journal.answers.whole, outcome))
@@ -76,8 +77,8 @@ async def whole(service: Service, who: Principal, request_id: str, outcome: Outc
 
 @dataclass(frozen=True)
 class Waited:
-    """A sample that somebody waits for, who is told `restarting` when the server stops first. Unless they go on waiting
-    while it is `unserved`, Unserved is raised where no generator has had its model, nor loads it
+    """A sample that a request waits for. It is told `restarting` if the server stops first. Unless `unserved` is true,
+    Unserved is raised if no generator has had the base model for a while and none loads it
     (`scheduler.order.presence`)."""
 
     service: Service
@@ -87,9 +88,9 @@ class Waited:
     unserved: bool = True
 
     async def ended(self) -> Outcome:
-        """How it ends, however long it takes; a large result that is not in memory without its payload. Raises
-        NotFound, Gone, and Unavailable: when the server stops first, or when database or disk do not answer. Of an
-        error of theirs a stream that has begun could tell nothing."""
+        """Wait for the outcome, however long it takes; a large one that is not in memory comes without its payload.
+        Raises NotFound, Gone, and Unavailable: if the server stops first, or if database or disk do not answer (a
+        stream that has begun could not report such an error otherwise)."""
         service, org_id, request_id = self.service, self.who.org_id, self.request_id
         look_s = FIRST_LOOK_S
         while True:
@@ -112,7 +113,7 @@ class Waited:
         return await self.read(await self.ended())
 
     async def read(self, outcome: Outcome) -> SampleResult:
-        """The result that it ended with. Raises Gone."""
+        """The result in an outcome. Raises Gone."""
         outcome = await whole(self.service, self.who, self.request_id, outcome)
         if len(outcome.payload) <= LARGE_BYTES:
             return result_of(outcome, self.request_id)
@@ -121,9 +122,9 @@ class Waited:
     async def drawn(
         self, timeout_s: float | None = None, until: asyncio.Future[None] | None = None
     ) -> AsyncGenerator[DrawnTokens | SampleResult, None]:
-        """The tokens of a sample as they are drawn, each once and in order within its sequence; last its whole result.
-        Raises TimeoutError when it has not ended `timeout_s` later, ClientDisconnect when `until` comes first, and
-        DrawnAnew when others have taken the place of those that were told."""
+        """The tokens of a sample as they are drawn, each once, and in order within its sequence; at the end its whole
+        result. Raises TimeoutError if it has not ended after `timeout_s`, ClientDisconnect if `until` comes first, and
+        DrawnAnew if tokens that were told have been replaced by others."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         stream = await self.service.journal.streams.follow(self.request_id)
@@ -154,7 +155,8 @@ class Waited:
             result = await ending
         finally:
             ending.cancel()
-        for sample, sequence in enumerate(result.sequences):  # one that was stopped may have fewer than were told
+        # a sample that was stopped may have fewer tokens than were told
+        for sample, sequence in enumerate(result.sequences):
             before = told[sample]
             if sequence.tokens[: len(before)].tolist() != before[: sequence.tokens.size]:
                 raise DrawnAnew
@@ -165,7 +167,7 @@ class Waited:
 
 
 def result_of(outcome: Outcome, request_id: str) -> SampleResult:
-    """What was sampled. Raises Invalid or SampleFailed for an operation that failed."""
+    """The result of a sample. Raises Invalid or SampleFailed if the operation failed."""
     if outcome.error is not None:
         error = Invalid if outcome.category == "user" else SampleFailed
         raise error(outcome.error, request_id=request_id)
@@ -178,7 +180,8 @@ def pieces_of(part: DrawnTokens) -> Iterator[DrawnTokens]:
 
 
 def rest_of(sample: int, sequence: SequenceResult, told: int) -> Iterator[DrawnTokens]:
-    """What a finished sequence has beyond its first `told` tokens. Lists of all of it at once would take seconds."""
+    """The tokens of a finished sequence after its first `told` ones, in pieces: lists of all at once would take
+    seconds."""
     top, spans = sequence.topk, sequence.policy or (PolicySpan(0, sequence.tokens.size),)
     versions = np.repeat([span.version for span in spans], [span.length for span in spans])
     for start in range(told, sequence.tokens.size, TOLD_AT_ONCE):

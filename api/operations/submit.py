@@ -40,7 +40,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Address(BaseModel):
-    """The part of every operation of a run that says which it is; read even when the rest is wrong."""
+    """The part of every operation's body that names its run and number; it is read even if the rest is wrong."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     model_id: str
@@ -49,23 +49,23 @@ class Address(BaseModel):
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check has found out about an operation that may run."""
+    """The result of checking an operation that may run."""
 
     plan: Plan = BODY_ONLY
     tokens: int = 0
-    #: What is kept instead of what was sent, completed with what the server knows.
+    #: The body to store instead of the one sent: completed with what the server knows.
     body: bytes | None = None
-    #: Of a save, about what it will store.
+    #: For a save: about how many bytes it will store.
     stores_bytes: int = 0
 
 
-#: Judges a request to a run. Raises an ApiError to refuse it.
+#: Checks a request to a run. Raises an ApiError to refuse it.
 Check = Callable[[tables.Run], Checked]
 
 
 @dataclass(frozen=True)
 class Submitter:
-    """For whom an operation is: who asks, the project of its session, and the limits of both."""
+    """On whose behalf an operation is submitted: the principal, the project of its session, and the limits of both."""
 
     who: Principal
     project_id: str | None
@@ -83,7 +83,7 @@ class Submitter:
 
     @classmethod
     def _in(cls, who: Principal, project_id: str | None, project: RateLimit | None) -> Submitter:
-        """The limits of a key that is bound to the project hold those of the project already."""
+        """A submitter in a project. If the key is bound to the project, its limits include the project's already."""
         if who.project_id is not None or project is None:
             return cls(who, project_id, who.limits)
         return cls(who, project_id, (*who.limits, project))
@@ -95,8 +95,8 @@ class Submitter:
 async def accept(
     service: Service, submitter: Submitter, new: NewOperation, *rows: tables.Base, repeat: bool = False
 ) -> str:
-    """`Journal.accept` within the limits of `submitter`, with its refusals as errors of the API. Neither a `repeat` nor
-    an operation that only spends its number is counted."""
+    """`Journal.accept` within the limits of `submitter`; its refusals become ApiErrors. Repeats, and operations that
+    only spend their number, are not counted."""
     new, in_flight = submitter.sign(new), service.journal.in_flight
     if not repeat and new.refused is None:
         await count_tokens(service.rates, submitter.limits, new.tokens)
@@ -131,12 +131,13 @@ async def submit(
     at_once: bool = False,
     reads: bool = False,
 ) -> tuple[UntypedAPIFuture, ApiError | None]:
-    """Accept one operation of a run. Returns the future for the client, and why the operation will fail, if it will.
-    A check that reads nothing may be made `at_once`, in the event loop; one that `reads` much from blobs, which may be
-    slow, takes no turn of those who check a large body.
+    """Accept one operation of a run. Returns the future for the client, and the reason if the operation will fail. A
+    check that reads nothing may run `at_once`, in the event loop; a check that `reads` much from blobs, which may be
+    slow, does not take the turn of a large body.
 
-    Raises NotFound for a run that is not there, Forbidden for a colleague's, and Invalid for an impossible number:
-    those consume none."""
+    Raises NotFound for an unknown run, Forbidden for a colleague's, and Invalid for an impossible number: these do not
+    use up the number.
+    """
     seq = check_sequence(address.seq_id, "seq_id", least=1)
     lane = await own_run(service, who, address.model_id)
     run, submitter = lane.row, Submitter.to(lane, who)
@@ -175,7 +176,7 @@ async def submit(
     if refused is not None:
         refused.request_id = request_id
         why: str | None = refused.detail
-    else:  # a repeat, as after an answer that was lost, is told what the first was
+    else:  # a repeat, such as after a lost answer, is told the first one's error
         why = await service.read(partial(_failure, request_id=request_id)) if repeat else None
     return UntypedAPIFuture(request_id=request_id, model_id=run.id, refused=why), refused
 
@@ -194,7 +195,7 @@ async def submit_json(
     *,
     at_once: bool = False,
 ) -> UntypedAPIFuture:
-    """`submit` for an operation with a JSON body. What is wrong with it is the answer at once, beside the outcome."""
+    """`submit` for an operation with a JSON body. A refusal is raised at once, and is also the operation's outcome."""
     address, small = await parse(service, body, Address), len(body) <= INLINE_BYTES
 
     def examine(run: tables.Run) -> Checked:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-#: The routes that come with every operation (`api.http.direct`).
+#: The routes of every operation, called directly (`api.http.direct`).
 DIRECT = frozenset(
     (futures.retrieve_future, training.optim_step, batches.forward_backward, batches.forward, sampling.asample)
 )
@@ -102,7 +102,7 @@ def _metrics(
     sock = getattr(app.state, "metrics_socket", None)
     if sock is None:
         return nullcontext()
-    # Its library takes a while, and most servers have no port.
+    # Its library takes long to import, and most servers have no metrics port.
     from api.server.prometheus import Stored, metrics_server, render
     from api.server.vitals import vitals
 
@@ -141,8 +141,8 @@ def parts_of(
     prices: PriceList,
     nursery: Nursery | None = None,
 ) -> tuple[Machines, Rates]:
-    """Those of the embedded service, or those of one replica of several."""
-    if settings.redis_url:  # imported here, with Redis
+    """The parts of the embedded service, or of one of several replicas."""
+    if settings.redis_url:  # imported only with Redis
         from api.server.workers.shared_machines import SharedMachines
         from api.state.shared_rates import SharedRates
 
@@ -151,7 +151,7 @@ def parts_of(
 
 
 class Front(FastAPI):
-    """Each request is noted, begins when it is its turn, and goes to the direct routes, before FastAPI looks at it."""
+    """Records each request, lets it begin in its turn, and gives it to the direct routes before FastAPI."""
 
     def build_middleware_stack(self) -> ASGIApp:
         routers = (futures.router, training.router, batches.router, sampling.router)
@@ -166,7 +166,7 @@ class Front(FastAPI):
 
 
 def front(lifespan: Lifespan | None = None) -> FastAPI:
-    """The routes alone; `app.state.service` must be there before the first request."""
+    """The routes alone. `app.state.service` must be set before the first request."""
     app = Front(
         title="Weft",
         lifespan=lifespan,
@@ -174,14 +174,14 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        # `Requests` has its own: FastAPI's would tell whole paths, and is looked for with each request.
+        # `Requests` records spans itself: FastAPI's would contain whole paths, and be looked up with each request.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.keys = KeyCache()
     app.state.traffic = Traffic()
     refusing.install(app, console.astray)
-    # As they are: `include_router` would build each a second time, while the first clients wait.
-    for routes in (  # looked through in this order: first what is asked for most
+    # Added as they are: `include_router` would build each route a second time, while the first clients wait.
+    for routes in (  # searched in this order: the most used ones first
         futures,
         training,
         batches,

@@ -2,14 +2,14 @@
 it wants, or to take the answer.
 
 Uvicorn waits for ever for the rest of a request, and so would hold a connection for everybody who sends half of one.
-Here a sweep closes, once a second, what is late: headers that are not complete after `header_timeout_s`, bodies that
-come slower than a slow line brings them, answers that nobody reads, or that go slower than such a line takes them.
+Here a sweep, once a second, closes late connections: those whose headers are not complete after `header_timeout_s`,
+whose body arrives slower than over a slow line, or whose client reads an answer slower than that, or not at all.
 Waiting for a result (a long poll) is not late.
 
-A connection beyond the limits is answered, before anything of it is read, and closed. Where all are taken, one that no
-request is under way on makes room, the one that has waited longest for its client: nobody needs a key to hold one.
-Head and body of an answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this
-one (RFC 9110, 7.8).
+A connection beyond the limits is answered, before anything of it is read, and closed. When all connections are taken,
+the one that has been idle longest is closed for a new one, since nobody needs a key to hold one. Head and body of an
+answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this one (RFC 9110,
+7.8).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 MAX_HEADERS_BYTES = 64 * 1024
 MAX_HEADERS = 128
-#: Requests that wait on one connection behind the one that is being answered.
+#: How many requests may wait on one connection behind the one being answered.
 MAX_PIPELINED = 16
-#: A body may take `body_timeout_s`, and a second more for each of these bytes that have come; and an answer may wait so
-#: long, in all, for its client to take more.
+#: A body may take `body_timeout_s`, plus one second for this many bytes received. An answer may wait just as long, in
+#: all, for its client to read on.
 BODY_BYTES_PER_S = 64 * 1024
-#: Of what is written, so much may wait for what follows it in the same turn of the event loop.
+#: Up to this many written bytes wait for what is written next in the same turn of the event loop.
 MAX_HELD_BYTES = 2048
-#: A larger body is not copied for the sake of one packet.
+#: A larger body is not copied just to save a packet.
 MAX_JOINED_BYTES = 65_536
 
-#: The code of each status that a connection is refused with; docs/api.md has them.
+#: The error code for each status with which a connection is refused; docs/api.md lists them.
 CODES = {400: "invalid_request", 429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}
 _LONG_HEADERS = f"the headers of a request have at most {MAX_HEADERS_BYTES} bytes"
 
@@ -53,7 +53,7 @@ _HOST = re.compile(rb"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?|"
 
 
 class Gate:
-    """Counts connections, and knows which of them are late."""
+    """Counts connections, refuses those beyond the limits, and finds late ones."""
 
     def __init__(self, settings: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -61,17 +61,17 @@ class Gate:
         self._most = most_connections(settings)
         self.clock = clock
         self._open: Counter[str] = Counter()
-        self._silent: dict[Connection, None] = {}  # that wait for a request, since longest first
+        self._silent: dict[Connection, None] = {}  # idle connections, the longest idle first
         self._swept = clock()
-        self.refused: Counter[int] = Counter()  # connections, by the status that they were turned away with
+        self.refused: Counter[int] = Counter()  # refused connections, by status
 
     @property
     def count(self) -> int:
-        """Connections that are open."""
+        """The number of open connections."""
         return self._open.total()
 
     def enter(self, address: str) -> tuple[int, str] | None:
-        """Count a connection. Where there is no room for it: the status and the text to refuse it with."""
+        """Count a connection. Returns the status and text to refuse it with, if it is beyond a limit."""
         whose = self._whose(address)
         self._open[whose] += 1
         if self._open.total() > self._most and not self._make_room():
@@ -88,7 +88,7 @@ class Gate:
             del self._open[whose]
 
     def waits(self, connection: Connection) -> None:
-        """For a request of its client, from now on."""
+        """The connection waits for a request from now on."""
         self.asked(connection)
         self._silent[connection] = None
 
@@ -98,12 +98,12 @@ class Gate:
     def _make_room(self) -> bool:
         for connection in self._silent:
             self.asked(connection)
-            connection.transport.close()  # behind what is left of its last answer
+            connection.transport.close()  # after the rest of its last answer is sent
             return True
         return False
 
     def late(self, connection: Connection, now: float) -> str | None:
-        """What `connection` has been waited for too long."""
+        """What the connection's client is late with; None if it is not."""
         settings = self._settings
         if connection.headers_since is not None and now - connection.headers_since > settings.header_timeout_s:
             return "headers"
@@ -118,7 +118,7 @@ class Gate:
         return None
 
     def sweep(self, connections: Iterable[Any]) -> None:
-        """Close those that are late. While the server itself does not read on, a body is not."""
+        """Close late connections. While the server itself pauses reading, a body is not late."""
         now = self.clock()
         since_last, self._swept = now - self._swept, now
         for connection in [found for found in connections if isinstance(found, Connection)]:
@@ -132,7 +132,7 @@ class Gate:
                 connection.transport.abort()
 
     def _whose(self, address: str) -> str:
-        """By what it is counted: a proxy not with what else is in its network."""
+        """The name that the address is counted under: a proxy's own address, not its network."""
         return address if self._is_proxy(address) else holder(address)
 
     def _is_proxy(self, address: str) -> bool:
@@ -144,27 +144,27 @@ class Gate:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that its gate has counted. What is waited for, and since when: headers from the first byte (or from
-    the start), a body from its headers, an answer from when the client stopped reading it, and how long it did so
-    before. An idle one is closed by the sweep, too: uvicorn has a timer for each answer, which takes a fiftieth of an
-    operation."""
+    """A connection counted by its gate. It notes since when it waits: for headers from their first byte (or the start),
+    for a body from its headers, for an answer to be read from when the client stopped reading (and how long it had
+    stopped before). Idle connections are closed by the sweep, too: uvicorn would set a timer for each answer, which
+    takes a fiftieth of an operation's time."""
 
     def __init__(self, gate: Gate, **options: Any) -> None:
         super().__init__(**options)
         self._gate = gate
-        self._headers_bytes = 0  # that have come, of headers that are not complete
-        self._read_bytes = 0  # of the headers of the request that is being read
-        self._body_came = self._begun = False  # in the piece that is being read
+        self._headers_bytes = 0  # received bytes of incomplete headers
+        self._read_bytes = 0  # header bytes of the request being read
+        self._body_came = self._begun = False  # whether the piece being read contained body bytes, or began a request
         self._last: bytes | None = None
         self._wrong = (400, "this cannot be read as a request of HTTP")
-        self._offer = b""  # the head of a request for another protocol, without that
+        self._offer = b""  # the head of a request that offers another protocol, without that offer
         self.address = ""
         self.headers_since: float | None = None
         self.body_since: float | None = None
         self.unread_since: float | None = None
         self.idle_since: float | None = None
         self.body_bytes = 0
-        self.unread_s = 0.0  # of this answer, before `unread_since`
+        self.unread_s = 0.0  # time in which this answer was not read, before `unread_since`
 
     def connection_made(self, transport: Any) -> None:
         self._out = _Joining(transport, self.loop)
@@ -187,23 +187,26 @@ class Connection(HttpToolsProtocol):
             return
         in_headers, self._body_came, self._begun, self.idle_since = self.headers_since is not None, False, False, None
         self._parse(data)
-        waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
+        # not the rest of a request that was answered early
+        waits = self.headers_since is None and self.body_since is None
         if waits and self.cycle is not None and self.cycle.response_complete:
-            self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
+            self.headers_since = self._gate.clock()  # empty lines, for which uvicorn would wait without end
         beside_body = not in_headers and self.body_since is not None and not self._body_came
         if not beside_body and (self.headers_since is None or self._body_came):
             self._headers_bytes = 0
-        elif self._begun:  # in this piece, behind the ends of others, if any
+        elif self._begun:  # it began in this piece, after the end of an earlier request
             self._headers_bytes = len(data)
         else:
             self._headers_bytes += len(data)
-        if self._headers_bytes > MAX_HEADERS_BYTES and beside_body:  # a trailer, which the parser would collect
-            self.transport.abort()  # an answer may have begun
+        # a trailer, which the parser would collect without end
+        if self._headers_bytes > MAX_HEADERS_BYTES and beside_body:
+            self.transport.abort()  # abort: an answer may have begun
         elif self._headers_bytes > MAX_HEADERS_BYTES:
             self._refuse(431, _LONG_HEADERS)
 
     def _parse(self, data: bytes) -> None:
-        """In place of uvicorn's, which leaves out what follows an offer of another protocol: there the parser stops."""
+        """Replaces uvicorn's method, which drops the bytes after an offer of another protocol: the parser stops
+        there."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -250,14 +253,14 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._offer:  # of a head alone, that is read again
+        if self._offer:  # only the head, which is read again without its offer
             return
         self.body_since = None
         super().on_message_complete()
 
     @property
     def written_bytes(self) -> int:
-        """Of this answer."""
+        """Bytes written of this answer."""
         return self._out.written_bytes
 
     def pause_writing(self) -> None:
@@ -278,7 +281,7 @@ class Connection(HttpToolsProtocol):
         return b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, kept)
 
     def _stop(self, status: int, why: str) -> NoReturn:
-        """From a callback of the parser, which then reads no further."""
+        """Stop the parser from one of its callbacks, and refuse the request."""
         self._wrong = status, why
         raise ValueError(why)
 
@@ -291,9 +294,9 @@ class Connection(HttpToolsProtocol):
         self._answer_last(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
 
     def _answer_last(self, answer: bytes) -> None:
-        """To what cannot be read on, and end the connection; after the answers to the requests before it, or it would
-        be taken for one of those (RFC 9112, 9.3.2). A request that was being read, and is under way, has none to come:
-        it is what cannot be read on."""
+        """Answer something that cannot be read any further, and close the connection. The answer is sent after those to
+        earlier requests, or it would be taken for one of them (RFC 9112, 9.3.2). A request that was still being read
+        gets this answer instead of its own."""
         if self.cycle is not None and not self.cycle.response_complete:
             if not self.cycle.more_body or self.pipeline:
                 if self.cycle.more_body:
@@ -324,7 +327,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Joining:
-    """A transport that sends two small writes of one turn of the event loop as one: each costs a system call, and wakes
+    """A transport that joins two small writes in one turn of the event loop: each write costs a system call, and wakes
     the client."""
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:

@@ -21,23 +21,23 @@ from store.database.leaps import settles_at
 
 log = logging.getLogger(__name__)
 
-#: Longest time between two rounds, and so between a sign of life and its row.
+#: The longest time between two rounds; a sign of life is written this late.
 ROUND_S = 20.0
-#: After a start, and after a while in which nobody could be heard, clients have this long to be heard of again before
+#: How long clients have to report again after a start, or after a time in which they could not be heard, before their
 #: silence counts.
 GRACE_S = 120.0
 
 
 class Silence:
-    """Whether it counts that clients are silent: once this process has been there to hear them for a while. It is not
-    before it starts, nor while its machine sleeps or it is stopped, which looks like a clock that was set."""
+    """Whether clients' silence counts: only once this process has been able to hear them for a while. It cannot before
+    its start, nor while its machine sleeps or the process is stopped (which looks like a clock that was set)."""
 
     def __init__(self, idle_s: float, now: datetime) -> None:
         self._idle, self._grace = timedelta(seconds=idle_s), timedelta(seconds=min(GRACE_S, idle_s))
         self._since = self._looked = now
 
     def counts(self, now: datetime) -> bool:
-        """To be asked in each round."""
+        """Call it in each round."""
         if not timedelta() <= now - self._looked <= self._idle / 2:
             self._since = now
         self._looked = now
@@ -45,7 +45,8 @@ class Silence:
 
 
 async def keep_house(service: Service, clock: Callable[[], datetime] | None = None) -> None:
-    """Rounds for as long as the server runs; cancelled at its end. `clock` is a test's own."""
+    """Rounds of housekeeping, for as long as the server runs; cancelled at its end. Tests pass a `clock` of their
+    own."""
     idle_s = service.settings.session_idle_s
     own = clock or (lambda: datetime.now(UTC))
     silence = Silence(idle_s, own())
@@ -63,9 +64,9 @@ async def keep_house(service: Service, clock: Callable[[], datetime] | None = No
 
 
 async def reap(service: Service, now: datetime | None = None) -> list[str]:
-    """End the sessions that are idle for too long, by the database's time unless `now` is given, or none while that is
-    not believed; close the runs of all that have ended, and cancel the samples that still wait for them. Checkpoints
-    stay."""
+    """End sessions that have been idle for too long, by the database's time unless `now` is given; none while that time
+    is not believed. Then close the runs of ended sessions, and cancel samples that still wait for a missing model.
+    Checkpoints stay."""
     idle = timedelta(seconds=service.settings.session_idle_s)
     working = await service.journal.working_sessions()
 

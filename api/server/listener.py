@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Requests that are being answered when a signal comes have this long; long polls are answered at once.
+#: How long requests may take after a signal; long polls are answered at once.
 FINISH_REQUESTS_S = 5
-#: Uvicorn's ticks between two looks for late connections: a second.
+#: A look for late connections every so many of uvicorn's ticks: once a second.
 _SWEEP_TICKS = 10
 
 
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         # Uvicorn raises a signal again once it has shut down; by then it must not kill the process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.handle_exit)
-        with suppress(SystemExit):  # the app could not start: uvicorn has logged why
+        with suppress(SystemExit):  # the app could not start; uvicorn has logged why
             self.run(sockets=[sock])
         return 0 if self.started else 1
 

@@ -33,7 +33,7 @@ from api.routes.people.members import NewMember, RoleChange
 from api.routes.people.projects import NewProject, ProjectChange
 
 PREFIX = "/api/v1"
-#: Paths below PREFIX whose body is JSON, and its type.
+#: The type of the JSON body of each path below PREFIX that has one.
 BODIES: dict[str, type[Any]] = {
     "/client/config": types.ClientConfigRequest,
     "/client/dynamic_config": types.ClientConfigRequest,
@@ -74,7 +74,7 @@ BODIES: dict[str, type[Any]] = {
     "/weft/projects/{project_id}": ProjectChange,
     "/weft/rate_limits/{scope}/{id}": NewLimits,
 }
-#: What clients of other APIs call, with JSON of these types (docs/openai.md).
+#: The type of the JSON body of paths that clients of other APIs call (docs/openai.md).
 DOORS: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
@@ -84,7 +84,7 @@ DOORS: dict[str, type[Any]] = {
     **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeBody),
     **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeBody),
 }
-#: POST, PUT and PATCH whose body is none, or of another form.
+#: Paths whose POST, PUT or PATCH has no JSON body.
 OTHER_BODIES: dict[str, dict[str, Any]] = {
     "/auth/token": {},
     "/forward_backward": {"application/x-protobuf": {}, "application/json": {}},
@@ -92,7 +92,7 @@ OTHER_BODIES: dict[str, dict[str, Any]] = {
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": {},
     "/stripe/webhook": {"application/json": {}},
 }
-#: What a status means, whichever route says it; all have the form of an error (docs/api.md).
+#: The meaning of each status, for all routes; all have the form of an error (docs/api.md).
 STATUSES = {
     400: "The request can never succeed as it is",
     401: "No good key or token",
@@ -108,7 +108,7 @@ STATUSES = {
     429: "Too much in a minute or at a time: wait for Retry-After seconds, send the same request again",
     503: "The server is stopping, or cannot store: send the same request again",
 }
-#: What single routes say beside the rule (`_statuses`).
+#: Statuses of single routes beyond the general rule (`_statuses`).
 MORE_STATUSES: dict[str, set[int]] = {
     "/retrieve_future": {408, 410},
     "/session_heartbeat": {410},
@@ -146,7 +146,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 
 def api_routes(app: FastAPI) -> Iterator[tuple[Any, Access]]:
-    """Every route (with `path` and `methods`) that declares who may call it, but for the console's pages."""
+    """Every route (with `path` and `methods`) that declares who may call it, without the console's pages."""
     route: Any
     for route in app.routes:
         access = declared(route)
@@ -157,7 +157,7 @@ def api_routes(app: FastAPI) -> Iterator[tuple[Any, Access]]:
 def _complete(
     operation: dict[str, Any], route: Any, path: str, access: Access, method: str, schemas: dict[str, Any]
 ) -> None:
-    """Add to what the framework knows of a route its body, who may call it, and how it refuses."""
+    """Add a route's body, who may call it, and its refusals to FastAPI's description."""
     operation["tags"] = [route.endpoint.__module__.rpartition(".")[2].replace("_", " ")]
     operation["security"] = [] if access.public else [{"key": []}, {"bearer": []}]
     operation["x-weft"] = {"scopes": list(access.scopes), "counts": access.limit, "meters": access.meters}
@@ -203,7 +203,7 @@ def _body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """Without `binary`, for which generators make bytes that no JSON can hold."""
+    """The schema without `binary`: test generators would make bytes that JSON cannot hold."""
     if isinstance(schema, dict):
         return {key: _plain(value) for key, value in schema.items() if (key, value) != ("format", "binary")}
     return [_plain(item) for item in schema] if isinstance(schema, list) else schema

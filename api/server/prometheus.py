@@ -23,14 +23,14 @@ from billing.money.wallets import NUSD_PER_USD
 from scheduler.jobs.catalogue import JOBS
 from scheduler.journal.ending.meters import Histogram, Meters
 
-#: A request for metrics has no body and few headers.
+#: How many bytes a request for metrics may have: it has no body and few headers.
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_S = 10.0
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What only the database knows, of all servers on it together; `waiting_s` is by kind of operation
+    """Facts that only the database has, over all servers on it; `waiting_s` is by kind of operation
     (`scheduler.reports.waiting`)."""
 
     money: MoneyGauges
@@ -38,7 +38,7 @@ class Stored:
 
 
 def render(meters: Meters, stats: Mapping[str, Any], stored: Stored | None, others: Iterable[Metric] = ()) -> str:
-    """Everything, as Prometheus reads it; `stored` None while the database does not answer."""
+    """All metrics in Prometheus' format; `stored` is None while the database does not answer."""
     families = [*_operations(meters, stats), *_replicas(stats), *_refusals(meters), *others]
     families.append(_gauge("weft_database_up", "Whether the database answered just now.", stored is not None))
     if stored is not None:
@@ -49,9 +49,9 @@ def render(meters: Meters, stats: Mapping[str, Any], stored: Stored | None, othe
 
 
 _gauge, _counter = GaugeMetricFamily, CounterMetricFamily
-#: Workers that take operations, by what they are called in the statistics.
+#: Kinds of workers, by their names in the statistics.
 WORKERS = ("trainer", "generator")
-#: What is shown of each trainer and of each generator: its name there, as Prometheus names it, and what it is.
+#: Metrics of each trainer and each generator: the name in the statistics, Prometheus' name, and the help text.
 _EACH = {
     "trainer": {
         "runs": ("weft_trainer_runs", "Runs that live on a trainer."),
@@ -68,18 +68,18 @@ _EACH = {
         "accepted": ("weft_generator_replica_accepted_tokens_total", "Tokens tried ahead that came to be drawn."),
     },
 }
-#: What there is to do, unless the database has to say it and does not answer.
+#: Work that waits; left out if only the database knows it and it does not answer.
 _QUEUE = {
     "open": ("weft_queue_depth", "Operations not ended."),
     "running": ("weft_ops_running", "Operations in workers' hands."),
     "runs": ("weft_runs", "Runs that take operations."),
 }
-#: Trainers, and generators, that are shown by name.
+#: How many trainers, and generators, are listed by name.
 MOST_REPLICAS = 256
 
 
 class _Families(Collector):
-    """What `generate_latest` reads instead of a registry: our numbers are counted elsewhere."""
+    """Stands in for a registry in `generate_latest`: our numbers are counted elsewhere."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -122,7 +122,7 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
 
 
 def _replicas(stats: Mapping[str, Any]) -> Iterable[Metric]:
-    """Each trainer and generator that is here; and this server, where it is one of several."""
+    """Metrics of each trainer and generator present; and of this server, if it is a replica."""
     for worker, names in _EACH.items():
         found = list(stats.get(worker, {}).get("replicas", {}).items())[:MOST_REPLICAS]
         for count, (name, about) in names.items():
@@ -144,7 +144,7 @@ def _refusals(meters: Meters) -> list[Metric]:
 
 
 def _money(money: MoneyGauges) -> list[Metric]:
-    """Of all servers on the database together."""
+    """Money, over all servers on the database."""
     drift = GaugeMetricFamily("weft_ledger_drift_nusd", "By how much the books differed when last compared.")
     if money.drift_nusd is not None:
         drift.add_metric([], money.drift_nusd)
@@ -171,7 +171,7 @@ def _by_kind(name: str, about: str, found: Mapping[str, Histogram]) -> Metric:
 
 @asynccontextmanager
 async def metrics_server(sock: socket.socket, text: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
-    """Answer GET /metrics at that address meanwhile."""
+    """Answer GET /metrics at that address within the block."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -18,13 +18,13 @@ from api.state.threads import Threads
 
 router = APIRouter()
 _pages: dict[FastAPI, bytes] = {}
-#: One at a time is written: anybody may ask, and whoever comes meanwhile would write the same.
+#: Written by one request at a time: anybody may ask, and all would write the same.
 _writing = Threads(1)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A route, as the page shows it."""
+    """A route as the page shows it."""
 
     method: str
     path: str
@@ -36,7 +36,7 @@ class Shown:
 
     @property
     def curl(self) -> str:
-        """A call of it, for a shell."""
+        """A call of the route with curl."""
         key = "" if self.who == "everybody" else ' -H "X-API-Key: $WEFT_API_KEY"'
         sends = " --json @body.json" if self.body else ""
         method = "" if self.method == "GET" or (self.method == "POST" and sends) else f" -X {self.method}"
@@ -64,7 +64,7 @@ def _json(app: FastAPI) -> bytes:
 
 
 def _html(app: FastAPI, request: Request) -> bytes:
-    """Written once: nothing in it is about who asks, and anybody may."""
+    """The page, written once: it is the same for everybody."""
     if app not in _pages:
         described = _document(app)
         shown = page(request, "reference.html", None, version=described["info"]["version"], groups=groups_of(described))
@@ -78,7 +78,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def groups_of(described: dict[str, Any]) -> dict[str, list[Shown]]:
-    """The routes of a document by what they are about."""
+    """The routes of a document, by subject."""
     groups: dict[str, list[Shown]] = {}
     for path, operations in described["paths"].items():
         for method, operation in operations.items():

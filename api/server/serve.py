@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Connections that wait to be taken, as during a start.
+#: How many connections may wait to be accepted, as during a start.
 BACKLOG = 4096
-#: New objects between two looks for circles among them. By Python's own 700, requests that are under way are looked
-#: through again and again: a fourteenth of what an operation takes.
+#: After how many new objects Python looks for reference circles among them. With Python's default of 700, objects of
+#: requests under way are looked through again and again: a fourteenth of the time of an operation.
 GC_OBJECTS = 10_000
-#: How long a thread that computes keeps the interpreter from others that want it. The event loop gives it up with each
-#: call of the system, a hundred times for an answer of 6 MB, and by Python's own 5 ms it waits so long each time.
+#: How long a computing thread keeps the interpreter from other threads. The event loop gives it up at every system
+#: call, a hundred times for an answer of 6 MB, and with Python's default of 5 ms it would wait that long each time.
 SWITCH_S = 0.0005
 
 
@@ -55,7 +55,7 @@ class CannotServe(RuntimeError):
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds, whose text is for the operator, are a CannotServe."""
+    """Raise errors of these kinds, whose text is for the operator, as CannotServe."""
     try:
         yield
     except kinds as error:
@@ -66,9 +66,10 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a graceful drain.
 
-    What takes long is begun first: clients that come while a server starts are kept waiting by the kernel instead of
-    refused, and the first worker imports torch while this process imports the rest of itself. The others follow then:
-    on two cores they would only keep both from being there."""
+    Whatever takes long is begun first. The port listens at once, so that the kernel keeps early clients waiting instead
+    of refusing them; and the first worker imports torch while this process still imports its own modules. The other
+    workers follow later: on two cores they would only slow down both.
+    """
     tracing.configure("weft-api")
     prices = load_prices(settings.prices)
     if settings.payments.enabled:
@@ -101,7 +102,7 @@ def _serve(
     nursery: Nursery | None,
     tables: Sequence[str],
 ) -> int:
-    gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
+    gc.disable()  # imported objects stay: looking through them again and again takes a tenth of the time
     from sqlalchemy.exc import SQLAlchemyError
 
     from api.server.app import create_app
@@ -126,7 +127,7 @@ def _serve(
         blobs = blobs_of(settings)
         if not settings.redis_url:
             blobs.clear_unfinished()
-            shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # of trainers, which are gone
+            shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # pages of trainers that are gone
         app = create_app(settings, cards, database, blobs, prices)
         app.state.nursery, app.state.metrics_socket = nursery, metrics_sock
         for table in tables:
@@ -175,7 +176,7 @@ def claim_store(settings: Settings, database: Database) -> None:
 
 
 def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
-    """The cards of the models to serve, or of the built-in one when none is named."""
+    """The cards of the models to serve; of the built-in model if none is named."""
     with refusing(OSError, ValueError):  # UnsupportedModel is one
         return {name: read_card(name, path) for name, path in (models or {TINY_NAME: TINY_PATH}).items()}
 
@@ -192,7 +193,7 @@ def _unusable(settings: Settings, error: Exception) -> CannotServe:
     if settings.database_url:
         return CannotServe(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
     with suppress(OSError):
-        if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # of which SQLite may say "disk I/O error"
+        if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # with a full disk SQLite may only say "disk I/O error"
             reason += "; the disk of this folder is full: make room"
     return CannotServe(f"cannot use the database of {settings.data_dir}: {reason}")
 
@@ -212,7 +213,8 @@ def open_database(settings: Settings) -> Database:
     database, url = None, settings.effective_database_url
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        if (settings.data_dir / RESTORING).exists() and is_empty(url):  # whose files a new service would delete
+        # a new service would delete the files of this interrupted restore
+        if (settings.data_dir / RESTORING).exists() and is_empty(url):
             raise CannotServe(
                 f"a restore into {settings.data_dir} was cut off: delete it, and restore the backup again"
             )
@@ -231,8 +233,8 @@ def open_database(settings: Settings) -> Database:
 
 @contextmanager
 def only_one(data_dir: Path) -> Iterator[None]:
-    """Only one server may use a data folder: the journal and the blobs have one owner. The kernel frees the lock with
-    the process, however it ends. A folder that was made here, and in which nothing else was, goes again."""
+    """Lock the data folder for one server: journal and blobs have one owner. The kernel releases the lock with the
+    process, however it ends. A folder that was created here and stays empty is removed again."""
     made = not data_dir.exists()
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -260,7 +262,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
 
 
 def other_server(data_dir: Path) -> str | None:
-    """The process that has a data folder by `only_one`, unless it is this one."""
+    """The process that holds the lock of a data folder (`only_one`), unless it is this one."""
     try:
         descriptor = os.open(data_dir / "server.lock", os.O_RDONLY)
     except OSError:
@@ -277,27 +279,28 @@ def other_server(data_dir: Path) -> str | None:
 
 @contextmanager
 def _nursery(programs: Sequence[WorkerProgram]) -> Iterator[Nursery | None]:
-    """One that has begun to import what these workers need, beside all else that a start does. macOS's own libraries
-    do not survive a fork: there is none there."""
+    """A nursery that already imports what the workers need, beside the rest of the start. None on macOS, whose own
+    libraries do not survive a fork."""
     if sys.platform != "linux" or not any(program.forked for program in programs):
         yield None
         return
     nursery = new_nursery()
     try:
-        with suppress(OSError):  # it is tried again with the first worker
+        with suppress(OSError):  # the first fork tries again
             nursery.ahead()
         yield nursery
     finally:
         nursery.close()
 
 
-#: A client whose machine or network is gone closes nothing; it is asked after 30 s of silence, and given up 30 s later.
+#: Keep-alive: a client whose machine or network is gone closes nothing. It is probed after 30 s of silence, and given
+#: up 30 s later.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket at the address that takes connections, which nobody answers yet."""
+    """A listening socket at the address; connections wait until somebody accepts them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -307,7 +310,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         raise CannotServe(f"cannot use the address {host}: {error.strerror}") from None
     with sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections have it from here
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
         for option, value in KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         try:

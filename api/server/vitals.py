@@ -1,4 +1,4 @@
-"""What /metrics says of the processes themselves: requests, memory, files, the event loop, the disk."""
+"""Metrics about the processes themselves: requests, memory, files, the event loop, the disk."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from scheduler.journal.ending.meters import BOUNDS_S, Histogram
 K = TypeVar("K", bound=tuple[str, ...])
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-#: Of this process: memory, files, CPU, start, by Prometheus' own names (process_...).
+#: Metrics of this process under Prometheus' standard names (process_...): memory, files, CPU, start.
 _this_process = ProcessCollector(registry=None)
 
 
 def vitals(traffic: Traffic, gate: Gate | None, processes: Mapping[str, int], data_dir: Path) -> list[Metric]:
-    """`processes` are the workers that are children of this one, by role."""
+    """`processes` are this process's workers, by role."""
     return [*_http(traffic), *_connections(gate), *_this_process.collect(), *_workers(processes), *_disk(data_dir)]
 
 
 def histogram(name: str, about: str, labels: list[str], found: Mapping[K, Histogram]) -> Metric:
-    """A family of histograms, by the values of their `labels`."""
+    """Histograms of one family, by the values of their `labels`."""
     family = HistogramMetricFamily(name, about, labels=labels)
     for values, one in sorted(found.items()):
         family.add_metric(list(values), _buckets(one), one.total)
@@ -53,7 +53,7 @@ def gauge(name: str, about: str, labels: list[str], found: Mapping[K, float]) ->
 
 
 def _buckets(found: Histogram) -> list[tuple[str, float]]:
-    """How many were at or below each bound."""
+    """Cumulative counts: how many values were at or below each bound."""
     return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(found.counts), strict=True))
 
 
@@ -70,7 +70,7 @@ def _http(traffic: Traffic) -> Iterable[Metric]:
 
 
 def alone(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    """By the values of one label."""
+    """Counters with a single label."""
     return {(name,): count for name, count in counts.items()}
 
 
@@ -90,7 +90,7 @@ def _workers(processes: Mapping[str, int]) -> Iterable[Metric]:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that it has started; without /proc itself alone."""
+    """A process and all its descendants; without /proc only itself."""
     found = [pid]
     for one in found:
         with suppress(OSError):
@@ -99,7 +99,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes; 0 for a process that is gone."""
+    """Resident bytes; 0 for a process that is gone."""
     with suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     return 0

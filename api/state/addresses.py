@@ -1,15 +1,16 @@
-"""Whom an address stands for, where something is counted by it."""
+"""Whom an IP address stands for, when something is counted by address."""
 
 from __future__ import annotations
 
 import ipaddress
 
-#: What one customer of a provider has at least, to take addresses from as they like (RFC 6177).
+#: The size of network that every customer of a provider has at least, and from which it can take addresses freely (RFC
+#: 6177).
 _PREFIX_BITS = 64
 
 
 def holder(address: str) -> str:
-    """An IPv4 address itself, also as a listener for both gives it (::ffff:192.0.2.1); of IPv6 its network."""
+    """Whom to count an address for: an IPv4 address itself, also in the form ::ffff:192.0.2.1; for IPv6 its network."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

@@ -11,7 +11,7 @@ log = logging.getLogger("weft.api")
 
 
 class Afterwards:
-    """Lives in the event loop."""
+    """Runs such work. Lives in the event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

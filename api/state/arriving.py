@@ -1,9 +1,10 @@
 """Request bodies that are on their way, of everybody: bounded in bytes together.
 
-How long a body takes to come is up to its client, and one who means harm may have keys of many organisations, or need
-none (a webhook). Beyond the most, whoever holds most (an organisation, or an address where it is not known who asks)
-gives up their oldest body of which more is to come. So others are held up by nobody's slow bodies, and who holds little
-gives up nothing. A body counts until it has been read, or is worked on under another bound. Lives in the event loop.
+The client decides how long a body takes to arrive, and an attacker may have keys of many organisations, or need none
+(for a webhook). If there are too many bytes, the sender that holds most (an organisation; an address if it is not known
+who asks) loses its oldest unfinished body. So nobody is held up by another's slow bodies, and a sender that holds
+little loses nothing. A body counts until it has been read, or is worked on under another limit. Lives in the event
+loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import TracebackType
 
 from api.errors import RateLimited
 
-#: So many bodies of the largest size.
+#: As many bytes as this many bodies of the largest size.
 LARGEST_IN_ALL = 4
 
 
@@ -22,7 +23,7 @@ class Arriving:
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._bytes_of: Counter[str] = Counter()
-        self._coming: dict[str, dict[Arrival, None]] = {}  # of whom, the oldest first
+        self._coming: dict[str, dict[Arrival, None]] = {}  # by sender: its unfinished bodies, the oldest first
 
     @property
     def size_bytes(self) -> int:
@@ -32,7 +33,7 @@ class Arriving:
         return Arrival(self, whose)
 
     def add(self, body: Arrival, size_bytes: int) -> None:
-        """Raises RateLimited where `body` is the one to be given up."""
+        """Count more bytes of `body`. Raises RateLimited if it is itself the one to be given up."""
         self._coming.setdefault(body.whose, {}).setdefault(body)
         body.size_bytes += size_bytes
         self._bytes_of[body.whose] += size_bytes
@@ -45,7 +46,7 @@ class Arriving:
             given_up.give_up()
 
     def whole(self, body: Arrival) -> None:
-        """It has come to its end."""
+        """The body is complete, so it can no longer be given up."""
         coming = self._coming.get(body.whose, {})
         coming.pop(body, None)
         if not coming:
@@ -69,7 +70,7 @@ class Arriving:
 
 
 class Arrival:
-    """One body, for the `with` in which it is received and read."""
+    """One body, for the `with` block in which it is received and read."""
 
     def __init__(self, arriving: Arriving, whose: str) -> None:
         self.whose, self.size_bytes = whose, 0
@@ -78,7 +79,7 @@ class Arrival:
         self._given_up = False
 
     def came(self, size_bytes: int) -> None:
-        """So much more. Raises RateLimited."""
+        """More bytes have come. Raises RateLimited."""
         self._task = asyncio.current_task()
         self._arriving.add(self, size_bytes)
 
@@ -86,11 +87,11 @@ class Arrival:
         self._arriving.whole(self)
 
     def drop(self) -> None:
-        """Nothing is kept of it."""
+        """Forget the body's bytes: nothing of it is kept."""
         self._arriving.drop(self)
 
     def give_up(self) -> None:
-        """While its task waits for more."""
+        """Cancel the task that waits for the rest of the body."""
         assert self._task is not None
         self._given_up = True
         self._task.cancel()

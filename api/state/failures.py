@@ -1,11 +1,11 @@
-"""What is counted where it fails, and beyond a number refused before it costs anything more. In memory of each process,
-in buckets as those of `api.state.rates`.
+"""Failures are counted, and beyond a number further tries are refused before they cost anything. The counts are in the
+memory of each process, in buckets like those of `api.state.rates`.
 
-Tries to get in, by address: of keys, links, invitations and sign-ins by a provider. Who guesses has nothing to gain (a
-secret is 256 random bits); this bounds what the guessing costs us and the provider.
+Attempts to get in (keys, links, invitations, sign-ins by a provider) are counted by address. Guessing is hopeless (a
+secret is 256 random bits); the limit bounds what it costs us and the provider.
 
-Polls for what is not there, by key. Polls are not counted against rate limits, so that results arrive; but who asks for
-ids that nobody has makes the database look for each, which no client does of itself.
+Polls for unknown ids are counted by key. Polls do not count against rate limits, so that results arrive; but each
+unknown id costs a look into the database, and no well-behaved client asks for one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from api.who.principal import Principal
 Who = TypeVar("Who")
 Clock = Callable[[], float]
 
-#: Of one address (`addresses.holder`) in a minute.
+#: Failed attempts of one address (`addresses.holder`) in a minute.
 TRIES_PER_MINUTE = 60
-#: Of one key in a minute.
+#: Polls of one key in a minute that found nothing.
 MISSES_PER_MINUTE = 600
 
 
@@ -38,7 +38,7 @@ class Failures(Generic[Who]):
         self._charge, self._words, self._buckets = charge, words, Buckets(clock)
 
     def check(self, who: Who) -> None:
-        """Raises RateLimited for whoever has failed too often."""
+        """Raise RateLimited if `who` has failed too often."""
         if self._buckets.empty:
             return
         charge = self._charge(who)
@@ -53,7 +53,7 @@ class Failures(Generic[Who]):
 
 
 def attempts(clock: Clock = time.monotonic) -> Failures[Request]:
-    """To get in."""
+    """Counts attempts to get in."""
 
     def of(request: Request) -> Charge:
         address = request.client.host if request.client is not None else ""
@@ -64,7 +64,7 @@ def attempts(clock: Clock = time.monotonic) -> Failures[Request]:
 
 
 def misses(clock: Clock = time.monotonic) -> Failures[Principal]:
-    """Of polls."""
+    """Counts polls that found nothing."""
 
     def of(who: Principal) -> Charge:
         return Charge("key", who.urn, "unknown_ids", MISSES_PER_MINUTE, 1)

@@ -17,24 +17,25 @@ from store.database.clock import clock
 from store.database.db import Database
 from store.tables import Operation
 
-#: Results written down in one go, so that other writers need not wait long.
+#: How many results one write notes, so that other writers need not wait long.
 FLUSH_ROWS = 500
-#: Results of an organisation noted between two rounds; more are not noted, and kept as if they had not been fetched.
+#: How many results of an organisation are noted between two rounds; others are kept as if they had not been fetched.
 MAX_NOTED = 20_000
 
 
 class Fetched:
-    """Lives in the event loop. It is written by the database's time, by which results go; `clock` is a test's own."""
+    """Lives in the event loop. Times are the database's, by which results are deleted; tests pass a `clock` of their
+    own."""
 
     def __init__(self, database: Database, clock: Callable[[], datetime] | None = None) -> None:
         self._database = database
         self._clock = clock
-        #: By organisation: who had which result.
+        #: By organisation: by result, who has fetched it.
         self._noted: defaultdict[str, dict[str, Principal]] = defaultdict(dict)
 
     def note(self, who: Principal, request_ids: Iterable[str]) -> None:
-        """A client of `who` has these results. Ids that are none of its results mean nothing; nor do those of
-        colleagues', who still want them, from a member that looks at them."""
+        """A client of `who` has these results. Unknown ids are ignored; so are results of colleagues, who still want
+        them."""
         noted = self._noted[who.org_id]
         for request_id in request_ids:
             if len(noted) >= MAX_NOTED and request_id not in noted:
@@ -42,7 +43,7 @@ class Fetched:
             noted[request_id] = who
 
     async def flush(self) -> int:
-        """Write what is new; how many results that were."""
+        """Write what is new. Returns how many results that were."""
         noted, self._noted = self._noted, defaultdict(dict)
         written, now = 0, self._clock() if self._clock is not None else None
         for by in noted.values():
@@ -54,9 +55,10 @@ class Fetched:
 
 
 def _write(session: Session, noted: Mapping[str, Principal], now: datetime | None) -> int:
-    """In order of the rows, and past those that another server has in hand, so that no two wait for each other."""
+    """Write these, in the order of rows, skipping rows that another server has locked, so that no two servers wait for
+    each other."""
     row = Operation
-    # Looked up by id alone: SQLite would rather go through all operations of the organisation.
+    # Looked up by id alone: otherwise SQLite would scan all operations of the organisation.
     fresh = select(row).options(load_only(row.org_id, row.key_id, row.user_id))
     fresh = fresh.where(row.id.in_(noted), row.state != "queued", row.fetched_at.is_(None))
     found = session.scalars(fresh.order_by(row.id).with_for_update(skip_locked=True))

@@ -1,15 +1,16 @@
 """Room for the large bodies that are in hand, in two stages, each bounded in bytes.
 
-While a body is received, it counts against its organisation alone: how long that takes is up to the client, and a
-slow one must not hold up others. Once it is there, it is worked on (unpacked, checked, stored), which takes several
-times its size in memory, and counts against all; that takes as long as the server takes.
+While a body is received, it counts against its organisation alone: the client decides how long that takes, and a slow
+one must not hold up others. Once it has been received, it is worked on (unpacked, checked, stored). That takes several
+times its size in memory, and counts against the whole server.
 
-Who finds no room waits in line, first come first served, and is told to come again after a while. To find out what is
-wrong with a large body costs everybody: the interpreter does nothing else. So an organisation whose body was refused
-rests: its next ones wait several times as long as that one took. Lives in the event loop. Guards of routes that take
-data hold the room for as long as the request lasts (`api.http.access`). Large results that are read for an answer are
-held in the same way, apart from bodies, until their client has them. How long that takes is up to the client, too; so
-all of them together are bounded by a `Pool`, in which those that hold much leave room to others.
+A body without room waits in line, first come first served, and after a while its client is told to come again. Finding
+out what is wrong with a large body costs everybody, since the interpreter does nothing else meanwhile. So an
+organisation whose body was refused has to rest: its next bodies wait several times as long as that one took. Lives in
+the event loop. Guards of routes that take data hold the room for as long as the request lasts (`api.http.access`).
+Large results that are read for an answer take room in the same way, apart from bodies, until their client has received
+them. Here, too, the client decides how long that takes; so all results together are bounded by a `Pool`, in which
+organisations that hold much leave room for others.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ from typing import Literal
 from api.errors import ApiError, RateLimited
 from api.state.threads import in_line
 
-#: Bodies that are not larger need no room.
+#: Bodies up to this size need no room.
 SMALL_BYTES = 65_536
 #: How many bodies of the largest size are worked on at the same time.
 AT_A_TIME = 2
-#: So many results of the largest size are in hand in all.
+#: As many bytes of results as this many of the largest size may be held in all.
 RESULTS_IN_HAND = 8
 WAIT_S = 10.0
 #: Longer than any client waits.
 FOR_LONG_S = 86_400.0
-#: An organisation rests this many times as long as it took to refuse its body, and at most so long.
+#: How long an organisation rests, as a multiple of the time that it took to refuse its body; and the longest rest.
 REST_TIMES = 9
 MOST_REST_S = 5.0
-#: Bodies that come, and results that go.
+#: Bodies being received, or results being sent.
 What = Literal["bodies", "results"]
 _REMEDIES = {
     "bodies": "send fewer at the same moment, or smaller",
     "results": "fetch fewer at the same moment, and read each to its end",
 }
-#: The refusals that only reading the body could find.
+#: Statuses of refusals that only reading the body could find.
 _WRONG = frozenset({400, 404, 413, 422})
 
 
 class Pool:
-    """What the lines of all organisations hold together. None is let in to hold more than it leaves free: so each finds
-    room for half of what the others leave, and no few of them can take it all."""
+    """What the lines of all organisations hold together. A line is admitted only if it then holds no more than the pool
+    has left: so each finds room for half of what the others leave, and a few cannot take it all."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most = self._free = most_bytes
-        self._lines: dict[Line, None] = {}  # that hold something, or wait, the first in front
+        self._lines: dict[Line, None] = {}  # lines that hold something or wait, in the order in which they came
 
     def take(self, line: Line, held_bytes: int, size_bytes: int) -> bool:
-        """So much more for `line`, if there is room."""
+        """Take `size_bytes` for a line that holds `held_bytes`. False if there is no room."""
         self._lines.setdefault(line)
         fits = held_bytes + size_bytes <= self._free - size_bytes
         self._free -= size_bytes if fits else 0
         return fits
 
     def give_back(self, size_bytes: int) -> None:
-        """Whoever waits for it is let in."""
+        """Give bytes back, and admit those who wait for them."""
         self._free += size_bytes
         self._lines = {line: None for line in self._lines if not line.empty}
         for line in list(self._lines):
@@ -71,7 +72,7 @@ class Pool:
 
 
 class Line:
-    """So many bytes at a time, in order of arrival."""
+    """A number of bytes that may be held at a time, given out in order of arrival."""
 
     def __init__(
         self, scope: str, most_bytes: int, wait_s: float, what: What = "bodies", pool: Pool | None = None
@@ -88,19 +89,19 @@ class Line:
         return not self._held and not self._waiting
 
     def rest(self, seconds: float) -> None:
-        """Let nobody in for a while; a rest that was begun grows by it, within MOST_REST_S."""
+        """Admit nobody for a while; a further rest adds to it, up to MOST_REST_S."""
         now = asyncio.get_running_loop().time()
         self.rests_until = min(max(self.rests_until, now) + seconds, now + MOST_REST_S)
 
     async def enter(self, size_bytes: int) -> None:
-        """Raises RateLimited after a while without room."""
+        """Wait for room. Raises RateLimited after a while."""
         place = (size_bytes, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
         self.admit()
         try:
             await asyncio.wait_for(asyncio.shield(place[1]), self._wait_s)
         except BaseException as error:
-            if place[1].done():  # at the same moment
+            if place[1].done():  # admitted at the same moment
                 self.leave(size_bytes)
             else:
                 self._waiting.remove(place)
@@ -116,7 +117,8 @@ class Line:
         self.admit()
 
     def admit(self) -> None:
-        """The first keeps its place until there is room, or smaller bodies would keep a large one out for ever."""
+        """Admit the first in line as soon as it fits. Others wait behind it: smaller bodies would otherwise keep a
+        large one out for ever."""
         loop = asyncio.get_running_loop()
         if self._waiting and loop.time() < self.rests_until:
             loop.call_at(self.rests_until, self.admit)
@@ -130,7 +132,7 @@ class Line:
 
     def _refusal(self, size_bytes: int) -> RateLimited:
         scope, most = self._scope, self._most
-        if self._pool is not None and self._held + size_bytes <= most:  # by what others hold
+        if self._pool is not None and self._held + size_bytes <= most:  # the pool has no room
             scope, most = "server", self._pool.most
         return RateLimited(
             f"no room for {size_bytes} bytes within {self._wait_s:g} s: the large {self._what} that this {scope} "
@@ -143,17 +145,17 @@ class Line:
 
 @dataclass
 class Room:
-    """What one request holds."""
+    """The room of one request."""
 
     server: Line
     size_bytes: int
     #: When work on the body began.
     began_s: float | None = None
-    #: The body was refused, which the exception need not tell: what is wrong with data is told through the future.
+    #: Whether the body was refused. The exception need not tell: what is wrong with data is told through the future.
     refused: bool = False
 
     async def work(self) -> None:
-        """The body is there. Raises RateLimited."""
+        """The body has been received and is worked on from now. Raises RateLimited."""
         if self.began_s is None and self.size_bytes > SMALL_BYTES:
             await self.server.enter(self.size_bytes)
             self.began_s = time.monotonic()
@@ -170,7 +172,7 @@ class LargeBodies:
 
     @asynccontextmanager
     async def room(self, org_id: str, size_bytes: int) -> AsyncIterator[Room]:
-        """Hold room for a body that may come to `size_bytes`. Raises RateLimited."""
+        """Hold room, within the block, for a body of up to `size_bytes`. Raises RateLimited."""
         size_bytes = min(size_bytes, self._most)
         room = Room(self._server, size_bytes)
         if size_bytes <= SMALL_BYTES:
@@ -193,7 +195,7 @@ class LargeBodies:
             self._forget(org_id)
 
     def _forget(self, org_id: str) -> None:
-        """Drop the line of an organisation that has nothing to do with it any more."""
+        """Drop the line of an organisation that neither holds nor waits for anything."""
         line = self._orgs.get(org_id)
         if line is None or not line.empty:
             return

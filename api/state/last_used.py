@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from store.database.db import Database
 from store.tables import ApiKey
 
-#: A key is noted again after so long.
+#: How long after its last note the use of a key is noted again.
 EVERY = timedelta(minutes=1)
 
 
@@ -31,7 +31,7 @@ class LastUsed:
             self._noted[key_id] = self._fresh[key_id] = now
 
     async def flush(self) -> int:
-        """Write what is new; how many keys that were."""
+        """Write what is new. Returns how many keys that were."""
         fresh, self._fresh = self._fresh, {}
         self._noted = {key_id: at for key_id, at in self._noted.items() if self._clock() - at < EVERY}
         if fresh:
@@ -40,7 +40,7 @@ class LastUsed:
 
 
 def _write(session: Session, fresh: dict[int, datetime]) -> None:
-    """In order of the keys, so that two servers never wait for each other in a ring."""
+    """Write in the order of keys, so that two servers never wait for each other."""
     for key_id, at in sorted(fresh.items()):
         older = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at < at)
         session.execute(update(ApiKey).where(ApiKey.id == key_id, older).values(last_used_at=at))

@@ -1,9 +1,9 @@
 """Which sessions are alive: when each was last heard of, and how they end.
 
-Every client says so every ten seconds, and what it asks for counts as well: a sampler that was handed to another
-process is used without signs of life of its own. That is kept in memory and written now and then by `flush`; a crash
-loses at most that, and a session that looks older than it is is only ended after long silence. Ending is decided in the
-database, where the first one wins, and by its time: the clocks of servers may differ.
+Every client reports every ten seconds, and its requests count as well: a sampler that was handed to another process
+sends no reports of its own. The times are kept in memory and written now and then by `flush`; a crash loses only what
+was not written, and a session is ended only after long silence. Ending is decided in the database, where the first one
+wins, and by the database's time, since the clocks of servers may differ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from store.database import audit
 from store.database.clock import clock
 from store.database.db import Database
 
-#: Sessions written in one go, so that other writers need not wait long.
+#: How many sessions one write notes, so that other writers need not wait long.
 FLUSH_ROWS = 500
 
 _SESSION = cast("Table", tables.Session.__table__)
-#: Made once: it runs for each session every few seconds.
+#: Built once: it runs for each session every few seconds.
 _SEEN_NOW = (
     update(_SESSION)
     .where(_SESSION.c.id == bindparam("session"), _SESSION.c.state == "active")
@@ -55,14 +55,14 @@ class Liveness:
         self._seen: dict[str, _Seen] = {}
 
     async def beat(self, who: Principal, session_id: str) -> None:
-        """A sign of life. Raises NotFound, and SessionEnded once the session is over."""
+        """A client's report. Raises NotFound, and SessionEnded once the session is over."""
         seen = self._seen.get(session_id)
         if seen is None or seen.domain != who.domain:
             await run_in_threadpool(self._check, who, session_id)
         self._seen[session_id] = _Seen(who.domain, datetime.now(UTC))
 
     def asked(self, who: Principal, session_id: str) -> None:
-        """`who` may ask, and has been given, something in this session."""
+        """`who`, whose right to do so was checked, has used this session."""
         self._seen[session_id] = _Seen(who.domain, datetime.now(UTC))
 
     def _check(self, who: Principal, session_id: str) -> None:
@@ -79,7 +79,7 @@ class Liveness:
         """Write what is new. Sessions that have ended, or that nothing was heard of since the last flush, are
         forgotten: their next sign of life is looked up again."""
         self.ended([session_id for session_id, seen in self._seen.items() if seen.written])
-        # In one order, so that two servers, which may both hear of a session, never wait for each other in a ring.
+        # In a fixed order: two servers may both hear of a session, and must never wait for each other.
         fresh, now = sorted(self._seen.items(), key=itemgetter(0)), datetime.now(UTC)
         for start in range(0, len(fresh), FLUSH_ROWS):
             part = [(session_id, seen, now - seen.at) for session_id, seen in fresh[start : start + FLUSH_ROWS]]
@@ -94,15 +94,15 @@ class Liveness:
 
 
 def _touch(session: Session, session_id: str, at: datetime) -> bool:
-    """False when the session has ended."""
+    """Set when the session was last heard of. False if it has ended."""
     return session.scalar(_SEEN_NOW, {"session": session_id, "at": at}) is not None
 
 
 def end(
     session: Session, row: tables.Session, state: str, *, reason: str | None, detail: str | None, key_id: int | None
 ) -> bool:
-    """End a session, in a write. False, and nothing changed, when it had ended before: the first reason stands."""
-    session.refresh(row, with_for_update=True)  # another server may be at it
+    """Within a write: end a session. False, and nothing changes, if it had ended before: the first reason stands."""
+    session.refresh(row, with_for_update=True)  # another server may be ending it, too
     if row.state != "active":
         return False
     row.state, row.finish_reason, row.finish_detail, row.ended_at = state, reason, detail, datetime.now(UTC)
@@ -120,10 +120,10 @@ def runs_of(session: Session, session_id: str) -> list[str]:
 
 
 def end_idle(session: Session, before: datetime, working: set[str]) -> list[str]:
-    """Expire the sessions that were not heard of since `before`, in a write; but those that are `working` have time
-    until they are done. Returns them."""
+    """Within a write: expire the sessions that were last heard of before `before`, except those that are still
+    `working`. Returns their ids."""
     query = select(tables.Session).where(tables.Session.state == "active", tables.Session.last_seen_at < before)
-    unused = session.scalars(query.with_for_update(skip_locked=True))  # past those that another server hears of
+    unused = session.scalars(query.with_for_update(skip_locked=True))  # skip those that another server is updating
     idle = [row for row in unused if row.id not in working][:FLUSH_ROWS]
     for row in idle:
         end(session, row, "expired", reason=None, detail=None, key_id=None)

@@ -1,5 +1,5 @@
-"""Requests that are held open, by what they wait for or by who takes a large answer slowly: how many of one
-organisation, and how all that wait are answered when the server stops.
+"""Requests that are held open, because they wait for something or their client receives a large answer slowly: how many
+each organisation may have, and how all of them are answered when the server stops.
 
 Each takes a connection, and those are everybody's. An organisation may hold as many as a `SHARE`th of the connections
 that nobody holds: alone a quarter of all, several each less, and however many there are, some are left for who comes
@@ -21,9 +21,9 @@ from store.settings import FrontSettings, SettingsError
 T = TypeVar("T")
 
 SHARE = 3
-#: Who holds their share is told to come again when some may have been answered.
+#: When an organisation beyond its share is told to come again.
 COME_AGAIN_S = 5
-#: Files of this process that are no connections: the database, blobs, workers.
+#: How many files of this process are no connections: the database, blobs, workers.
 OTHER_FILES = 256
 MOST_FILES = 65_536
 
@@ -39,11 +39,11 @@ class LongPolls:
         self._released = False
 
     def full(self, org_id: str) -> bool:
-        """Whether an organisation holds its share."""
+        """Whether an organisation holds its whole share."""
         return SHARE * self._of[org_id] >= self._most - self._of.total()
 
     def check(self, org_id: str) -> None:
-        """Raises RateLimited for an organisation that holds its share."""
+        """Raise RateLimited if an organisation holds its whole share."""
         if self.full(org_id):
             raise self.refusal(org_id)
 
@@ -58,7 +58,7 @@ class LongPolls:
         )
 
     async def hold(self, org_id: str, waiting: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """The result of `waiting`, or `otherwise` when the server stops first."""
+        """The result of `waiting`, or `otherwise` if the server stops first."""
         if self._released:
             waiting.close()
             return otherwise
@@ -78,7 +78,7 @@ class LongPolls:
 
     @contextmanager
     def counted(self, org_id: str) -> Iterator[None]:
-        """Within it a request of that organisation is held open."""
+        """Count a request of that organisation as held open, during the block."""
         self._of[org_id] += 1
         try:
             yield
@@ -98,8 +98,8 @@ class LongPolls:
 
 
 def most_connections(settings: FrontSettings) -> int:
-    """How many this process may have, after asking for as many files as it can get and use. Raises SettingsError where
-    that is none."""
+    """How many connections this process may have, after raising its limit of open files as far as it may and needs.
+    Raises SettingsError if that leaves none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if 0 <= soft < wanted:

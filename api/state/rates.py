@@ -26,19 +26,20 @@ if TYPE_CHECKING:
     from scheduler.order.operations import NewOperation
 
 PERIOD_S = 60.0
-#: What clients send on their own (telemetry), of one key, apart from what it is used for.
+#: Telemetry, which clients send by themselves: of one key, apart from its other requests.
 BACKGROUND_PER_MINUTE = 600
-#: What somebody looks for in the console, letter by letter.
+#: Searches in the console, which are sent letter by letter.
 SEARCHES_PER_MINUTE = 240
-#: Points of curves that an organisation may log: what protects the writer.
+#: Points of curves that an organisation may log, to protect the database's writer.
 POINTS_PER_MINUTE = 120_000
-#: Buckets kept in memory; full ones are forgotten first.
+#: How many buckets are kept in memory; full ones are forgotten first.
 MAX_BUCKETS = 100_000
 
 
 @dataclass(frozen=True)
 class Charge:
-    """`cost` units (of what `what` says) on the bucket of `scope` `id`, which takes `limit` a minute."""
+    """`cost` units (`what` names them) to take from the bucket of `scope` `id`, which holds `limit` and refills once a
+    minute."""
 
     scope: str
     id: str
@@ -58,14 +59,14 @@ class Refusal:
 
 
 class Rates(Protocol):
-    """Where the buckets are: in this process, or shared by several."""
+    """Holds the buckets, in this process or shared by several."""
 
     async def take(self, charges: Sequence[Charge]) -> Refusal | None:
-        """Count all `charges`, or none and say which one is over its limit for longest."""
+        """Take all `charges`; or none, and return the one that must wait longest."""
 
 
 class Buckets:
-    """In the memory of this process. Lives in the event loop."""
+    """Buckets in the memory of this process. Lives in the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -73,11 +74,11 @@ class Buckets:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has been counted in any."""
+        """Whether no bucket has been used."""
         return not self._full_at
 
     def wait_s(self, charge: Charge) -> float:
-        """How long until there is room for `charge`; 0 or less: there is."""
+        """How long until there is room for `charge`; 0 or less if there is."""
         now = self._clock()
         return wait_s(self._full_at.get(charge.name, now), now, charge)
 
@@ -90,7 +91,7 @@ class Buckets:
 
 
 class LocalRates:
-    """Buckets of this process."""
+    """Buckets of this process alone."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._buckets = Buckets(clock)
@@ -106,7 +107,7 @@ class LocalRates:
 
 
 def wait_s(full: float, now: float, charge: Charge) -> float:
-    """How long until the bucket, full at `full`, holds what `charge` takes out of it; 0 or less: it does."""
+    """How long until a bucket that will be full at `full` holds the cost of `charge`; 0 or less if it does."""
     needed_s = min(charge.cost, charge.limit) * PERIOD_S / charge.limit
     return max(full, now) + needed_s - PERIOD_S - now
 

@@ -9,15 +9,14 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: What has changed in the database is still used for this long as it was: a key that is revoked, a role, a scope, a
-#: limit, a status.
+#: How long changed facts are still used as they were: a revoked key, a role, a scope, a limit, a status.
 REMEMBERED_S = 3.0
-#: Kept at a time, and so many of them before the first look for those whose time is over.
+#: How many are kept at most, and from how many on outdated ones are dropped.
 MOST, FIRST_LOOK = 10_000, 256
 
 
 class Remembered(Generic[T]):
-    """By name. Lives in the event loop."""
+    """Remembered facts by name. Lives in the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What every route works with, built once when the server starts."""
+"""The parts that every route works with, built once when the server starts."""
 
 from __future__ import annotations
 
@@ -48,34 +48,34 @@ if TYPE_CHECKING:
     from scheduler.order.light_work import SizesOf
 
 T = TypeVar("T")
-#: Works of one organisation in threads at a time: reads of the database, files, calls of Stripe. There are ten times
-#: as many threads.
+#: How many works of one organisation may be in threads at a time: reads of the database, files, calls of Stripe. There
+#: are ten times as many threads.
 WORKS_AT_ONCE = 4
-#: Large bodies and answers of all organisations that are read or written at a time.
+#: How many large bodies and answers, of all organisations, are read or written at a time.
 LARGE_AT_ONCE = 2
-#: Longer than a database that is well takes, and shorter than probes wait.
+#: Longer than a healthy database takes, and shorter than probes wait.
 WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, eq=False)
 class ComingTurn:
-    """A turn of a client's own session that is being sampled: at most so many bytes, which count against a quota before
-    they are stored."""
+    """The turns of a client's own session that are being sampled: their size counts against the quota before they are
+    stored."""
 
     org_id: str
     size_bytes: int
 
 
 class OneAtATime(Generic[T]):
-    """One question to what may not answer (a database that is frozen keeps whoever asks it), asked once at a time
-    however many want to know, so that probes do not take all threads. Lives in the event loop."""
+    """Asks something that may never answer (a frozen database blocks every caller) at most once at a time, however many
+    want to know, so that probes do not take all threads. Lives in the event loop."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
         self._ask = ask
         self._asking: asyncio.Future[T] | None = None
 
     async def __call__(self) -> T:
-        """Raises TimeoutError when there is no answer within WITHIN_S, and what asking raises."""
+        """The answer. Raises TimeoutError if there is none within WITHIN_S, and the error of asking."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(self._ask())
         return await asyncio.wait_for(asyncio.shield(self._asking), WITHIN_S)
@@ -89,7 +89,7 @@ class Service:
     blobs: Blobs
     prices: PriceList
     journal: OperationJournal
-    #: How the machines are doing, in numbers.
+    #: Counts of what the machines do.
     stats: Callable[[], dict[str, Any]]
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
@@ -97,11 +97,11 @@ class Service:
     attempts: Failures[Request] = field(default_factory=attempts)
     threads: Threads = field(default_factory=lambda: Threads(WORKS_AT_ONCE))
     large: Threads = field(default_factory=lambda: Threads(1, LARGE_AT_ONCE))
-    #: Of what may be very much (curves, all checkpoints of a run), one at a time: it keeps the
-    #: interpreter busy.
+    #: For answers that may be very long (curves, all checkpoints of a run), one of each organisation at a time: they
+    #: keep the interpreter busy.
     long_reads: Threads = field(default_factory=lambda: Threads(1))
     turns_coming: set[ComingTurn] = field(default_factory=set)
-    #: What completed of feeds before they were followed, while it is read.
+    #: By feed: the task that reads what completed before the feed was followed.
     looks: dict[FeedKey, asyncio.Future[None]] = field(default_factory=dict)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
@@ -112,7 +112,7 @@ class Service:
 
     @cached_property
     def limits(self) -> LimitsResponse:
-        """What is accepted, as clients are told and as their requests are held against."""
+        """The limits that clients are told, and that their requests are checked against."""
         return limits_of(self.cards, self.settings.limits)
 
     @cached_property
@@ -127,7 +127,7 @@ class Service:
 
     @cached_property
     def signing_in(self) -> SigningIn | None:
-        """Sign-in by the OpenID provider of the settings, if there is one; its libraries are loaded then alone."""
+        """Sign-in by the OpenID provider of the settings, if there is one. Its libraries are loaded only then."""
         if not self.settings.oidc.on:
             return None
         from api.oidc.flow import SigningIn
@@ -155,7 +155,7 @@ class Service:
         return Arriving(LARGEST_IN_ALL * self.settings.limits.max_body_bytes)
 
     def arriving_body(self) -> Arrival:
-        """One of who asks."""
+        """A body that is being received, counted for its sender."""
         return self.arriving.body(_asking() or "")
 
     @cached_property
@@ -172,7 +172,7 @@ class Service:
 
     @cached_property
     def large_answers(self) -> LargeBodies:
-        """What is told of samples that were computed, and billed, already: none is refused."""
+        """Room for large answers about samples that are already computed and billed: none is refused."""
         most, pool = self.settings.limits.max_body_bytes, self.results_in_hand
         return LargeBodies(most, wait_s=FOR_LONG_S, what="results", pool=pool)
 
@@ -182,7 +182,7 @@ class Service:
 
     @cached_property
     def revision(self) -> OneAtATime[str | None]:
-        """Of the database's tables, as it says now."""
+        """The revision of the database's tables."""
 
         def read() -> str | None:
             with self.database.read() as session:
@@ -196,9 +196,9 @@ class Service:
         return Telemetry(self.settings.data_dir / "telemetry", limits.telemetry_bytes_per_day, limits.telemetry_days)
 
     async def read(self, work: Callable[[Session], T], turns: Threads | None = None) -> T:
-        """Run a short read in a thread: a slow disk or database must not hold up everybody's event loop. Of the asking
-        organisation a few are made at a time, for what it reads may be all that it has; and of an address, while it is
-        not known who asks."""
+        """Run a short read in a thread: a slow disk or database must not hold up the event loop. Each organisation has
+        a few at a time, since a read may cover everything that it has; so has each address while it is not known who
+        asks."""
 
         def run() -> T:
             with self.database.read() as session:
@@ -207,7 +207,7 @@ class Service:
         return await (turns or self.threads).run(_asking(), run)
 
     async def work(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Read or write a body of so many bytes in a thread, when it is the asking organisation's turn."""
+        """Read or write a body of that many bytes in a thread, in the organisation's turn."""
         return await (self.large if size_bytes > SMALL_BYTES else self.threads).run(_asking(), work)
 
 
@@ -222,7 +222,7 @@ def service_of(request: Request) -> Service:
 
 
 async def _service(request: Request) -> Service:
-    """`service_of` for `Depends`, which would call what is not asynchronous in a thread."""
+    """`service_of` for `Depends`, which would call a function that is not async in a thread."""
     return service_of(request)
 
 

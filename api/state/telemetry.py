@@ -22,7 +22,7 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 
 class TelemetryBatch(BaseModel):
-    """Events of one client. Kinds of events come and go with clients' versions, so they are not modelled."""
+    """Events of one client. The kinds of events differ between versions of clients, so they are not modelled."""
 
     model_config = ConfigDict(extra="ignore")
     events: list[dict[str, Any]] = Field(max_length=MAX_EVENTS)
@@ -42,11 +42,11 @@ class Telemetry:
         self._lock = threading.Lock()
 
     def keep(self, org_id: str, batch: TelemetryBatch, now: datetime | None = None) -> int:
-        """Append the events that still fit today. Returns how many."""
+        """Append the events that today's file has room for. Returns how many."""
         now = now or datetime.now(UTC)
         client = batch.model_dump(exclude={"events"}, exclude_none=True)
         about = {"at": now.isoformat(), **client}
-        # Not orjson, which refuses some JSON: integers beyond 64 bits, lone surrogates.
+        # orjson would refuse some valid JSON: integers beyond 64 bits, lone surrogates.
         lines = [json.dumps({**about, "event": event}).encode() + b"\n" for event in batch.events]
         path = self._folder / now.date().isoformat() / f"{org_id}.jsonl"
         with self._lock:
@@ -64,7 +64,7 @@ class Telemetry:
         return kept
 
     def forget_old(self, today: date | None = None) -> None:
-        """Delete the days that are too long ago."""
+        """Delete the files of days that are too old."""
         first = (today or datetime.now(UTC).date()) - timedelta(days=self._days - 1)
         for folder in self._folder.glob("*"):
             if _DAY.fullmatch(folder.name) and folder.name < first.isoformat():

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 from scheduler.journal.ending.meters import Histogram
 
-#: The route of a request that no route takes, and the status of one whose client has left before an answer began.
+#: Labels for a request of an unknown route, and for one whose client left before an answer began.
 NO_ROUTE, NO_ANSWER = "none", "none"
 #: Methods that are counted by name.
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-#: How often the event loop is looked at.
+#: How often the event loop's lag is measured.
 LOOK_S = 0.25
 
 
 @dataclass
 class Traffic:
     in_flight: int = 0
-    answered: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # route, method, status
+    answered: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by (route, method, status)
     seconds: defaultdict[tuple[str, str], Histogram] = field(
         default_factory=lambda: defaultdict(Histogram)
     )  # route, method
@@ -29,7 +29,7 @@ class Traffic:
     loop_lag: Histogram = field(default_factory=Histogram)
 
     def ended(self, route: str, method: str, status: str, seconds: float, received: int, sent: int) -> None:
-        """A request has been answered to its end, or its client has left."""
+        """A request was answered to its end, or its client has left."""
         known = method if method in METHODS else "other"
         self.answered[route, known, status] += 1
         self.seconds[route, known].observe(seconds)
@@ -37,7 +37,7 @@ class Traffic:
         self.sent_bytes[route] += sent
 
     async def watch_loop(self) -> None:
-        """Measure, until cancelled, how much later than asked the loop comes back."""
+        """Measure, until cancelled, how late the event loop wakes this task."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LOOK_S

@@ -1,4 +1,4 @@
-"""Keys and memberships, for those who manage them: which they see, and what they may make, change and end.
+"""Keys and memberships: which ones a principal sees, and which it may make, change and end.
 
 Admins see all keys of their organisation, everybody else their own, and a key that is bound to a project those of it.
 What may be done with one follows from `api.who.reach`.
@@ -17,7 +17,7 @@ from store.people.roles import ADMIN
 
 
 def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
-    """A key that `who` sees; any other is not found."""
+    """A key that `who` sees; any other is NotFound."""
     number = int(key_id) if key_id.isascii() and key_id.isdecimal() and len(key_id) <= 18 else -1
     row = session.get(tables.ApiKey, number)
     own = row is not None and who.user_id is not None and row.user_id == who.user_id
@@ -28,7 +28,7 @@ def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
 
 
 def changed_key(session: Session, who: Principal, key_id: str, what: str) -> tables.ApiKey:
-    """`managed_key`, to be changed or ended. Raises Forbidden for one that goes beyond `who`."""
+    """As `managed_key`, to change or end it. Raises Forbidden for a key that goes beyond `who`."""
     row = managed_key(session, who, key_id)
     permit(who.reach, key_reach(session, row), f"{what} key {key_id}")
     return row
@@ -42,14 +42,14 @@ def key_reach(session: Session, row: tables.ApiKey) -> Reach:
 
 
 def permit_secret(who: Principal, key: Reach, user_id: str | None, what: str) -> None:
-    """Whether `who` may be given the secret of a key like `key`, of the user `user_id`. The key of somebody else counts
-    as an owner's, which it will be if that is what they become. Raises Forbidden."""
+    """Check that `who` may be given the secret of a key like `key`, of user `user_id`. Another person's key counts as
+    an owner's, because that person may become an owner. Raises Forbidden."""
     role = who.role if user_id is not None and user_id == who.user_id else "owner"
     permit(who.reach, Reach(key.scopes, role, key.project_id, key.until), what)
 
 
 def changed_member(session: Session, who: Principal, user_id: str, what: str) -> tables.Membership:
-    """A membership, to be changed, ended or signed in with. Raises Forbidden for one that goes beyond `who`."""
+    """A membership, to change it, end it or sign in with it. Raises Forbidden if it goes beyond `who`."""
     row = organisations.membership(session, who.org_id, user_id)
     permit(who.reach, Reach.of_member(row.role), what)
     return row

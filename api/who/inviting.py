@@ -1,7 +1,7 @@
-"""What becomes of an invitation: may whoever made it still give that role, and who may use it.
+"""Using invitations: whether the maker may still give that role, and who may use the link.
 
-None is stronger than its maker, when it is made and again when it is used: what the maker lost meanwhile, the link has
-lost too.
+An invitation never goes beyond its maker, when it is made and again when it is used: rights that the maker has lost
+meanwhile, the link has lost, too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MADE_BY_NOBODY = (
 
 
 def still_meant(session: Session, row: Invitation) -> bool:
-    """Whether the maker of an invitation could make it today."""
+    """Whether the maker of an invitation could still make it today."""
     reach = _maker(session, row)
     return reach is not None and not beyond(reach, Reach.of_member(row.role))
 
 
 def join(session: Session, secret: str, user: User, now: datetime, address: str | None = None) -> Membership:
-    """Make `user` a member by an invitation, which is used up. `address` is what the provider has verified just now,
-    where it has: the user's own is what it was at first. Raises Forbidden when it cannot be used by them, and
-    PeopleError when they are a member already; then it is not used up."""
+    """Make `user` a member by an invitation, which is then used up. `address` is the one just verified by the provider,
+    if it has; the user's own is the one of their first sign-in. Raises Forbidden if they cannot use it, and PeopleError
+    if they are a member already; then it is not used up."""
     address = address or user.email
     row = invitations.find(session, secret, now)
     if row is None:
@@ -48,7 +48,7 @@ def join(session: Session, secret: str, user: User, now: datetime, address: str 
 
 
 def _maker(session: Session, row: Invitation) -> Reach | None:
-    """How far whoever made it goes today; None if they are gone. Operators are bound by nothing."""
+    """How far the invitation's maker goes today; None if they have left. Operators have no bounds."""
     if row.made_with is not None:
         key = session.get(ApiKey, row.made_with)
         who = principal_of(session, key) if key is not None and key.org_id == row.org_id and is_good(key) else None

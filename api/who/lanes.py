@@ -1,4 +1,4 @@
-"""A run or sampler, as an operation that is for it has to know it."""
+"""A run or sampler with the facts that an operation needs of it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Lane(Generic[R]):
     project: RateLimit | None
 
     def seen_by(self, who: Principal) -> bool:
-        """`api.who.lookup.sees`, of what is at hand."""
+        """Whether `who` sees it, as `api.who.lookup.sees`, from the facts at hand."""
         return self.row.org_id == who.org_id and who.project_id in (None, self.owner.project_id)
 
 
 def lane_by_id(session: Session, table: type[R], id: str) -> Lane[R] | None:
-    """Whosever it is."""
+    """The run or sampler of that id, of any organisation."""
     row = session.get(table, id) if plain_id(id) else None
     if row is None:
         return None

@@ -21,19 +21,19 @@ from store.database.caller import unrestricted
 from store.people.keys import find
 from workers.model.card import ModelCard
 
-#: Scopes that show weights (`api.http.access.LOOKING`): a key with one of them can lend them.
+#: Scopes that show weights (`api.http.access.LOOKING`): a key with one of them can lend weights.
 _LENDING = frozenset({"train", "sample", "checkpoints:read"})
 
 
 def plain_id(value: str) -> bool:
-    """Whether `value` can be an id at all; anything else some database might choke on."""
+    """Whether `value` can be an id at all; some databases fail on other strings."""
     return len(value) <= 256 and value.isascii() and value.isprintable()
 
 
 def visible(
     who: Principal, table: type[tables.Session | tables.Run | tables.Sampler | tables.Checkpoint | tables.Operation]
 ) -> ColumnElement[bool]:
-    """The rows of `table` that `who` sees, for `where`."""
+    """The condition for rows of `table` that `who` sees, for `where`."""
     own = table.org_id == who.org_id
     if who.project_id is None:
         return own
@@ -46,7 +46,7 @@ def visible(
 
 
 def sees(session: Session, who: Principal, row: tables.Run | tables.Sampler | tables.Operation) -> bool:
-    """`visible`, of one row that belongs to a session."""
+    """As `visible`, for one row that belongs to a session."""
     if row.org_id != who.org_id or who.project_id is None:
         return row.org_id == who.org_id
     owner = session.get(tables.Session, row.session_id)
@@ -103,7 +103,7 @@ def readable_checkpoint(
     session: Session, who: Principal, path: CheckpointPath, access_token: str | None = None, *, keep: bool = False
 ) -> tables.Checkpoint:
     """A checkpoint to load, copy or sample from: one that `who` sees, or the owner of the API key `access_token`, or
-    published by anybody. To `keep` it lets nobody delete it, and its files, before this transaction has named them."""
+    published by anybody. With `keep` nobody can delete it or its files before this transaction ends."""
     with unrestricted(session):
         lender = _lender(session, access_token) if access_token is not None else who
         readable = (tables.Checkpoint.public, visible(who, tables.Checkpoint), visible(lender, tables.Checkpoint))

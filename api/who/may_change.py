@@ -1,7 +1,6 @@
-"""What a member may change: what they have made themselves, with this key or another of theirs. Admins change
+"""What a member may change: whatever they have made themselves, with this key or another of theirs. Admins change
 everything of their organisation, and so do keys of the organisation itself. Looking, sampling and copying change
-nothing.
-"""
+nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def check_own(who: Principal, row: tables.Session) -> None:
 
 
 def active_session(session: Session, who: Principal, session_id: str) -> tables.Session:
-    """One that still takes work. An ended one is a permanent mistake of its client."""
+    """A session that still accepts work. Using an ended one is a permanent mistake of its client."""
     row = own_session(session, who, session_id)
     if row.state != "active":
         raise Invalid(f"session {session_id} has ended ({row.state}): create a new one")
@@ -62,5 +61,5 @@ def own_operation(session: Session, who: Principal, request_id: str) -> tables.O
 
 
 def is_own(who: Principal, row: tables.Session | tables.Operation | Operation) -> bool:
-    """Whether `who` may change what is of a session, or of an operation, that they see."""
+    """Whether `who`, who sees a session or an operation, may also change what belongs to it."""
     return who.role != "member" or who.owns(row)

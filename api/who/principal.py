@@ -1,4 +1,4 @@
-"""Who asks, as every lookup wants to know it."""
+"""Who asks, in the form that every look-up needs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from store import tables
 from store.people.keys import earlier
 from store.people.roles import BEYOND_A_PROJECT, SCOPES, effective
 
-#: Organisations of these statuses do nothing, by whatever credential.
+#: Statuses of organisations that may do nothing, with any credential.
 ENDED = ("suspended", "closed")
 
 
 @dataclass(frozen=True)
 class RateLimit:
-    """What one key, project or organisation may ask for at most; `scope` and `id` say which."""
+    """The most that one key, project or organisation may ask for; `scope` and `id` say which."""
 
     scope: str
     id: str
@@ -49,12 +49,13 @@ class Principal:
     scopes: frozenset[str] = SCOPES
     status: str = "active"
     limits: tuple[RateLimit, ...] = field(default=(), compare=False)
-    #: What the credential was given, whatever the role leaves of it, and when it ends.
+    #: The scopes given to the credential, whatever the role leaves of them, and its end.
     given: frozenset[str] = SCOPES
     until: datetime | None = None
-    #: False for a key of a user whose secret somebody else was given: what it does is not known to be the user's doing.
+    #: False if somebody else has been given the secret of a user's key: its actions are then not known to be the
+    #: user's.
     in_person: bool = True
-    #: Of a session of the console: who made the link that began it, unless the operator did.
+    #: For a session of the console: who made the sign-in link that began it; None for the operator.
     link_by: str | None = None
 
     @property
@@ -71,24 +72,24 @@ class Principal:
         return f"user:{self.user_id}" if self.user_id is not None and self.in_person else f"key:{self.key_id}"
 
     def made(self) -> ColumnElement[bool]:
-        """Of sessions: those made with this key, or by this user with any."""
+        """The condition for sessions made with this key, or by this user with any key."""
         by_key = tables.Session.key_id == self.key_id
         return by_key if self.user_id is None else or_(by_key, tables.Session.user_id == self.user_id)
 
     def owns(self, row: tables.Session | tables.Operation | Operation) -> bool:
-        """`made`, of one session; or of one operation."""
+        """As `made`, for one session or operation."""
         by_key = self.key_id is not None and row.key_id == self.key_id
         return by_key or (self.user_id is not None and row.user_id == self.user_id)
 
     @property
     def domain(self) -> str:
-        """What it sees, by name: ids that follow from a client's retry key are unique in it."""
+        """The name of what it sees: ids derived from a client's retry key are unique within it."""
         return self.org_id if self.project_id is None else f"{self.org_id} {self.project_id}"
 
 
 def principal_of(session: Session, key: tables.ApiKey | None, until: datetime | None = None) -> Principal | None:
-    """None without a key, and for one whose user has left the organisation. `until` is the end of what stands for the
-    key, where it is not the key itself."""
+    """The principal of a key; None without a key, or if the key's user has left the organisation. `until` is the end of
+    the token or link that stands for the key."""
     if key is None:
         return None
     role = "owner"

@@ -19,7 +19,7 @@ from store.people.roles import ADMIN
 
 
 def check_project(project_id: str | None) -> str | None:
-    """What can name a project; None for the default one."""
+    """Check a project's name. Returns None for the default project."""
     check_text(project_id, "project_id", 64)
     if project_id is not None and not (project_id.isprintable() and project_id.strip()):
         raise Invalid(f"project_id: must be 1 to 64 printable characters, got {quote(project_id)}")
@@ -27,7 +27,7 @@ def check_project(project_id: str | None) -> str | None:
 
 
 def project_for(session: Session, who: Principal, named: str | None) -> str | None:
-    """The project of a session that `who` makes or moves, named by id or by name; in a write."""
+    """Within a write: the project, named by id or by name, for a session that `who` makes or moves."""
     wanted = check_project(named)
     if who.project_id is not None and wanted is None and named is None:
         wanted = who.project_id
@@ -46,7 +46,7 @@ def project_for(session: Session, who: Principal, named: str | None) -> str | No
 
 
 def visible_projects(who: Principal) -> ColumnElement[bool]:
-    """The projects that `who` sees, for `where`: with a key that is bound to one, that one."""
+    """The condition for projects that `who` sees, for `where`: only its own, if it is bound to one."""
     own = tables.Project.org_id == who.org_id
     return own if who.project_id is None else and_(own, tables.Project.id == who.project_id)
 

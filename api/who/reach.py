@@ -18,8 +18,9 @@ from store.people.roles import ADMIN, BEYOND_A_PROJECT, SCOPES
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a credential goes. `scopes` are those it was given, `admin` spelled out, whatever the role of its holder
-    leaves of them today: a role can grow. `project_id` None: all projects. `until` None: until it is revoked."""
+    """How far a credential goes. `scopes` are those given to it, with `admin` spelled out. They do not depend on what
+    the holder's role leaves of them today, because a role can grow. `project_id` None: all projects. `until` None:
+    until it is revoked."""
 
     scopes: frozenset[str]
     role: str
@@ -36,16 +37,16 @@ class Reach:
 
     @classmethod
     def of_member(cls, role: str) -> Reach:
-        """Of a membership: whoever signs in by it may all that the role may, without end."""
+        """The reach of a membership: signing in by it allows everything that the role may, without end."""
         return cls.of(SCOPES, role)
 
     def ends_by(self, wished: datetime) -> datetime:
-        """The end of something that this credential makes and that is to last until `wished`."""
+        """When something that this credential makes ends, if it is to last until `wished`."""
         return wished if self.until is None else min(wished, self.until)
 
 
 def beyond(own: Reach, other: Reach) -> list[str]:
-    """In what `other` goes further than `own`, in words; nothing if it does not."""
+    """In what `other` goes further than `own`, in words; empty if it does not."""
     found = []
     if more := other.scopes - own.scopes:
         found.append(f"scopes: {', '.join(sorted(more))}, which yours does not have")
@@ -68,7 +69,8 @@ def permit(own: Reach, other: Reach, what: str) -> None:
         )
 
 
-#: What a role adds to scopes, by rank: admins and owners change the work of others; owners, with `admin`, all else.
+#: What a role allows beyond scopes, by rank: admins and owners change the work of others; owners, with `admin`,
+#: everything else.
 _ADDED = ("changes its own work", "changes the work of others", "has the scope admin of an owner")
 
 

@@ -1,4 +1,4 @@
-"""Finding sessions: what SQL can say, SQL filters; names and metadata are compared here, as Unicode has it."""
+"""Searching sessions. SQL filters what it can; names and metadata are compared here, by Unicode's rules."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from store import tables
 
 #: The project of sessions that were put into no other.
 DEFAULT_PROJECT = "default"
-#: Sessions whose names or metadata are compared for one page, and how many are read at a time: a thousand may take a
-#: second, in which the interpreter does little else.
+#: How many sessions' names or metadata are compared for one page, and how many are read at a time: a thousand may take
+#: a second, in which the interpreter does little else.
 MOST_LOOKED_AT, BATCH = 1000, 100
-#: Characters that are looked for in names, which have no more; and statuses in one search.
+#: How many characters a searched name may have (names are no longer), and how many statuses one search.
 MAX_NAME, MAX_STATUSES = 256, 64
 
 S = tables.Session
@@ -46,7 +46,7 @@ def search(session: Session, who: Principal, wanted: SessionSearchRequest) -> Se
     matches = _comparison(wanted)
     most = wanted.limit if matches is None else MOST_LOOKED_AT
     ids: list[str] = []
-    last: Row[Any] | None = None  # that was looked at: the next page starts behind it
+    last: Row[Any] | None = None  # the last one looked at: the next page starts after it
     more = False
     for number, row in enumerate(_candidates(session, who, wanted, most + 1)):
         if number == most:
@@ -67,12 +67,12 @@ def search(session: Session, who: Principal, wanted: SessionSearchRequest) -> Se
 
 
 def text_values(metadata: dict[str, Any]) -> dict[str, str]:
-    """Clients read metadata back as text, whatever they stored."""
+    """Metadata as text values: clients read it as text, whatever they stored."""
     return {str(key): value if isinstance(value, str) else str(value) for key, value in metadata.items()}
 
 
 def _candidates(session: Session, who: Principal, wanted: SessionSearchRequest, most: int) -> Iterator[Row[Any]]:
-    """Of each session what is compared: a session's metadata are up to 16 KB, of which the reader may want nothing."""
+    """The compared fields of each session: metadata are up to 16 KB, and the reader may need nothing of them."""
     compared = S.user_metadata if wanted.user_metadata else null().label("user_metadata")
     query = select(S.id, S.created_at, S.display_name, compared)
     query = query.where(visible(who, S), *_conditions(who, wanted))
@@ -117,7 +117,8 @@ def _key(urn: str) -> int:
 
 
 def _has_status(status: SessionStatusQuery) -> ColumnElement[bool]:
-    """Sessions here are never cancelled or failed as a whole: those match nothing."""
+    """The condition for these statuses. Sessions here are never cancelled or failed as a whole: those statuses match
+    nothing."""
     if isinstance(status, ClientFinishedSessionStatusQuery):
         finished = S.state == "finished"
         return finished if status.reasons is None else and_(finished, S.finish_reason.in_(status.reasons))
@@ -125,7 +126,7 @@ def _has_status(status: SessionStatusQuery) -> ColumnElement[bool]:
 
 
 def _comparison(wanted: SessionSearchRequest) -> Callable[[Row[Any]], bool] | None:
-    """What SQL cannot say of a candidate; None where that is nothing."""
+    """The comparison that SQL cannot do on a candidate; None if there is none."""
     if wanted.display_name is None and not wanted.user_metadata:
         return None
     words = dict.fromkeys((check_text(wanted.display_name, "display_name", MAX_NAME) or "").casefold().split())
@@ -173,7 +174,7 @@ def _summary(row: tables.Session, stored: _Stored) -> SessionSummary:
 
 
 def _status(row: tables.Session) -> SessionStatus | None:
-    """None for one that fell silent: it neither finished nor is it running."""
+    """The status of a session; None if it fell silent: it is neither finished nor known to run."""
     if row.state == "finished":
         reason = ClientSessionFinishReason(type=row.finish_reason or "success")
         return ClientSessionFinished(reason=reason, detail=row.finish_detail)

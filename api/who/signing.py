@@ -37,7 +37,7 @@ class Signer:
 
     def sign(self, path: str, expires: datetime, key_id: int) -> str:
         """The query string that makes `path` readable until `expires` (rounded down to a second), as long as the key
-        is good that asks for it."""
+        that asks for it is good."""
         until, key = str(int(expires.timestamp())), str(key_id)
         return urlencode({"expires": until, "key": key, "signature": self._signature(path, until, key)})
 
@@ -52,7 +52,7 @@ class Signer:
         return int(key)
 
     def link(self, request: Request, path: str, expires: datetime, who: Principal) -> str:
-        """The whole URL, on the host that the client of `request` reached this server by."""
+        """The whole URL, on the host by which the client of `request` reached this server."""
         assert who.key_id is not None, "people at the console ask for none"
         return f"{str(request.base_url).rstrip('/')}{path}?{self.sign(path, expires, who.key_id)}"
 

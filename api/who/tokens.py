@@ -14,19 +14,19 @@ import jwt
 from store.people.secret import derive
 
 ALGORITHM = "HS256"
-#: Tinker's client takes the identity in a token for true only from issuers of this form.
+#: Tinker's client trusts the identity in a token only from issuers of this form.
 ISSUER = "passport-weft"
-#: What every JWT begins with, and no key of ours does.
+#: Every JWT begins with this, and none of our keys does.
 PREFIX = "eyJ"
 
 
 class BadToken(Exception):
-    """Not a token of this server, or no longer; the message says which."""
+    """The token is not one of this server, or no longer valid; the message says which."""
 
 
 @dataclass(frozen=True)
 class Claims:
-    """`expires_at` None in what is to be issued: after a token's life."""
+    """`expires_at` None, for a token to be issued: after the lifetime of tokens."""
 
     key_id: int
     org_id: str
@@ -47,14 +47,14 @@ class Tokens:
             "iss": ISSUER,
             "sub": owner_urn(claims.key_id),
             "org_id": claims.org_id,
-            "email": "",  # keys belong to an organisation, not to a person
+            "email": "",  # a key belongs to an organisation, not to a person
             "iat": int(now.timestamp()),
             "exp": int(ends.timestamp()),
         }
         return jwt.encode(payload, self._key, ALGORITHM)
 
     def read(self, token: str) -> Claims:
-        """What a token says. Raises BadToken; whether its key is still good is not asked here."""
+        """The claims of a token. Raises BadToken. Whether its key is still good is not checked here."""
         try:
             payload = jwt.decode(
                 token,

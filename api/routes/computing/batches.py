@@ -36,9 +36,9 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-#: Values that the inputs of one operation may unfold to. Sparse tensors can claim far more than they carry.
+#: How many values the inputs of one operation may expand to. A sparse tensor can claim far more than it contains.
 MAX_VALUES = 2**26
-#: The loss whose data may come without their logprobs: these are read.
+#: The loss whose data may come without logprobs: those are then read from what was recorded.
 RECORDED = "stable_reinforce"
 
 
@@ -73,8 +73,8 @@ async def forward_backward(request: Request, service: ServiceDep, who: Principal
 
 
 async def _refuse_unread(request: Request, service: Service, who: Principal, error: TooLarge) -> UntypedAPIFuture:
-    """Of a body that is too large its first fields say which operation it is. Tinker's client has counted that, and
-    what it sends next would wait for it; so its number is spent, as that of bad data."""
+    """Spend the number of an operation whose body was too large: its first fields say which operation it is. Tinker's
+    client has counted it, and its later operations would wait for that number."""
     match begins_with(error.begins, 1, 2):
         case [bytes(model_id), int(seq)]:
             address = Address(model_id=model_id.decode(errors="replace"), seq_id=seq)
@@ -98,7 +98,7 @@ async def forward(request: Request, service: ServiceDep, who: PrincipalDep) -> U
 
 
 async def _submit_json(request: Request, service: Service, who: Principal, forward_only: bool) -> UntypedAPIFuture:
-    """The operation of a JSON body, which is kept and executed in its protobuf form."""
+    """Submit the operation of a JSON body, which is stored and executed in its protobuf form."""
     came_at = _came_at(request)
     raw = await read_body(request)
 
@@ -113,14 +113,16 @@ async def _submit_json(request: Request, service: Service, who: Principal, forwa
 
 
 async def _told(request: Request, submitting: Awaitable[tuple[UntypedAPIFuture, ApiError | None]]) -> UntypedAPIFuture:
-    """What `submit` comes to: a refusal is told by the future alone, and here to the room of the body."""
+    """The future of a submitted operation. A refusal is told by the future alone; the body's room is told that it was
+    refused."""
     future, refused = await submitting
     request.scope[ROOM_KEY].refused = refused is not None
     return future
 
 
 def _came_at(request: Request) -> datetime:
-    """Tinker's client says how often it has sent a request before, when that was refused for now."""
+    """When the request first came. Tinker's client tells how often it has sent a request before that was refused for
+    now."""
     again = header(request.scope, b"x-stainless-retry-count") or "0"
     return datetime.now(UTC) if again == "0" else SENT_AGAIN
 
@@ -151,7 +153,7 @@ def _check(
 
 
 def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:
-    """The body with the logprobs that were recorded for it, as if the client had sent them."""
+    """The body with the logprobs recorded for its data, as if the client had sent them."""
     message = _parse(body)
     for index, values in logprobs.items():
         write_tensor(message.data[index].loss_fn_inputs["logprobs"], values, f"data[{index}].logprobs")
@@ -159,7 +161,7 @@ def _completed(body: bytes, logprobs: Mapping[int, Any]) -> bytes:
 
 
 def _check_claims(message: pb.ForwardBackwardRequest) -> None:
-    """Before anything is unfolded: how large it would be."""
+    """Check how large the inputs claim to be, before anything is expanded."""
     values = 0
     for index, datum in enumerate(message.data):
         for name, tensor in datum.loss_fn_inputs.items():

@@ -37,7 +37,7 @@ from store import tables
 router = APIRouter(prefix="/api/v1")
 
 MAX_ACKNOWLEDGED = 10_000
-#: Results are kept for a day at most (`scheduler.journal.ending.results`); what ended before is not reported.
+#: Results are kept for a day at most (`scheduler.journal.ending.results`); older completions are not reported.
 LOOK_BACK = timedelta(hours=24)
 #: A row is written a little before its completion gets a cursor.
 SLACK = timedelta(seconds=60)
@@ -53,7 +53,8 @@ class _Failed(msgspec.Struct, tag_field="state", tag="failed"):
 
 
 class _Answer(msgspec.Struct):
-    """A `weft.wire.FuturesRetrieveResponse`. It may name thousands, for which that takes ten times as long to make."""
+    """The body of a `weft.wire.FuturesRetrieveResponse`, as a msgspec struct: it may name thousands of requests, and is
+    made ten times as fast."""
 
     completions: list[_Finished | _Failed]
     cursor: int
@@ -84,13 +85,15 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     key = FeedKey(who.org_id, body.target.sampling_session_id, body.target.cloned_sampler_id)
     journal = service.journal
     followed = journal.completions.follows(key)
-    if not followed or who.project_id is not None:  # the journal knows organisations only
+    if not followed or who.project_id is not None:  # the journal checks the organisation, not the project
         await service.read(lambda session: sampler_by_id(session, who, key.sampler_id))
     looks = service.looks
     if key not in looks and not journal.completions.follows(key):
         looks[key] = asyncio.ensure_future(_follow(service, key, body.prev_cursor))
         looks[key].add_done_callback(lambda _: looks.pop(key))
-    if key in looks:  # told before, what ends meanwhile would put what it finds behind the client's cursor
+    # finish the look first: otherwise a completion from now on could be told with a cursor beyond those that the look
+    # finds
+    if key in looks:
         await asyncio.shield(looks[key])
     if who.project_id is not None and told:
         told = await service.read(lambda session: _seen(session, who, told))
@@ -101,7 +104,8 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
     wait_s = min(service.settings.long_poll_s, LONGEST_POLL_S)
     if body.timeout is not None:
         wait_s = max(0.0, min(wait_s, body.timeout))
-    full = wait_s > 0 and service.polls.full(who.org_id)  # then it is told what is there
+    # an organisation beyond its share is not held, but told what there is
+    full = wait_s > 0 and service.polls.full(who.org_id)
     asked = journal.completions.after(key, body.prev_cursor, 0.0 if full else wait_s)
     nothing: tuple[list[Completion], int] = ([], body.prev_cursor)
     found, cursor = await service.polls.hold(who.org_id, asked, nothing)
@@ -112,20 +116,20 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
 
 
 def _seen(session: Session, who: Principal, request_ids: list[str]) -> list[str]:
-    """Those of the requests that `who` sees."""
+    """Those of the requests that `who` may see."""
     asked = [request_id for request_id in request_ids if plain_id(request_id)]
     query = select(tables.Operation.id).where(visible(who, tables.Operation), tables.Operation.id.in_(asked))
     return list(session.scalars(query))
 
 
 def _may_drop(journal: OperationJournal, who: Principal, request_id: str) -> bool:
-    """Whether the result is `who`'s to say that it is no longer needed: a colleague may not have it yet."""
+    """Whether `who` may say that the result is no longer needed: a colleague may still want it."""
     op = journal.answers.recent(request_id)
     return op is not None and is_own(who, op)
 
 
 def _delete(service: Service, refs: list[str]) -> None:
-    with suppress(OSError):  # they go as what was fetched long enough ago does
+    with suppress(OSError):  # they are deleted like other results that were fetched long ago
         for ref in refs:
             service.blobs.delete(ref)
 
@@ -137,11 +141,11 @@ def _shown(completion: Completion) -> _Finished | _Failed:
 
 
 async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
-    """Follow a feed, with what completed of it before."""
+    """Follow a feed, and add the completions from before."""
     service.journal.completions.follow(key, cursor)
     now, told = datetime.now(UTC), datetime.fromtimestamp(cursor / 1e6, UTC) - SLACK
     since = now - LOOK_BACK
-    if told < now:  # else the clock was set back, and what has ended since has an earlier time
+    if told < now:  # otherwise the clock was set back, and later completions have earlier times
         since = max(since, told)
     first = key.client * CLIENT_STRIDE
     row = tables.Operation
@@ -150,11 +154,11 @@ async def _follow(service: Service, key: FeedKey, cursor: int) -> None:
         mine = (row.lane == key.sampler_id, row.seq >= first, row.seq < first + CLIENT_STRIDE)
         query = select(row.id, row.result_bytes).where(*mine, row.finished_at >= since)
         ended = session.execute(query.order_by(row.finished_at)).all()
-        # One that is no longer kept shows as failed: fetching it says so.
+        # A result that is no longer kept looks failed here: fetching it says why.
         return [Completion(id, size_bytes) for id, size_bytes in ended]
 
     try:
         service.journal.completions.add(key, await service.read(read))
-    except BaseException:  # else the next poll would take for all what comes from now on
+    except BaseException:  # otherwise the next poll would take later completions for all there are
         service.journal.completions.forget(key)
         raise

@@ -84,7 +84,8 @@ async def create_custom_loss(request: Request, service: ServiceDep, who: Princip
         return there.id
 
     def put(request_id: str) -> None:
-        """After the row, so that of two that come at once one is stored; who repeats it stores the same again."""
+        """Put the blob after the row, so that of two requests at once one is stored; a repeat stores the same bytes
+        again."""
         service.blobs.put(loss_ref(loss_id), stored)
         service.blobs.put(result_ref(request_id), CreateCustomLossResponse(loss_id=loss_id).model_dump_json().encode())
 

@@ -53,10 +53,10 @@ async def retrieve_future(request: Request, service: ServiceDep, who: PrincipalD
     journal = service.journal
     if not plain_id(body.request_id):
         raise NotFound(f"no request {quote(body.request_id)}")
-    if who.project_id is not None:  # the journal knows organisations only
+    if who.project_id is not None:  # the journal checks the organisation, not the project
         await service.read(lambda session: operation_by_id(session, who, body.request_id))
     stopped = operations.Waiting("active", "the server is restarting; the operation is kept")
-    full = service.polls.full(who.org_id)  # then it is told what is there
+    full = service.polls.full(who.org_id)  # an organisation beyond its share is not held, but told what there is
     wait_s = 0.0 if full else min(service.settings.long_poll_s, LONGEST_POLL_S)
     outcome = await service.polls.hold(who.org_id, journal.outcome(who.org_id, body.request_id, wait_s), stopped)
     if outcome is None:

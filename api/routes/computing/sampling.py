@@ -101,8 +101,8 @@ def checked_sample(
     priority: str,
     limits: LimitsResponse | None = None,
 ) -> NewOperation:
-    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed. `limits`, if they
-    are not the service's."""
+    """The operation, its body with `max_tokens` as it will apply, and a seed where it is streamed. `limits` replaces
+    the service's."""
     most = check_sample(body, limits or service.limits, sampler.base_model, of_run=sampler.run_id is not None)
     params = body.sampling_params.model_copy(update={"max_tokens": most} | _seed(service, body, sampler.id, seq))
     whole = body.model_copy(update={"sampling_params": params})
@@ -122,8 +122,8 @@ def checked_sample(
 
 
 def _seed(service: Service, body: SampleRequest, sampler_id: str, seq: int) -> dict[str, int]:
-    """A streamed sample without a seed gets one, which nobody can guess and a repeat gets too: if a generator dies, the
-    next goes on with the tokens that the client has been told."""
+    """The seed of a streamed sample that names none: nobody can guess it, and a repeat gets the same. If a generator
+    dies, the next one thereby continues with the tokens that the client has been told."""
     if not body.stream or body.sampling_params.seed is not None:
         return {}
     digest = hmac.digest(service.secret, f"{sampler_id} {seq}".encode(), "sha256")
@@ -169,7 +169,7 @@ def new_sampler(
 
 
 def _check_same(there: tables.Sampler, body: CreateSamplingSessionRequest) -> None:
-    """A repeat must ask for the same; anything else has taken a number twice."""
+    """Refuse a repeat that asks for something else: its number would be used twice."""
     same_model = body.base_model is None or body.base_model == there.base_model
     if body.model_path != there.model_path or not same_model:
         raise Invalid(

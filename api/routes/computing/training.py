@@ -32,7 +32,7 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-#: Of a run that is created without saying: that of Tinker's client.
+#: The seed of a run created without one, as in Tinker's client.
 DEFAULT_RANK = 32
 
 
@@ -52,7 +52,7 @@ async def create_model(
         base_model=body.base_model,
         rank=lora.rank,
         alpha=ALPHA,
-        # The run's row keeps one that is drawn now, so a replay makes the same adapter.
+        # A drawn seed is stored in the run's row, so that a replay makes the same adapter.
         seed=lora.seed if lora.seed is not None else secrets.randbelow(2**31),
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,

@@ -20,7 +20,7 @@ from api.routes.openai.tools import Parsed, beginning, parse_calls
 from scheduler.links.messages import DrawnTokens
 
 Json = dict[str, Any]
-#: Of base 85, as RFC 1924 has them.
+#: The digits of base 85, as in RFC 1924.
 _DIGITS = np.frombuffer(
     b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~", np.uint8
 )
@@ -28,10 +28,10 @@ _DIGITS = np.frombuffer(
 
 @dataclass(frozen=True)
 class Form:
-    """How an answer is to look. `logprobs` are told with `top` likeliest tokens at each place; `ids` are told too;
-    `spelled`: special tokens are part of the text; `numbered`: logprobs name tokens by their ids; `one_call`: of
-    several calls of tools the first is told; `before`: tokens that the text goes on from; `echo`: the prompt, which the
-    text begins with."""
+    """How an answer is written. `logprobs`: with log-probabilities, and the `top` likeliest tokens at each position;
+    `ids`: with token ids; `spelled`: special tokens are part of the text; `numbered`: logprobs name tokens by id;
+    `one_call`: only the first of several tool calls; `before`: tokens that the text continues; `echo`: the prompt, put
+    before the text."""
 
     text: ModelText
     chat: bool
@@ -53,22 +53,22 @@ class Form:
         return f"token_id:{token}" if self.numbered else self.text.word(token)
 
     def parsed(self, text: str) -> Parsed:
-        """What a text says, and calls."""
+        """The text of an answer apart from its tool calls, and the calls."""
         found = parse_calls(text, self.text.tool_template.source) if self.tools else Parsed(text)
         return Parsed(found.content, found.calls[:1]) if self.one_call else found
 
     @property
     def told(self) -> int:
-        """Log-probabilities of each token."""
+        """How many log-probabilities each token has in the answer."""
         return 1 + self.top if self.logprobs else 0
 
     def stream(self) -> TextStream:
-        """The text of one sequence; what may be a tool call is kept back."""
+        """A stream of the text of one sequence; a possible tool call is kept back."""
         hold, alone = beginning(self.text.tool_template.source) if self.tools else ("", False)
         return TextStream(self.decode, self.stops, hold, alone=alone, before=self.before)
 
     def places(self) -> Places:
-        """Where the tokens of one sequence begin in its text."""
+        """The text offsets of the tokens of one sequence."""
         return Places(self.decode, self.before)
 
 
@@ -85,8 +85,8 @@ def whole(
     prompts: Sequence[list[int]],
     results: Sequence[SampleResult],
 ) -> Json:
-    """The answer in one piece: the choices of the first prompt, then those of the next. What is told of a prompt stands
-    beside its choices or, of several, in the one choice that each has."""
+    """The answer in one piece: the choices of the first prompt, then those of the second, and so on. Facts about a
+    prompt are fields of the answer if there is only one prompt; else of that prompt's first choice."""
     answer, choices = envelope(forms[0], request_id, model), list[Json]()
     for form, prompt, result in zip(forms, prompts, results, strict=True):
         its = [choice_of(form, index, sequence) for index, sequence in enumerate(result.sequences, len(choices))]
@@ -102,15 +102,16 @@ def whole(
 
 
 def _echo(form: Form, text: str, choice: Json, prompt: list[int], result: SampleResult) -> None:
-    """Put the prompt before a completion, and its log-probabilities, of which the first token has none, before those
-    of what was drawn."""
+    """Put the prompt before the text of a completion, and its log-probabilities (none for the first token) before those
+    of the drawn tokens."""
     choice["text"] = text + choice["text"]
     if not form.logprobs:
         return
     assert result.prompt_logprobs is not None
     top = result.topk_prompt_logprobs
     tops = [list(row or []) for row in top.tolist()] if top is not None else []
-    special = form.text.decode(prompt, special=True) == text  # else they were added, or are left out
+    # otherwise special tokens were added by the tokenizer, or are not part of the text
+    special = form.text.decode(prompt, special=True) == text
     places = Places(partial(form.text.decode, special=special))
     read, drawn = logprobs_of(form, prompt, result.prompt_logprobs.tolist(), tops, places), choice["logprobs"]
     drawn["text_offset"] = [len(text) + place for place in drawn["text_offset"]]
@@ -142,7 +143,7 @@ def choice_of(form: Form, index: int, sequence: SequenceResult) -> Json:
 
 
 def rows_of(sequence: SequenceResult) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-    """Tokens, their logprobs, and the likeliest tokens at each place."""
+    """Tokens, their logprobs, and the likeliest tokens at each position."""
     tops = [list(row or []) for row in sequence.topk.tolist()] if sequence.topk is not None else []
     return sequence.tokens.tolist(), sequence.logprobs.tolist() if sequence.logprobs is not None else [], tops
 
@@ -158,8 +159,8 @@ def logprobs_of(
     tops: list[list[tuple[int, float]]],
     places: Places | None = None,
 ) -> Json:
-    """Each token's are written as JSON at once, which takes half of the memory. `places` are of the sequence whose next
-    tokens these are; of one that begins here, where None."""
+    """Logprobs in OpenAI's form. Each token's entry is encoded as JSON at once, which takes half the memory. `places`
+    gives the text offsets of these tokens; None if they begin their sequence."""
     rows = tops or [[] for _ in tokens]
     if form.chat:
         told = zip(tokens, logprobs, rows, strict=True)
@@ -183,7 +184,8 @@ def _entry(form: Form, token: int, logprob: float) -> Json:
 
 
 def _by_word(form: Form, row: list[tuple[int, float]]) -> dict[str, float]:
-    """The likeliest tokens and, last, the drawn one. Of those that read alike, as parts of characters do, the first."""
+    """Log-probabilities by text, of the likeliest tokens and, last, the drawn one. Of tokens with the same text (parts
+    of characters), the first counts."""
     found: dict[str, float] = {}
     for token, logprob in row:
         found.setdefault(form.word(token), logprob)
@@ -202,7 +204,8 @@ def usage_of(prompts: Sequence[Sequence[int]], results: Sequence[SampleResult]) 
 
 
 def prompt_logprobs_of(prompt: Sequence[int], result: SampleResult) -> list[dict[str, Json] | None]:
-    """vLLM's form: for each token of the prompt its own and the likeliest, as far as asked for; null for the first."""
+    """Prompt logprobs in vLLM's form: for each token its own and the likeliest, as many as were asked for; null for the
+    first."""
     assert result.prompt_logprobs is not None
     top = result.topk_prompt_logprobs
     rows = top.tolist() if top is not None else [None] * len(prompt)
@@ -219,8 +222,8 @@ def policy_of(sequence: SequenceResult) -> Json:
 
 
 def routed_of(sequence: SequenceResult, encode: str = "b85") -> Json:
-    """The experts of each token of prompt + tokens but the last: int32 in base 85, as verifiers 0.1 reads them, or
-    uint8 (of more than 256 experts: uint16) in base 64, as 0.4 does."""
+    """The experts of every token of prompt + tokens but the last: int32 in base 85, as verifiers 0.1 reads it; or uint8
+    (uint16 for more than 256 experts) in base 64, as verifiers 0.4 does."""
     assert sequence.routed_experts is not None
     shape = list(sequence.routed_experts.shape)
     if encode == "b85":
@@ -232,7 +235,8 @@ def routed_of(sequence: SequenceResult, encode: str = "b85") -> Json:
 
 
 def base85(words: npt.NDArray[np.uint32]) -> str:
-    """`base64.b85encode` of four bytes in each word, which takes ten times as long, and fifty bytes for each."""
+    """As `base64.b85encode` over four bytes of each word, which would take ten times as long, and fifty bytes of memory
+    for each word."""
     written = np.empty((words.size, 5), np.uint8)
     for place in range(4, -1, -1):
         words, digits = np.divmod(words, 85)

@@ -38,23 +38,24 @@ from scheduler.order.operations import UNKEPT, NewOperation, Waiting
 from store import tables
 
 IDEMPOTENCY, SESSION = "idempotency-key", "x-session-id"
-#: Numbers of requests with a key from here, without one from UNKEPT; those of clients of the protocol are below.
+#: Sequence numbers of requests with an idempotency key begin here, those without one at UNKEPT; clients of Tinker's
+#: protocol use lower ones.
 FIRST_SEQ = 2**62
-#: Prompts of one request, each of which is a sample of its own.
+#: How many prompts one request may have; each is a sample of its own.
 MOST_PROMPTS = 128
-#: Log-probabilities in one answer, at most: while it is written, each takes some 300 bytes.
+#: How many log-probabilities one answer may have: each takes some 300 bytes while the answer is written.
 MOST_TOLD = 1 << 20
-#: Numbers of experts in one answer, at most; each takes some forty.
+#: How many expert numbers one answer may have; each takes some forty bytes.
 MOST_ROUTED = 1 << 24
-#: What samples call otherwise.
+#: Our names of parameters, and those of OpenAI's and vLLM's APIs.
 WORDS = {"num_samples": "n", "topk_prompt_logprobs": "prompt_logprobs"}
-#: A stop is told again so often until the sample has ended.
+#: How often a stop is sent again until the sample has ended.
 STOP_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """An accepted sample. `keep`: it is finished although its client leaves."""
+    """An accepted sample. `keep`: it is finished even if its client leaves."""
 
     service: Service
     who: Principal
@@ -80,7 +81,7 @@ class Asked:
         self.service.afterwards.run(self._stop())
 
     async def _stop(self) -> None:
-        """Nobody waits for it any more. What was drawn is recorded all the same."""
+        """Stop the sample, since nobody waits for it any more. The turn of what was drawn is recorded all the same."""
         journal, org_id = self.service.journal, self.who.org_id
         while True:
             if not self.keep:
@@ -196,7 +197,7 @@ def _free(service: Service, turns: Sequence[ComingTurn | None]) -> None:
 
 @contextmanager
 def of_prompt_at(place: int, prompts: int) -> Iterator[None]:
-    """Within it an error says which prompt of several it is of."""
+    """Errors in the block name the prompt, if the request has several."""
     try:
         yield
     except ApiError as error:
@@ -206,7 +207,7 @@ def of_prompt_at(place: int, prompts: int) -> Iterator[None]:
 
 
 def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int | None, field: str) -> list[int]:
-    """How many tokens may be drawn behind each prompt, at most. Raises Refused for one that does not fit."""
+    """How many tokens may be drawn after each prompt, at most. Raises Refused for a prompt that does not fit."""
     most = list[int]()
     for place, prompt in enumerate(prompts):
         with of_prompt_at(place, len(prompts)):
@@ -222,7 +223,8 @@ def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int
 
 
 def _check_answer(entries: int, experts: int, choices: int, likeliest: str) -> None:
-    """Raises Refused for an answer that may have too many log-probabilities, or experts, `choices` of each token."""
+    """Raise Refused if the answer would have too many log-probabilities, or too many experts (`choices` for each
+    token)."""
     if entries > MOST_TOLD:
         raise Refused(
             f"n x max_tokens x (1 + {likeliest}) + prompt x (1 + prompt_logprobs): {entries:,} log-probabilities in "
@@ -240,7 +242,8 @@ def _check_answer(entries: int, experts: int, choices: int, likeliest: str) -> N
 
 
 def _check_count(service: Service, target: Target, prompts: int, num_samples: int) -> None:
-    """Several prompts are so many samples at once: more than may ever be in flight would be told to wait, for ever."""
+    """Several prompts are as many samples at once. More than may ever be in flight would be told to wait for ever, so
+    they are refused."""
     if prompts < 2:
         return
     limits = {"the limit": MOST_PROMPTS, "max_queued_ops_per_org": service.settings.limits.max_queued_ops_per_org}
@@ -256,8 +259,8 @@ def _check_count(service: Service, target: Target, prompts: int, num_samples: in
 
 
 def _check_stops(service: Service, target: Target, params: SamplingParams, vocabulary: int) -> None:
-    """Of those that were sent, beside which the ends of the model and of its template stand: as `stop` if they are
-    texts, as `stop_token_ids` if they are tokens."""
+    """Check the stops that the client sent; the model's own ends and its template's are added to them. Texts are in
+    `stop`, tokens in `stop_token_ids`."""
     own: set[str | int] = {*target.card.eos_token_ids, *target.text.ends}
     own |= {target.text.word(token) for token in target.text.ends}
     sent, most = [stop for stop in params.stop or () if stop not in own], service.limits.max_stop_sequences
@@ -280,14 +283,15 @@ async def _new(
     body: SampleRequest,
     words: Mapping[str, str],
 ) -> tuple[NewOperation, bool]:
-    """The operation, and whether it is a repeat of one that was accepted with the same key."""
+    """The operation, and whether it repeats one that was accepted with the same key."""
     seq = FIRST_SEQ + _number(who, key, place) if key else UNKEPT + secrets.randbits(61)
     lane = await service.read(lambda reading: _lane(reading, target, seq)) if key else None
     sampler = target.sampler
-    if lane is not None and lane != sampler.id:  # an earlier try, from weights that were the newest then
+    if lane is not None and lane != sampler.id:  # an earlier try used weights that were the newest then
         sampler = await service.read(lambda reading: reading.get_one(tables.Sampler, lane))
     try:
-        limits = service.limits.model_copy(update={"max_stop_sequences": None})  # `_check_stops` has counted
+        # `_check_stops` has checked the number of stops
+        limits = service.limits.model_copy(update={"max_stop_sequences": None})
         check = partial(checked_sample, service, body, sampler, seq, priority, limits)
         new = await service.threads.run(who.org_id, check)
     except Invalid as error:
@@ -311,7 +315,7 @@ async def _accepted(service: Service, target: Target, new: NewOperation, repeat:
 
 
 def _in_their_words(error: Invalid, words: Mapping[str, str]) -> Refused:
-    """A refusal of the sample, with the name that its parameter has at the doors."""
+    """A refusal of the sample, with the name that its parameter has in OpenAI's API."""
     field, colon, what = error.detail.partition(": ")
     name = words.get(field, field.removeprefix("sampling_params."))
     return Refused(f"{name}{colon}{what}", name if colon else None)
@@ -320,12 +324,12 @@ def _in_their_words(error: Invalid, words: Mapping[str, str]) -> Refused:
 def _number(who: Principal, key: str, place: int) -> int:
     if len(key) > 256:
         raise Invalid(f"{IDEMPOTENCY}: {len(key)} characters, the limit is 256")
-    of_place = f"\n{place}" if place else ""  # no header has a line's end
+    of_place = f"\n{place}" if place else ""  # headers contain no line breaks, so keys cannot collide with this
     digest = hashlib.sha256(f"{who.domain} {who.actor} {key}{of_place}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 3
 
 
 def _lane(session: Session, target: Target, seq: int) -> str | None:
-    """The sampler from which a request of that number was accepted before."""
+    """The sampler for which a request with that number was accepted before."""
     row = tables.Operation
     return session.scalar(select(row.lane).where(row.seq == seq, row.lane.in_(target.lanes)))

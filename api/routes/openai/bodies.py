@@ -1,5 +1,5 @@
-"""What may be asked at the doors. A field that is not here, or that has a value which cannot be honoured, is refused by
-name: nothing is ignored in silence."""
+"""What clients of OpenAI's and vLLM's APIs may ask for. An unknown field, or a value that cannot be honoured, is
+refused by name: nothing is silently ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from api.state.service import service_of
 
 B = TypeVar("B", bound=BaseModel)
 
-#: Fields that change nothing with these values, and cannot be honoured with any other.
+#: Fields that are accepted only with these values, which change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "add_generation_prompt": (True,),
 }
-#: Fields that say something to others than the sampler: taken and not used.
+#: Fields meant for others than the sampler: accepted and not used.
 UNUSED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("cache_salt", "priority", "spaces_between_special_tokens", "include_reasoning", "request_id"),
@@ -47,7 +47,7 @@ UNUSED = {
 
 
 _FREE = "nothing constrains what a model draws;"
-#: What to do in place of what cannot be honoured; else it is to be left out.
+#: Advice for fields that cannot be honoured; others are to be left out.
 ADVICE = {
     "tool_choice": f'{_FREE} send "auto", and expect answers without a call',
     "response_format": f"{_FREE} ask for the format in a message, and check what comes",
@@ -60,7 +60,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def form(words: str) -> WrapValidator:
-    """Of a value that may have several forms: what it must be, in place of all that each of them is not."""
+    """A validator for a value that may have several forms: its error names the allowed forms, instead of all reasons
+    why each form does not fit."""
 
     def check(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -72,15 +73,15 @@ def form(words: str) -> WrapValidator:
 
 
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
-#: The first element that is wrong ends it: each of two million errors would take hundreds of bytes.
+#: A list whose first wrong element ends its validation: two million errors would take hundreds of bytes each.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-#: Elements of lists in a body beside its prompt.
+#: How many elements the lists in a body, apart from its prompt, may have.
 MOST_OTHERS = 65_536
-#: What of `stop` is looked at; the server's own limit is told where it is checked. Of both forms at once: each form
-#: that a value is not of would keep a copy of it.
+#: How many entries of `stop` are looked at; the server's own limit is checked later. Counted for both forms at once:
+#: every form that does not fit would keep a copy.
 Stops = Annotated[
     str | Strings, Field(max_length=4096), form("must be a text, or a list of texts with at most 4096 items")
 ]
@@ -88,7 +89,7 @@ StopTokens = Annotated[Tokens, Field(max_length=4096)]
 
 
 class Door(BaseModel):
-    """A body that refuses what it does not know, and what cannot be honoured."""
+    """A body that refuses unknown fields and values that cannot be honoured."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
@@ -105,12 +106,12 @@ class Door(BaseModel):
 
 
 def _asks(value: int | bool | None) -> bool:
-    """0 asks too: for no likeliest tokens beside each one's own."""
+    """Whether the value asks for log-probabilities; 0 does, too: for each token's own, without likeliest tokens."""
     return value is not None and value is not False
 
 
 def _shown(value: Any) -> str:
-    """Of an object its type, which tells most; it may be large."""
+    """A short form of a refused value; of an object only its type, since it may be large."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str):
         return f"type {quote(kind)}"
@@ -120,7 +121,7 @@ def _shown(value: Any) -> str:
 
 
 class StreamOptions(Door):
-    """`continuous_usage_stats` is vLLM's: with `include_usage` every chunk says what was drawn so far."""
+    """`continuous_usage_stats` is vLLM's: with `include_usage` every chunk tells how many tokens were drawn so far."""
 
     neutral = {"include_obfuscation": (True, False)}
     unused = set()
@@ -129,7 +130,8 @@ class StreamOptions(Door):
 
 
 class Drawing(Door):
-    """How tokens are drawn, wherever one may ask for it. `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+    """How tokens are drawn; part of every body that asks for samples. `top_k`, `stop_token_ids` and `ignore_eos` are
+    vLLM's."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -141,7 +143,7 @@ class Drawing(Door):
 
     def refuse_unknown(self, within: str = "") -> None:
         super().refuse_unknown(within)
-        for other in ("stop_token_ids", "ignore_eos"):  # stop strings stand beside the model's own end
+        for other in ("stop_token_ids", "ignore_eos"):  # stop strings are added to the model's own end
             if self.stop and getattr(self, other):
                 what = f"{within}stop, {other}: only one of them can be honoured"
                 raise Refused(what, f"{within}stop", "unsupported_parameter")
@@ -169,7 +171,7 @@ class Sampling(Drawing):
             if not self.stream:
                 raise Refused("stream_options: only with stream: true", "stream_options")
             self.stream_options.refuse_unknown("stream_options.")
-        for name in ("prompt_logprobs", "return_routed_experts", "echo"):  # no chunk has a place for them
+        for name in ("prompt_logprobs", "return_routed_experts", "echo"):  # chunks have no place for these
             if self.stream and _asks(getattr(self, name, None)):
                 raise Refused(f"{name}: only without stream: true", name, "unsupported_parameter")
 
@@ -233,7 +235,7 @@ class CompletionBody(Sampling):
         if self.echo and self.prompt_logprobs is not None:
             raise Refused("echo, prompt_logprobs: only one of them can be honoured", "echo", "unsupported_parameter")
         several = len(self.prompts) > 1 and (self.n or 1) > 1
-        for name in ("return_token_ids", "prompt_logprobs"):  # of each prompt, beside its one choice
+        for name in ("return_token_ids", "prompt_logprobs"):  # for each prompt, beside its single choice
             if several and _asks(getattr(self, name)):
                 what = f"{name}: of several prompts only with n: 1; send one request for each prompt"
                 raise Refused(what, name, "unsupported_parameter")
@@ -245,14 +247,14 @@ class CompletionBody(Sampling):
 
 
 class Format(Door):
-    """What the Responses API has as `text`."""
+    """The field `text` of the Responses API."""
 
     neutral = {"format": ({"type": "text"},)}
     unused = set()
 
 
 class Reasoning(Door):
-    """What the Responses API has as `reasoning`. Of none there is no summary."""
+    """The field `reasoning` of the Responses API. Summaries are not supported."""
 
     neutral = {"summary": ("auto", "concise", "detailed")}
     unused = set()
@@ -314,7 +316,7 @@ class GenerateParams(Drawing):
         **{"bad_words": ([],), "extra_args": ({},), "length_penalty": (1,), "use_beam_search": (False,)},
         **{"early_stopping": (False,), "_all_stop_token_ids": ([],)},
     }
-    # How an engine hands out what it has drawn, and what verifiers tells beside.
+    # These say how an engine hands out what it has drawn, and what verifiers adds.
     unused = UNUSED | {
         *("detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length"),
         *("skip_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"),
@@ -362,7 +364,7 @@ class DetokenizeBody(Door):
 
 
 async def body_of(request: Request, model: type[B]) -> B:
-    """The body as a `model`. Raises Malformed, with the fields that are wrong, and TooLarge, where its lists hold more
-    than the longest prompt and MOST_OTHERS: what is built of them takes many times their bytes."""
+    """The body as a `model`. Raises Malformed, naming the wrong fields, and TooLarge if its lists have more elements
+    than the longest prompt plus MOST_OTHERS: the objects made of them take many times their bytes."""
     longest = service_of(request).settings.limits.max_seq_len
     return await read_json(request, model, most_values=longest + MOST_OTHERS)

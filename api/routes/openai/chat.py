@@ -29,7 +29,7 @@ from api.who.principal import Principal
 
 router = APIRouter(route_class=OpenAIRoute)
 
-#: Of a completion that does not say how long it may be, as OpenAI has it; a chat may fill the context.
+#: `max_tokens` of a completion that names none, as at OpenAI; a chat may fill the context.
 COMPLETION_TOKENS = 16
 SAMPLES: dict[str, Any] = declare(scope="sample", limit="work", meters="sample", body="data")
 
@@ -51,7 +51,7 @@ async def chat_tokens(request: Request, service: ServiceDep, who: PrincipalDep, 
     body = await body_of(request, ChatTokensBody)
     body.refuse_unknown()
     target = await target_of(service, who, body.model)
-    await in_turn(who.org_id, lambda: target.text)  # the first time it is read from its file
+    await in_turn(who.org_id, lambda: target.text)  # the first use reads it from its file
     return await _chat(request, service, who, priority, body, target, body.tokens, field="tokens")
 
 
@@ -91,14 +91,14 @@ async def completions(request: Request, service: ServiceDep, who: PrincipalDep, 
 
 
 def prompts_of(body: CompletionBody, text: ModelText) -> list[Sequence[int]]:
-    """The tokens of a completion's prompts; of text with those that the tokenizer adds by itself, unless told not
-    to."""
+    """The tokens of a completion's prompts. Text gets the tokens that the tokenizer adds, unless the client asks for
+    none."""
     special = body.add_special_tokens is not False
     return [text.encode(given, special=special) if isinstance(given, str) else given for given in body.prompts]
 
 
 def echo_of(given: str | list[int], text: ModelText, tokens: Sequence[int], *, spelled: bool) -> str:
-    """A completion's prompt as its answer repeats it: a text to the letter, so that a client can cut it off."""
+    """A completion's prompt, as text that its answer repeats exactly, so that a client can cut it off."""
     return given if isinstance(given, str) else text.decode(tokens, special=spelled)
 
 
@@ -134,9 +134,9 @@ def stops_of(body: Drawing) -> tuple[str, ...]:
 
 
 def params_of(body: Drawing, most: int | None, target: Target) -> SamplingParams:
-    """Stop strings and stop tokens stop beside the model's own end, and in a chat beside the template's, with which a
-    base model that has learned to chat ends its answers: its own end is that of a text. `ignore_eos` leaves stop tokens
-    alone."""
+    """Sampling parameters. Stop strings and tokens are added to the model's own end and, in a chat, to the template's:
+    a base model trained to chat ends its answers as its template does, while its own end token ends a text.
+    `ignore_eos` keeps the stop tokens."""
     own = target.card.eos_token_ids
     chat = isinstance(body, ChatBody | ResponsesBody)
     ends = [token for token in target.text.ends if token not in own] if chat else []
@@ -156,7 +156,7 @@ def params_of(body: Drawing, most: int | None, target: Target) -> SamplingParams
             seed=body.seed,
             stop=stop,
         )
-    except ValidationError as error:  # a number that no tokenizer and no generator has
+    except ValidationError as error:  # a number that no tokenizer or generator accepts
         raise Refused(explain(error), field_of(error)) from None
 
 

@@ -1,4 +1,4 @@
-"""Answers while they are drawn: OpenAI's chunks as server-sent events, which end with `[DONE]`."""
+"""Streamed answers: OpenAI's chunks as server-sent events, ending with `[DONE]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ DONE = event(b"[DONE]")
 async def chunks(
     asked: Sequence[Asked], forms: Sequence[Form], num_samples: int, *, include_usage: bool, so_far: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """With `include_usage` the last chunk tells it; others say that they have none or, with `so_far`, how far it is."""
+    """The chunks of an answer. With `include_usage` the last one has the usage; earlier ones have null or, with
+    `so_far`, the usage so far."""
     writer = _Writer(asked, forms, num_samples, include_usage=include_usage, so_far=so_far)
     results = list[SampleResult]()
     try:
@@ -44,7 +45,8 @@ async def chunks(
 
 
 class _Writer:
-    """Choices are those of the first prompt, then those of the next."""
+    """Writes chunks. Choices are numbered over all prompts: first those of the first prompt, then those of the second,
+    and so on."""
 
     def __init__(
         self, asked: Sequence[Asked], forms: Sequence[Form], num_samples: int, *, include_usage: bool, so_far: bool
@@ -87,7 +89,7 @@ class _Writer:
         return choice
 
     def closing(self, place: int, result: SampleResult) -> list[Json]:
-        """What was kept back, tool calls, and why each ended."""
+        """The last chunks: text that was kept back, tool calls, and why each choice ended."""
         found = []
         for index, sequence in enumerate(result.sequences, place * self._each):
             rest, reason = self._texts[index].end(), sequence.stop_reason
@@ -100,7 +102,7 @@ class _Writer:
                     found.append(self._choice(index, delta))
                     delta, reason = {}, "tool_calls"  # type: ignore[assignment]
             ended = {**self._choice(index, delta), "finish_reason": reason}
-            if self._form.ids:  # whether it was stopped for its age is known at its end
+            if self._form.ids:  # only at its end is it known whether a sequence was stopped for its age
                 ended["weft"] = {"policy_versions": [], "stale": sequence.stale}
             found.append(ended)
         return found

@@ -1,4 +1,5 @@
-"""Tokens to text as they come: whole characters only, and nothing of a stop string, nor of what may become one."""
+"""Streaming detokenizer: gives out whole characters only, and nothing of a stop string or of text that may become
+one."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-#: A character has at most four tokens. What has not become one after so many pushes is given out as it is; otherwise
-#: each push would have all of it decoded again.
+#: A character has at most four tokens. If text has not become whole characters after this many pushes, it is given out
+#: as it is; otherwise each push would decode all of it again.
 PATIENCE = 16
-#: Turns token ids into text.
+#: Decodes token ids to text.
 Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
-    """The text of one sequence, which goes on from tokens `before`. `stops` end it and are left out; text from `hold`
-    on is kept back until the end, with `alone` only where nothing but space is before it."""
+    """The text of one sequence, which continues tokens `before`. `stops` end the text and are not part of it. Text from
+    `hold` on is kept back until the end; with `alone` only if nothing but space comes before it."""
 
     def __init__(
         self,
@@ -30,30 +31,32 @@ class TextStream:
         self._longest = max(map(len, self._stops), default=0)
         self._alone = alone
         self._tokens = list(before)
-        self._start, self._read = 0, len(before)  # tokens from _start to _read are the context of those behind
-        self._waited = 0  # pushes in a row that ended within a character
-        self.unended = ""  # how what they have drawn reads so far
-        self._waiting = ""  # decoded and not given out
+        # tokens from _start to _read are only context for decoding the later ones
+        self._start, self._read = 0, len(before)
+        self._waited = 0  # how many pushes in a row have ended inside of a character
+        self.unended = ""  # the text of the tokens of an unfinished character
+        self._waiting = ""  # decoded, but not yet given out
         self._over = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """Add tokens; returns the text that is now certain."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._start : self._read])
         text = self._decode(self._tokens[self._start :])
-        if text.endswith("\ufffd") and self._waited < PATIENCE:  # a character that has not ended
+        if text.endswith("\ufffd") and self._waited < PATIENCE:  # an unfinished character
             self._waited, self.unended = self._waited + 1, text[len(before) :]
             return ""
         self._waited, self.unended = 0, ""
-        if text == before:  # special tokens: what comes next is read behind the words before them
-            if self._read or len(self._tokens) > PATIENCE:  # at the beginning it may be a space that is left out
+        if text == before:  # special tokens only: later tokens are decoded in the context of the words before them
+            # at the beginning it may be a space that the tokenizer leaves out
+            if self._read or len(self._tokens) > PATIENCE:
                 del self._tokens[self._read :]
             return ""
         self._start, self._read = self._read, len(self._tokens)
         return self._take(text[len(before) :])
 
     def end(self) -> str:
-        """All that was kept back."""
+        """The rest of the text, with all that was kept back."""
         before = self._decode(self._tokens[self._start : self._read])
         rest = self._take(self._decode(self._tokens[self._start :])[len(before) :])
         rest, self._waiting = rest + self._waiting, ""
@@ -63,7 +66,7 @@ class TextStream:
         if self._over:
             return ""
         waiting = self._waiting + text
-        first = max(0, len(self._waiting) - self._longest)  # no stop string lies before
+        first = max(0, len(self._waiting) - self._longest)  # before this no stop string can begin
         cut = min((place for stop in self._stops if (place := waiting.find(stop, first)) >= 0), default=None)
         if cut is not None:
             waiting, self._over = waiting[:cut], True
@@ -79,15 +82,15 @@ class TextStream:
 
 
 class Places:
-    """Where tokens begin in the text of their sequence, in characters. Parts of a character begin where it does, what
-    follows bytes that become none begins behind them, and special tokens that are left out begin where the text goes
-    on."""
+    """The offsets, in characters, of a sequence's tokens in its text. All tokens of one character have its offset;
+    special tokens that are left out have the offset where the text goes on."""
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._text, self._length = TextStream(decode, before=before), 0
 
     def push(self, tokens: Sequence[int]) -> list[int]:
-        """The places of the next tokens. Each by itself, so that they do not hang on what came together."""
+        """The offsets of the next tokens. Tokens are pushed one by one, so that the offsets do not depend on which came
+        together."""
         found = []
         for token in tokens:
             unended = self._text.unended
@@ -99,11 +102,12 @@ class Places:
 
 
 def _begun(text: str, marks: Sequence[str]) -> int:
-    """Where the end of `text` begins that may be the beginning of one of `marks`, which are sorted."""
+    """The position of the longest end of `text` that may begin one of the sorted `marks`; the length of `text` if there
+    is none."""
     longest = max(map(len, marks), default=1)
     for place in range(max(0, len(text) - longest + 1), len(text)):
         end = text[place:]
-        at = bisect_left(marks, end)  # those that begin with it, if any, are together from here on
+        at = bisect_left(marks, end)  # marks that begin with this end, if any, are next to each other from here on
         if at < len(marks) and marks[at].startswith(end):
             return place
     return len(text)

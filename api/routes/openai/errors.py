@@ -13,7 +13,7 @@ from api.errors import ApiError, Invalid, NotFound, count, form_of
 
 
 class Refused(Invalid):
-    """A parameter that cannot be honoured."""
+    """A parameter of OpenAI's or vLLM's API that cannot be honoured."""
 
     def __init__(self, detail: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(detail)
@@ -27,7 +27,7 @@ class NoModel(NotFound):
 
 
 class OpenAIRoute(APIRoute):
-    """A route whose refusals, by whatever part of the server, have OpenAI's form."""
+    """A route whose refusals have OpenAI's form, whichever part of the server raises them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -36,7 +36,8 @@ class OpenAIRoute(APIRoute):
             try:
                 return await handle(request)
             except ApiError as error:
-                error.__traceback__ = None  # its frames have the body, and the future of a thread the error: a circle
+                # the traceback's frames hold the body, and a thread's future holds the error: a reference circle
+                error.__traceback__ = None
                 count(request, error)
                 status = 400 if error.status == 422 else error.status
                 return JSONResponse(form_of(error), status, error.headers)

@@ -1,4 +1,4 @@
-"""vLLM's doors: generation from tokens to tokens, and a model's tokenizer."""
+"""vLLM's API: generation from tokens to tokens, and a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _generated(asked: Asked, result: SampleResult) -> dict[str, Any]:
     for index, sequence in enumerate(result.sequences):
         tokens, logprobs, tops = rows_of(sequence)
         content = [_entry(*cell) for cell in zip(tokens, logprobs, strict=True)]
-        for entry, row in zip(content, tops, strict=False):  # none where no likeliest tokens are asked for
+        for entry, row in zip(content, tops, strict=False):  # empty if no likeliest tokens were asked for
             entry["top_logprobs"] = [_entry(*cell) for cell in row]
         choice: dict[str, Any] = {"index": index, "token_ids": tokens, "finish_reason": sequence.stop_reason}
         choice |= {"logprobs": {"content": content}, "weft": policy_of(sequence)}

@@ -1,7 +1,7 @@
 """What `model` names: a base model, saved weights (`tinker://...`), or a run (`run:<id>`: its newest sampler weights).
 
-A request becomes a sample of a sampler. One that a client has made of a run's newest weights, be it a snapshot or one
-that follows the run, is used as it is; for all else each caller has a session, with a sampler for each model.
+Each request uses a sampler. If a client has made one of a run's newest weights (a snapshot or one that follows the
+run), that is used; otherwise each caller has a session of its own here, with a sampler for each model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from store import tables
 from workers.model.card import ModelCard
 
 RUN = "run:"
-#: Saves of a run that are looked at for its newest weights: those before them may have been deleted.
+#: How many saves of a run are searched for its newest weights; earlier ones may have been deleted.
 LOOK_BACK = 50
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a request samples from, and for whom. `lanes` are the samplers that an earlier try of the same request may
+    """What a request samples from, and on whose behalf. `lanes`: samplers that an earlier try of the same request may
     have used."""
 
     name: str
@@ -54,7 +54,7 @@ class Target:
 
 
 async def target_of(service: Service, who: Principal, name: str) -> Target:
-    """Raises NoModel for what is not there."""
+    """The target of a request. Raises NoModel if there is none."""
 
     def read(session: Session) -> Target | None:
         sampler = _existing(service, session, who, name)
@@ -85,7 +85,7 @@ def _target(service: Service, session: Session, who: Principal, name: str, sampl
 
 
 def _existing(service: Service, session: Session, who: Principal, name: str) -> tables.Sampler | None:
-    """The sampler of `name`, if there is one already."""
+    """The sampler of `name`, if it exists."""
     if name.startswith(RUN):
         newest = _newest(session, who, name.removeprefix(RUN))
         if isinstance(newest, tables.Sampler):
@@ -114,7 +114,7 @@ def _made(service: Service, session: Session, who: Principal, name: str) -> tabl
 
 
 def _sampler_id(service: Service, session: Session, who: Principal, name: str) -> str:
-    """Of a path also by the weights that are there now: a name may be saved again."""
+    """The id of a sampler. It also depends on the weights that a path has now, since a name may be saved again."""
     ref = ""
     if name.startswith("tinker://"):
         ref = readable_checkpoint(session, who, parse_path(name, "model")).ref
@@ -125,7 +125,7 @@ def _sampler_id(service: Service, session: Session, who: Principal, name: str) -
 
 
 def _newest(session: Session, who: Principal, run_id: str) -> tables.Sampler | str:
-    """The newest weights of a run: the sampler that was made of them, or their path."""
+    """The newest weights of a run: a sampler made of them, or their path."""
     run = run_by_id(session, who, run_id)
     row = tables.Operation
     saves = select(row).where(row.lane == run.id, row.kind == OpKind.SAVE_SAMPLER.value, row.state == "done")
@@ -146,12 +146,13 @@ def _newest(session: Session, who: Principal, run_id: str) -> tables.Sampler | s
 
 
 def _door_id(who: Principal) -> str:
-    """Made of a text that no retry key of `create_session` makes: those begin with an organisation's id."""
+    """The id of a caller's session. It is made of a text that no retry key of `create_session` can be: those begin with
+    an organisation's id."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, f"openai {who.domain} {who.actor}"))
 
 
 def _door(session: Session, who: Principal) -> tables.Session:
-    """The session of all that a caller asks for here."""
+    """The session of all requests that a caller sends to these APIs."""
     row = session.get(tables.Session, _door_id(who))
     if row is not None:
         return row

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API: text in, text and function calls out, whole and streamed. Nothing is kept of a response, so a
-conversation is sent whole."""
+"""OpenAI's Responses API: text in, text and function calls out, whole and streamed. Responses are not stored, so a
+client sends the whole conversation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def responses(request: Request, service: ServiceDep, who: PrincipalDep, pr
 
 
 def messages_of(body: ResponsesBody) -> list[Json]:
-    """The conversation as a chat template reads it. Raises Refused for items that are neither text nor calls."""
+    """The conversation in the form of chat templates. Raises Refused for items that are neither text nor calls."""
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for place, item in enumerate(items):
@@ -98,7 +98,7 @@ def _text(content: Any, place: int) -> str:
 
 
 def tools_of(body: ResponsesBody) -> list[Json] | None:
-    """Functions in the form of chats."""
+    """Functions in the form that chats use."""
     if body.chosen_tools == "none" or not body.tools:
         return None
     kept = ("name", "description", "parameters")
@@ -177,12 +177,12 @@ def _call(asked: Asked, number: int, call: Json) -> Json:
 
 
 class _Stream:
-    """A response while it is drawn, as the named events of the Responses API."""
+    """A response being drawn, as the named events of the Responses API."""
 
     def __init__(self, asked: Asked, form: Form, body: ResponsesBody) -> None:
         self._asked, self._form, self._body = asked, form, body
         self._text, self._said, self._logprobs = form.stream(), "", list[Json]()
-        self._number = self._told = 0  # of events, and of log-probabilities that some event has had
+        self._number = self._told = 0  # number of events, and of the log-probabilities told in events so far
         self._opened = False
 
     def _event(self, kind: str, **more: Any) -> bytes:

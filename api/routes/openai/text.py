@@ -24,17 +24,17 @@ from api.errors import quote
 from api.routes.openai.errors import Refused
 from api.state.threads import Threads
 
-#: Characters of a long text that are made into tokens together, to find whether it can fit at all.
+#: How many characters of a long text are tokenized at a time, to find out whether it can fit.
 PIECE = 1 << 16
-#: Tokens of a prompt that its completion is read behind.
+#: With how many of a prompt's last tokens a completion is decoded, as context.
 CONTEXT = 8
-#: What OpenAI's API knows.
+#: The roles of OpenAI's API.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-#: What a message may say beside its content.
+#: Fields of a message beside its content.
 SAID = ("audio", "function_call", "refusal", "tool_calls")
-#: Where a template tells who of several users says something.
+#: Matches a template that writes the names of several users.
 _NAMED = re.compile(r"\b(?:message|msg|m)(?:\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name['\"])")
-#: What a template raises of values that it does not expect.
+#: Errors that a template raises for values that it does not expect.
 _FAILS = (
     TemplateError,
     TypeError,
@@ -46,22 +46,22 @@ _FAILS = (
     MemoryError,
 )
 _HALF = re.compile("[\ud800-\udfff]")
-#: Stands for an answer while a template is asked what it puts behind one.
+#: Placeholder for an answer, used to find out which text the template puts after one.
 _ANSWER = "-an-answer-"
-#: A byte as tokenizers with a fallback to bytes spell it.
+#: A byte as written by tokenizers that fall back to bytes.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-#: The signs that byte-level tokenizers have for bytes: what can be seen stands for itself, the rest follows from 256 on
-#: (GPT-2).
+#: The characters that byte-level tokenizers use for bytes: printable bytes stand for themselves, the others are 256 and
+#: up (GPT-2).
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = {chr(byte): byte for byte in _SEEN} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_SEEN)))
 }
-#: What a template compares a role with, and words of it in quotes.
+#: Matches what a template compares a role with, and quoted words in it.
 _COMPARED, _QUOTED = re.compile(r"role\W{0,4}(?:==|!=|in\b)([^%}]*)"), re.compile(r"['\"](\w+)['\"]")
 
 
 class ChatTemplate:
-    """A chat template by its source; "" for a model without one. `own` are the roles that it names."""
+    """A chat template; `source` is "" for a model without one. `own` are the roles that it names."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -70,7 +70,7 @@ class ChatTemplate:
         self._render = _environment().from_string(source).render
 
     def write(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """What it makes of them. Raises Refused: of the options where it does without them."""
+        """Render the template. Raises Refused; naming the options if it renders without them."""
         try:
             text = self._render({"add_generation_prompt": True, **options, **given})
         except _FAILS as error:
@@ -79,23 +79,23 @@ class ChatTemplate:
                 with suppress(Refused):
                     self.write(given, {})
                     field, instead = "chat_template_kwargs", "leave out what it has no use for"
-            if type(error) is TemplateError:  # its own words
+            if type(error) is TemplateError:  # the template's own words
                 raise Refused(f"{field}: the chat template of this model refuses them: {error}", field) from None
             raise Refused(f"{field}: the chat template of this model expects other values; {instead}", field) from None
-        if _HALF.search(text):  # as JSON in JSON may spell it
+        if _HALF.search(text):  # JSON inside of JSON may spell half of a surrogate pair
             what = "half of a character has no tokens (surrogates not allowed); send whole ones"
             raise Refused(f"messages: {what}", "messages")
         return text
 
 
 class ModelText:
-    """`tool_template` is the chat template where tools are shown; some models have one of its own for that. `context`:
-    how many tokens the model can read. `ends`: what ends an answer as the template writes it or, where it leaves
-    answers open (GLM's), the marks of who speaks next, a user or a tool; nothing where that is no special token."""
+    """The tokenizer and chat templates of a base model. `tool_template` is the template for conversations with tools,
+    which some models have apart. `context`: how many tokens the model can read. `ends`: the special token with which
+    the template ends an answer; if it ends none (GLM), the marks of the next speakers, user and tool; else empty."""
 
     def __init__(self, folder: Path, context: int) -> None:
         self._context = context
-        self._words: dict[int, str] = {}  # at most the vocabulary
+        self._words: dict[int, str] = {}  # not more than the vocabulary
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise Refused(f"model: {folder.name} has no tokenizer.json, which text needs here; send tokens", "model")
@@ -116,7 +116,8 @@ class ModelText:
         return [token for token in marks if token in special]
 
     def _behind_an_answer(self, *following: str) -> list[int]:
-        """What the template puts behind an answer that nobody, or who has that role, speaks after."""
+        """The tokens that the template puts after an answer: at the end, or before a message of the `following`
+        role."""
         asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
         messages = [asked, answered, *({"role": role, "content": "?"} for role in following)]
         try:
@@ -126,9 +127,9 @@ class ModelText:
         return self._tokens(self.decode(whole, special=True).partition(_ANSWER)[2])
 
     def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> list[int]:
-        """With `special`, what the tokenizer adds by itself (a beginning-of-sequence token). Raises Refused, of the
-        `field` that the text comes of, if it has more than twice the context: while they are made, tokens take a few
-        hundred bytes each."""
+        """The tokens of a text; with `special`, with those that the tokenizer adds (a beginning-of-sequence token).
+        Raises Refused, naming `field`, for a text with more than twice the context: each token takes a few hundred
+        bytes while it is made."""
         if len(text) > 2 * self._context:
             pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
             if any(tokens > 2 * self._context for tokens in accumulate(len(self._tokens(each)) for each in pieces)):
@@ -141,21 +142,22 @@ class ModelText:
         return self._tokens(text, special)
 
     def _tokens(self, text: str, special: bool = False) -> list[int]:
-        # Of the ways to ask for them, the one that lets other threads go on meanwhile.
+        # Of the tokenizer's calls, the one that lets other threads run meanwhile.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens; special tokens are spelled out with `special`."""
+        """The text of tokens; with `special`, special tokens are part of it."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
     def context_of(self, prompt: Sequence[int], *, special: bool = False) -> tuple[int, ...]:
-        """What a completion of `prompt` is read behind: some tokenizers leave out the space before a word that nothing
-        is before. Nothing where the prompt ends within a character."""
+        """The last tokens of `prompt`, as context for decoding its completion: some tokenizers leave out the space
+        before the first word. Empty if the prompt ends inside of a character."""
         last = tuple(prompt[-CONTEXT:])
         return () if self.decode(last, special=special).endswith("\ufffd") else last
 
     def word(self, token: int) -> str:
-        """One token as text within others, spelled out: some decoders leave out a space before the first."""
+        """One token as text in the middle of others, special tokens included: some decoders leave out a space before
+        the first."""
         if token not in self._words:
             first = self.decode([token], special=True)
             self._words[token] = first if "\ufffd" in first else self.decode([token] * 2, special=True)[len(first) :]
@@ -179,8 +181,8 @@ class ModelText:
         options: Mapping[str, Any] | None = None,
         field: str = "messages",
     ) -> list[int]:
-        """The tokens of a conversation; `options` are for the template (`enable_thinking`, ...). Raises Refused for
-        what the template cannot say, or what is too long: then of the `field` that the conversation comes in."""
+        """The tokens of a conversation; `options` are for the template (`enable_thinking`, ...). Raises Refused for a
+        conversation that the template cannot write, or that is too long (naming `field`)."""
         template = self.tool_template if tools else self._template
         if not template.source:
             raise Refused("messages: this model has no chat template; use /v1/completions", "messages")
@@ -208,13 +210,13 @@ def text_of(folder: Path, context: int) -> ModelText:
 
 
 T = TypeVar("T")
-#: Texts of one organisation that are made into tokens at a time; further ones wait, and take no thread from others.
+#: How many texts of one organisation are tokenized at a time; further ones wait without taking a thread.
 AT_ONCE = 2
 _threads = Threads(AT_ONCE)
 
 
 async def in_turn(org_id: str, work: Callable[[], T]) -> T:
-    """What reads texts of an organisation, in a thread."""
+    """Do `work` on texts of an organisation in a thread, in its turn."""
     return await _threads.run(org_id, work)
 
 
@@ -227,7 +229,7 @@ def _content(value: Any) -> Any:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name, "default" the one that a model with one alone has; files go before what the config says."""
+    """Templates by name; "default" is that of a model with only one. Files count before the config."""
     more = (folder / CHAT_TEMPLATES).glob("*.jinja")
     files = {file.stem: file.read_text() for file in more}
     if (file := folder / "chat_template.jinja").is_file():
@@ -237,7 +239,8 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tell_apart(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> None:
-    """Raises Refused for users of several names, which the template does not tell: to the model they are one."""
+    """Raise Refused for users of different names if the template does not write names: to the model they would be
+    one."""
     users = ((place, each.get("name")) for place, each in enumerate(messages) if each["role"] == "user")
     named = {name: f"messages[{place}].name" for place, name in users if isinstance(name, str)}
     if len(named) > 1 and not _NAMED.search(template.source):
@@ -248,7 +251,7 @@ def _tell_apart(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -
 
 def _plain(message: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates expect it: text in one piece, and a tool call's arguments as an object. A developer's
-    is a system's where the template knows no developers."""
+    message becomes the system's if the template knows no developers."""
     role = message.get("role")
     if role not in template.roles:
         what = "missing" if role is None else f"{quote(role)} is not known"
@@ -296,7 +299,7 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 class _Marked(Extension):
-    """`{% generation %}`, by which trainers find what an assistant has said."""
+    """The tag `{% generation %}`, with which trainers mark an assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
@@ -318,5 +321,5 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # as transformers
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # as transformers does
     return environment

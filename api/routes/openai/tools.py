@@ -1,4 +1,4 @@
-"""Tools that a model is shown, and its calls of them: in the format that its chat template teaches."""
+"""Tools that are shown to a model, and the model's calls of them, in the format of its chat template."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from api.routes.openai.errors import Refused
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-#: As the Model Context Protocol has names of tools; OpenAI's are among them.
+#: Names of tools as in the Model Context Protocol, which include OpenAI's.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 
 
 def check_tools(tools: Iterable[Mapping[str, Any]], inner: str = "function") -> None:
-    """Raise Refused for what is no function, and for one that cannot be told from another. `inner` is where a tool has
-    its name; "" for the tool itself, as in the Responses API."""
+    """Raise Refused for a tool that is no function, and for two of the same name. `inner` is the field that holds a
+    tool's name; "" for the tool itself, as in the Responses API."""
     names: set[str] = set()
     for place, tool in enumerate(tools):
         where = f"tools[{place}]"
@@ -51,21 +51,22 @@ def _wrong(where: str, what: str) -> Refused:
 
 @dataclass(frozen=True)
 class Parsed:
-    """`content` is what stands beside the calls."""
+    """A text's tool calls; `content` is the rest."""
 
     content: str
     calls: tuple[dict[str, Any], ...] = ()
 
 
 def beginning(template: str) -> tuple[str, bool]:
-    """How a call begins in the format of a template, and whether only space may come before; "" for no format."""
+    """How a call begins in a template's format, and whether only space may come before it; "" for no format."""
     if OPEN in template:
         return OPEN, False
     return ("{", True) if '"parameters"' in template else ("", False)
 
 
 def parse_calls(text: str, template: str) -> Parsed:
-    """Qwen's and Hermes' calls (JSON in tags) and Llama's (all is JSON). What cannot be read stays text."""
+    """Reads the calls of Qwen and Hermes (JSON in tags) and of Llama (the whole text is JSON). A call that cannot be
+    read stays text."""
     if OPEN in template:
         beside, said = _tagged(text)
         calls = [_call(each, "arguments") for each in said]
@@ -79,9 +80,8 @@ def parse_calls(text: str, template: str) -> Parsed:
 
 
 def _tagged(text: str) -> tuple[list[str], list[str]]:
-    """What stands beside the calls, and what their tags hold: nothing, where one was cut off. The text is gone through
-    once, whatever a model has written: a pattern that may begin and end in many ways would keep the whole server
-    waiting."""
+    """The text outside of call tags, and the contents of the tags; an unclosed tag has none. The text is read once,
+    whatever a model wrote: a pattern that can match in many ways would hold up the whole server."""
     beside, held, end = list[str](), list[str](), 0
     while (start := text.find(OPEN, end)) >= 0:
         closed = text.find(CLOSE, start + len(OPEN))
@@ -102,7 +102,8 @@ def _call(text: str, arguments: str) -> dict[str, Any] | None:
             return None
         given = found.get(arguments) or {}
         written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-        f"{found['name']}{written}".encode()  # half of a character, as JSON may spell it, is in no answer
+        # fails for half of a surrogate pair, which JSON may spell but no answer may contain
+        f"{found['name']}{written}".encode()
     except (ValueError, RecursionError):
         return None
     function = {"name": found["name"], "arguments": written}

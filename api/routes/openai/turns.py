@@ -31,25 +31,25 @@ from store.blobs.room import what_failed
 
 log = logging.getLogger(__name__)
 
-#: Turns of one session, and sessions' names.
+#: How many turns a session may have, and how long its name may be.
 MAX_TURNS = 4096
 MAX_NAME = 128
-#: Bytes of an answer that lists turns; the first request's are always in it.
+#: How many bytes an answer that lists turns may have; it always contains those of the first request.
 PAGE_BYTES = 4 << 20
 #: One such answer of an organisation is written at a time.
 _threads = Threads(1)
-#: Tokens of prompts that one request's turns may have together: each choice's turn has all of its prompt.
+#: How many prompt tokens the turns of one request may have together: each choice's turn contains the whole prompt.
 MOST_READ = 1 << 22
-#: The most that a turn takes, packed, for each prompt token, each sampled token with its logprob, and besides.
+#: The most bytes that a packed turn takes: for each prompt token, for each sampled token with its logprob, and besides.
 PER_READ, PER_DRAWN, PER_TURN = 5, 14, 1024
 
 
 async def make_room(
     service: Service, who: Principal, name: str, read: int, drawn: int, choices: int, before: int = 0
 ) -> ComingTurn:
-    """Takes room for a turn of `read` + at most `drawn` tokens, of so many choices, which follows others of the same
-    request. Raises Invalid for a name that is none, and for a session that has as many turns as it may; OverQuota where
-    it could be more than the organisation's quota allows."""
+    """Reserve quota for the turns of one prompt: `choices` turns of `read` tokens and at most `drawn` more, after
+    `before` others of the same request. Raises Invalid for a bad session name, or if the session has as many turns as
+    it may; OverQuota if the turns could exceed the organisation's quota."""
     if not 1 <= len(name) <= MAX_NAME or not (name.isascii() and name.isprintable()):
         raise Invalid(f"x-session-id: must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}")
     if choices * read > MOST_READ:
@@ -75,7 +75,7 @@ async def make_room(
 
 
 def turns_of(who: Principal, name: str) -> tuple[ColumnElement[bool], ...]:
-    """The turns of a session that `who` sees, for `where`."""
+    """The turns of a session that `who` may see, for `where`."""
     row = tables.SessionTurn
     own = (row.org_id == who.org_id, row.name == name)
     return own if who.project_id is None else (*own, row.project_id == who.project_id)
@@ -84,9 +84,9 @@ def turns_of(who: Principal, name: str) -> tuple[ColumnElement[bool], ...]:
 async def record(
     service: Service, who: Principal, name: str, target: Target, request_id: str, turns: Iterable[Turn]
 ) -> None:
-    """Keep the turns of one request, however often it takes: it is billed, so it is never answered as failed. A repeat
-    is known by it. They are made and packed in a thread, one after another: all of a request are millions of
-    numbers."""
+    """Store the turns of one request, trying for as long as it takes: the request is billed, so it must not fail. A
+    repeat is recognised by `request_id`. The turns are made and packed in a thread, one after another: together they
+    may be millions of numbers."""
     ref = f"turns/{request_id[:2]}/{request_id}"
 
     def pack() -> tuple[bytes, int]:
@@ -110,8 +110,9 @@ async def record(
             )
 
     async def attempt() -> None:
-        await service.threads.run(who.org_id, lambda: service.blobs.put(ref, compressed))  # of a repeat, the same
-        with suppress(IntegrityError):  # another replica has just recorded it
+        # a repeat puts the same bytes
+        await service.threads.run(who.org_id, lambda: service.blobs.put(ref, compressed))
+        with suppress(IntegrityError):  # another replica has just recorded the same turns
             await service.database.write(write)
 
     def refused(error: Exception, pause_s: float) -> None:
@@ -121,14 +122,14 @@ async def record(
 
 
 def page_of(rows: Sequence[tables.SessionTurn]) -> Sequence[tables.SessionTurn]:
-    """As many of the first as may be in one answer."""
+    """The first of these rows, as many as fit into one answer."""
     size = list(accumulate(row.size_bytes for row in rows))
     return rows[: max(1, bisect_right(size, PAGE_BYTES))]
 
 
 async def told(service: Service, who: Principal, rows: Sequence[tables.SessionTurn]) -> bytes:
-    """The turns of these requests as the inside of a list of JSON, written in a thread: they are millions of numbers,
-    of which those of one turn are objects at a time."""
+    """The turns of these requests, as JSON without the list's brackets. Written in a thread: they may be millions of
+    numbers, of which only one turn's are Python objects at a time."""
 
     def write() -> bytes:
         return b",".join(turn for row in rows for turn in _written(service, row.ref))
@@ -137,8 +138,8 @@ async def told(service: Service, who: Principal, rows: Sequence[tables.SessionTu
 
 
 def _written(service: Service, ref: str) -> Iterable[bytes]:
-    """Each turn of one request; nothing once they are no longer kept. One by one, because each step keeps the
-    interpreter, and with it everybody's event loop, for as long as it takes."""
+    """The turns of one request as JSON; none if they are no longer kept. One turn at a time, because each step holds
+    the interpreter, and so the event loop, for as long as it takes."""
     try:
         packed = zstandard.decompress(service.blobs.get(ref))
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""A client that waits for the samples of its request, one for each prompt: whole, or as they are drawn. Who leaves
-stops those that have not ended (`api.routes.openai.asking`), and so does one of them that fails."""
+"""Waiting for the samples of a request (one for each prompt), for their end or for their tokens. If the client leaves,
+or one sample fails, those that have not ended are stopped (`api.routes.openai.asking`)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from scheduler.order.operations import Outcome
 
 T = TypeVar("T")
 Part = DrawnTokens | SampleResult
-#: About what an answer takes for each byte of its results, once it is written.
+#: About how many bytes of answer each byte of results becomes.
 WRITTEN_TIMES = 9
 
 
 async def ended(asked: Sequence[Asked]) -> list[Outcome]:
-    """How the sample of each prompt ended. Raises ClientDisconnect when the client is gone."""
+    """The outcome of each prompt's sample. Raises ClientDisconnect when the client has left."""
 
     async def of(place: int, one: Asked) -> Outcome:
         with of_prompt_at(place, len(asked)):
             found = await one.waited.ended()
             if found.error is not None:
-                await one.waited.read(found)  # raises it
+                await one.waited.read(found)  # raises the sample's error
             return found
 
     each = [asyncio.ensure_future(of(place, one)) for place, one in enumerate(asked)]
@@ -48,8 +48,8 @@ async def ended(asked: Sequence[Asked]) -> list[Outcome]:
 
 
 async def answer(asked: Sequence[Asked], write: Callable[[list[SampleResult]], dict[str, Any]]) -> Response:
-    """The results in JSON. Long ones take seconds, and many megabytes: they are read and written when there is room for
-    them beside those that clients are still taking, and while their client is there."""
+    """The results as JSON. Long ones take seconds and many megabytes: they are read and written once there is room for
+    them beside those that clients are still receiving, and only while their client is connected."""
     found, service, org_id = await ended(asked), asked[0].service, asked[0].who.org_id
     size_bytes = WRITTEN_TIMES * sum(outcome.size_bytes or len(outcome.payload) for outcome in found)
     async with AsyncExitStack() as held:
@@ -73,9 +73,8 @@ async def answer(asked: Sequence[Asked], write: Callable[[list[SampleResult]], d
 
 @asynccontextmanager
 async def parts(asked: Sequence[Asked]) -> AsyncIterator[AsyncIterator[tuple[int, Part]]]:
-    """The tokens of each prompt's sample as they are drawn, then its result, beside the prompt's place. Who leaves the
-    block before that has left, though they have asked for no part yet: a client may be gone while the first words are
-    written."""
+    """The tokens of each sample as they are drawn, then its result, each with its prompt's index. Leaving the block
+    stops the samples even if no part was ever read: a client may leave while the first words are written."""
     gone = asyncio.ensure_future(_disconnected(asked[0].request))
 
     async def of(place: int, one: Asked) -> AsyncGenerator[Part, None]:
@@ -104,8 +103,8 @@ async def parts(asked: Sequence[Asked]) -> AsyncIterator[AsyncIterator[tuple[int
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What comes of any of the streams, beside its place among them; of each in its order, and none is read ahead of
-    what was taken."""
+    """The items of all streams as they come, each with its stream's index. Within a stream the order is kept, and a
+    stream is not read ahead of what was consumed."""
     coming = {asyncio.ensure_future(anext(stream, None)): place for place, stream in enumerate(streams)}
     try:
         while coming:
@@ -125,7 +124,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` comes to. It is stopped when the client has left: raises ClientDisconnect."""
+    """The result of `work`, which is cancelled when the client leaves: then ClientDisconnect is raised."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +134,8 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         gone.cancel()
         working.cancel()
-        # What has begun in a thread has the room that it was given; and asyncio logs what nobody looks at.
+        # Work in a thread still uses its room, so it is waited for; and asyncio would log an exception that nobody
+        # retrieves.
         await asyncio.gather(working, return_exceptions=True)
 
 

@@ -49,11 +49,11 @@ LONGEST_WINDOW = timedelta(days=14)
 NUSD_PER_USD = 10**9
 UUSD_PER_USD = 10**6
 BYTES_PER_GB = 10**9
-#: Rows, or sessions, that are written at a time.
+#: How many rows, or sessions, are written at a time.
 AT_A_TIME = 250
 
 T = TypeVar("T")
-#: What an event says of where and whose it is.
+#: The fields of an event that tell its project, key and owner.
 _Envelope = dict[str, Any]
 
 
@@ -80,8 +80,8 @@ async def usage_events(
 async def _pieces(
     service: Service, org_id: str, rows: Sequence[GroupRow | CheckpointRow], owners: Mapping[str, _Envelope]
 ) -> AsyncIterator[bytes]:
-    """A BillingUsageResponse, some rows at a time: a window may have tens of thousands of sessions, each with metadata
-    of up to 16 KB, which as one answer would be gigabytes while it is made."""
+    """A BillingUsageResponse, some rows at a time: a window may have tens of thousands of sessions, each with up to 16
+    KB of metadata, and the whole answer would be gigabytes in memory."""
     yield b'{"data":['
     for number, part in enumerate(_parts(rows)):
         written = await service.threads.run(org_id, partial(_written, part, owners))
@@ -90,7 +90,7 @@ async def _pieces(
     for number, names in enumerate(_parts(sorted(owners))):
         said = await service.read(partial(_metadata, ids=names))
         yield said if number == 0 else b"," + said
-    yield b'},"cost_data_through":null}'  # no invoice reprices what the ledger says
+    yield b'},"cost_data_through":null}'  # the ledger is final: no invoice changes its prices
 
 
 def _written(rows: Sequence[GroupRow | CheckpointRow], owners: Mapping[str, _Envelope]) -> bytes:
@@ -99,14 +99,14 @@ def _written(rows: Sequence[GroupRow | CheckpointRow], owners: Mapping[str, _Env
 
 
 def _metadata(session: Session, ids: Sequence[str]) -> bytes:
-    """Members of a JSON object, by session."""
+    """The sessions' metadata as members of a JSON object, by session."""
     found = session.execute(select(tables.Session.id, tables.Session.user_metadata).where(tables.Session.id.in_(ids)))
     said = {id: BillingUsageSession(user_metadata=text_values(metadata) or None) for id, metadata in found}
     return b",".join(orjson.dumps(id) + b":" + said[id].model_dump_json().encode() for id in sorted(said))
 
 
 def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Some at a time; databases limit the parameters of a statement, too."""
+    """The sequence in parts: databases also limit the parameters of a statement."""
     return (rows[start : start + AT_A_TIME] for start in range(0, len(rows), AT_A_TIME))
 
 
@@ -159,7 +159,7 @@ def _window(starting_on: datetime, ending_before: datetime) -> tuple[datetime, d
 
 
 def _owners(session: Session, ids: Iterable[str]) -> dict[str, _Envelope]:
-    """What each event says of its session, of those that are there."""
+    """By session, for those that exist: the fields of its owner."""
     row = tables.Session
     found = [
         each
@@ -179,7 +179,7 @@ def _owners(session: Session, ids: Iterable[str]) -> dict[str, _Envelope]:
 
 
 def _key_names(session: Session, key_ids: set[int]) -> dict[int | None, str]:
-    """Keys by the part of them that may be shown."""
+    """Keys, by the part of them that may be shown."""
     query = select(tables.ApiKey.id, tables.ApiKey.prefix).where(tables.ApiKey.id.in_(key_ids))
     return {key_id: prefix for key_id, prefix in session.execute(query)}
 
@@ -211,7 +211,7 @@ def _envelope(
 
 
 def _info(group: UsageGroup, quantity: int) -> BillingEventInfo:
-    """Each type is said, though it is the default: the answer leaves out what is not."""
+    """An event with its `type`, although that is a default: the answer leaves defaults out."""
     if group.kind == STORAGE:
         free = group.rate_uusd == 0
         return StorageBillingEvent(type="storage", free=free, gigabyte_hours=quantity / BYTES_PER_GB)

@@ -36,7 +36,7 @@ from store.database import audit
 
 router = APIRouter(prefix="/api/v1/weft")
 
-#: Ledger entries that one answer has at most.
+#: How many ledger entries one answer may have.
 PAGE = 200
 
 
@@ -89,7 +89,7 @@ async def get_usage(service: ServiceDep, who: PrincipalDep, run_id: str | None =
 
 
 def _used(row: usage.UsageRow) -> UsageRow:
-    kind: Any = row.kind  # UsageRow knows which there are
+    kind: Any = row.kind  # UsageRow has the list of kinds
     return UsageRow(
         run_id=row.run_id,
         kind=kind,
@@ -180,7 +180,7 @@ async def delete_budget(budget_id: str, service: ServiceDep, who: PrincipalDep) 
 
 
 def _scope_id(session: Session, org_id: str, body: SetBudgetRequest) -> str:
-    """What the budget is of, which must be this organisation's."""
+    """The id of the project or key that a budget is for; it must be this organisation's."""
     if body.scope == "org":
         if body.scope_id not in (None, org_id):
             raise Invalid("scope_id: leave it out for the organisation's own budget")

@@ -19,7 +19,7 @@ from store.database.audit import GROUPS
 
 router = APIRouter(prefix="/api/v1")
 
-#: Entries of one answer; `truncated` says when there are more.
+#: How many entries one answer may have; `truncated` says that there are more.
 MAX_ENTRIES = 20_000
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
@@ -49,8 +49,8 @@ async def audit_log(
 
 
 def _entry(row: tables.AuditEntry) -> AuditLogEntry:
-    """`model_id`, `tinker_path` and `purpose` repeat what `event_details` says, for older clients. `by` is the key it
-    was done with, if any, else who did it."""
+    """`model_id`, `tinker_path` and `purpose` repeat parts of `event_details`, for older clients. `by` is the key that
+    was used, if any; else the person."""
     by = owner_urn(row.key_id) if row.key_id is not None else f"weft:{row.actor}"
     checkpoint = row.event.startswith("checkpoint_")
     return AuditLogEntry(

@@ -27,7 +27,8 @@ JOIN = "/console/join/"
 
 
 class NewInvitation(BaseModel):
-    """`email`: for whom it is alone; without one, for whoever signs in by the OpenID provider, or as themselves."""
+    """`email`: the only person who may use it; without one, anybody who signs in by the OpenID provider, or is signed
+    in already."""
 
     model_config = ConfigDict(extra="forbid")
     role: Role
@@ -78,7 +79,7 @@ async def revoke_invitation(invitation_id: str, service: ServiceDep, who: Presen
 
 
 def _base(service: Service, request: Request) -> str:
-    """Where browsers find this server: as the operator says, else as whoever asks does."""
+    """The address at which browsers find this server: from the settings, else from the request."""
     return (service.settings.oidc.public_url or str(request.base_url)).rstrip("/")
 
 

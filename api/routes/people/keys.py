@@ -31,10 +31,10 @@ from store.people.roles import ADMIN, SCOPES, Scope
 router = APIRouter(prefix="/api/v1/weft/keys")
 
 LONGEST_OVERLAP_S = 30 * 24 * 3600
-#: Keys that are good at a time, of one organisation and of one of its members: this bounds how many are made.
+#: How many good keys an organisation, and one of its members, may have at a time: this bounds how many are made.
 MAX_KEYS = 1000
 MAX_KEYS_OF_A_MEMBER = 100
-#: Keys that are good no more, in a list: programs that make one for each of their jobs leave any number.
+#: How many ended keys a list shows: programs that make a key for each job leave any number of them.
 MAX_ENDED = 1000
 
 
@@ -82,7 +82,8 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
     wanted = frozenset(body.scopes)
     if ADMIN not in who.scopes and (who.user_id is None or body.user_id not in (None, who.user_id)):
         raise Forbidden("user_id: only an admin makes keys for others or for the organisation itself")
-    if body.expires_at is not None and body.expires_at.year >= datetime.max.year:  # in another zone it may be beyond
+    # in another time zone it may be outside of the calendar
+    if body.expires_at is not None and body.expires_at.year >= datetime.max.year:
         raise Invalid("expires_at: must be before the year 9999; leave it out for a key without an end")
     if body.expires_at is not None and body.expires_at <= datetime.now(UTC):
         raise Invalid(f"expires_at: must be in the future, got {body.expires_at.isoformat()}")

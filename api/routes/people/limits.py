@@ -28,7 +28,7 @@ router = APIRouter(prefix="/api/v1/weft/rate_limits")
 
 
 class NewLimits(BaseModel):
-    """Null is no limit of its own; those of the organisation hold in any case."""
+    """Null means no limit of its own; the organisation's limits hold in any case."""
 
     model_config = ConfigDict(extra="forbid")
     requests_per_minute: Annotated[int, Field(ge=1, le=LIMITS["requests_per_minute"])] | None = None
@@ -79,7 +79,7 @@ def _limited(table: type[tables.Project | tables.ApiKey]) -> ColumnElement[bool]
 
 
 async def _row(service: Service, id: str, limit: RateLimit) -> RateLimitsRow:
-    """`id` is that of the database; in flight is counted by the limit's own."""
+    """A row of limits. `id` is the database's; what is in flight is counted under the limit's own id."""
     in_flight = service.journal.in_flight
     elsewhere = await in_flight.elsewhere(limit.scope, limit.id)
     return RateLimitsRow(

@@ -23,7 +23,7 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-#: "owned" is what was made with the key that asks; "accessible" is all that it sees.
+#: "owned": runs made with the key that asks; "accessible": all runs that it sees.
 Scope = Literal["owned", "accessible"]
 
 

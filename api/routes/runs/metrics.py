@@ -1,6 +1,7 @@
 """Curves of runs: logged by users, drawn by the console and by clients.
 
-A point carries no more than a name, a step and a number. How often is bounded per organisation, how many per run."""
+A point has only a name, a step and a number. The rate of points is limited per organisation, their number per run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from store.curves import Curve, Point, TooManyPoints, curves_of, log_points, rea
 
 router = APIRouter(prefix="/api/v1/weft")
 
-#: Points that a curve is drawn with at most.
+#: With how many points a curve is drawn at most.
 MAX_DRAWN = 2000
 
 
@@ -58,7 +59,7 @@ async def run_metrics(
     points: Annotated[int, Query(ge=2, le=MAX_DRAWN)] = MAX_DRAWN,
 ) -> RunMetricsResponse:
     """The curves of a run (all, or those of `name`), thinned to `points` each, lowest and highest values kept."""
-    # One curve at a time, for as long as the client is there: all that a run may have are twelve million points.
+    # One curve at a time, while the client is connected: a run may have twelve million points.
 
     def there(session: Session) -> list[str]:
         run_by_id(session, who, run_id)

@@ -1,5 +1,5 @@
-"""For what watches the processes: `/healthz` says that this one answers, `/readyz` that it can take requests. Both
-without a key, and they tell nothing about anybody."""
+"""Probes for whatever watches the processes: `/healthz` says that this process answers, `/readyz` that it can take
+requests. They need no key, and tell nothing about anybody."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from api.http.client_wheel import WHEEL_NAME, ClientWheel, client_wheel
 from api.state.threads import Threads
 
 router = APIRouter(prefix="/sdk")
-#: It is made once, however many ask at first.
+#: The wheel is made once, however many requests ask for it first.
 _making = Threads(1)
 
 _PAGE = """<!doctype html>

@@ -23,7 +23,7 @@ from workers.model.card import ModelCard
 
 router = APIRouter(prefix="/api/v1/weft")
 
-#: The files of a model folder that make its tokenizer; no weights are ever given out.
+#: The files of a model folder that make up its tokenizer; weights are never given out.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -91,7 +91,7 @@ def _card(service: Service, name: str) -> ModelCard:
 
 @lru_cache(maxsize=64)
 def _listed(folder: Path) -> TokenizerFilesResponse:
-    """Model folders do not change while they are served."""
+    """The tokenizer files of a model. Remembered, since model folders do not change while they are served."""
     files, templates = (folder / name for name in TOKENIZER_FILES), (folder / CHAT_TEMPLATES).glob("*.jinja")
     return TokenizerFilesResponse(files=_hashes(files), templates=_hashes(templates))
 

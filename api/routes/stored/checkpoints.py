@@ -139,7 +139,7 @@ async def expire(service: Service, who: Principal, path: CheckpointPath, ttl: in
     def write(session: Session) -> None:
         row = own_checkpoint(session, who, path)
         if row.expires_at is not None and (expires is None or expires > row.expires_at):
-            need_money(session, who, _owner(session, row))  # it is stored for longer
+            need_money(session, who, _owner(session, row))  # it will be stored for longer, which costs more
         row.expires_at = expires
         _note(session, who, "checkpoint_ttl_set", path, ttl_seconds=ttl)
 
@@ -163,7 +163,7 @@ async def delete_checkpoint(
 
     free = await service.database.write(write)
     if free is not None:
-        with suppress(OSError):  # then the reaper finds them
+        with suppress(OSError):  # the reaper deletes them later
             for ref in (free, archive_ref(free)):
                 await service.threads.run(who.org_id, partial(service.blobs.delete_tree, ref))
     return StatusResponse(status="deleted")
@@ -203,7 +203,7 @@ async def archive(
         if row.ref not in there:
             saved = tables.Checkpoint
             own = select(saved.ref, saved.size_bytes).where(saved.org_id == who.org_id, saved.ref.in_(there))
-            packed = sum({ref: size for ref, size in session.execute(own)}.values())  # copies share an archive
+            packed = sum({ref: size for ref, size in session.execute(own)}.values())  # copies share one archive
             need_room(session, who.org_id, service.settings.limits, "archive_bytes", row.size_bytes, packed)
         return row
 
@@ -217,7 +217,7 @@ async def archive(
 
 @contextmanager
 def _whole(path: CheckpointPath) -> Iterator[None]:
-    """Nobody gets files that are not what was saved."""
+    """Raise if the files are not as they were saved: nobody gets damaged ones."""
     try:
         yield
     except (FileNotFoundError, Damaged) as error:
@@ -256,7 +256,7 @@ def describe(row: tables.Checkpoint) -> Checkpoint:
     )
 
 
-#: Clients before this version fail on a listing that has external weights in it.
+#: Older clients fail on a listing that contains external weights.
 EXTERNAL_SINCE = (0, 28)
 
 _TINKER = re.compile(r"AsyncTinker/Python (\d{1,4})\.(\d{1,4})")

@@ -77,7 +77,7 @@ async def copy_weights(
 
 
 def _new_session(session: Session, who: Principal, project_id: str | None, retry_key: str | None) -> tables.Session:
-    """A session that is over: it only holds the copy, and counts for its project."""
+    """A session that has ended already: it only holds the copy, which counts for its project."""
     unique = f"copy_weights {who.domain} {retry_key}"
     session_id = str(uuid.uuid5(uuid.NAMESPACE_OID, unique) if retry_key else uuid.uuid4())
     there = session.get(tables.Session, session_id)
@@ -106,7 +106,7 @@ def _new_session(session: Session, who: Principal, project_id: str | None, retry
 
 
 def _copied(session: Session, run_id: str, source: CheckpointPath, source_path: str) -> str | None:
-    """The path that an earlier copy of the same source into this run has; None when there is no such run."""
+    """The path of an earlier copy of the same source into this run; None if there is no such run."""
     run = session.get(tables.Run, run_id)
     if run is None:
         return None
@@ -126,7 +126,7 @@ def _copy(
     original: tables.Checkpoint,
     ttl_seconds: int | None,
 ) -> tables.Checkpoint:
-    """A closed run like the source's, and in it a checkpoint on the same folder."""
+    """Make a closed run like the source's, and in it a checkpoint on the same folder."""
     now = datetime.now(UTC)
     source = run_of(session, original)
     run = tables.Run(

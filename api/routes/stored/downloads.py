@@ -26,9 +26,9 @@ from store import tables
 router = APIRouter(prefix="/api/v1/downloads")
 
 _FILES, _ARCHIVE = "files", "checkpoint.tar"
-#: A link of the object store, which knows nothing of who may have what, is good for so long: to begin a download.
+#: How long a link of the object store is valid, which checks no permission: long enough to begin a download.
 STORE_LINKS_LAST = timedelta(minutes=2)
-#: What a tenant has stored is no script and no page of this origin, whatever its bytes look like.
+#: Headers that keep browsers from taking a tenant's files for scripts or pages of this origin.
 AS_IT_IS = {"x-content-type-options": "nosniff"}
 
 
@@ -55,7 +55,7 @@ async def archive(checkpoint_id: str, service: ServiceDep, who: LinkHolderDep) -
 
 
 async def _checkpoint(service: Service, who: Principal, checkpoint_id: str) -> tables.Checkpoint:
-    """What the link names, if it is still there for whom it was made."""
+    """The checkpoint of the link, if it still exists for the organisation that the link was made for."""
     named = select(tables.Checkpoint).where(tables.Checkpoint.id == checkpoint_id, visible(who, tables.Checkpoint))
     row = await service.read(lambda session: session.scalars(named).one_or_none())
     if row is None or expired(row):
@@ -64,7 +64,7 @@ async def _checkpoint(service: Service, who: Principal, checkpoint_id: str) -> t
 
 
 def _serve(service: Service, ref: str, name: str) -> Response:
-    """The file, or where the object store has it. Whoever asked for the link was told if the files are damaged."""
+    """The file, or a redirect to the object store. Damage was checked when the link was made."""
     held = ExitStack()
     try:
         if link := service.blobs.link(ref, name, STORE_LINKS_LAST):
@@ -82,7 +82,7 @@ def _serve(service: Service, ref: str, name: str) -> Response:
 
 
 class _Held(FileResponse):
-    """A file that stays where it is until it is sent."""
+    """An open file that is not deleted or moved until it is sent."""
 
     def __init__(self, held: ExitStack, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

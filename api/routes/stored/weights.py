@@ -40,7 +40,7 @@ from workers.model.adapters.encryption import BadRecipient, parse_recipients
 
 router = APIRouter(prefix="/api/v1")
 
-#: In the metadata of a run that goes on from a checkpoint: its path.
+#: The key in a run's metadata for the path of the checkpoint that it was started from.
 CONTINUED_FROM = "continued_from"
 
 
@@ -168,7 +168,7 @@ async def weights_info(request: Request, service: ServiceDep, who: PrincipalDep)
 
 
 class _Target(BaseModel):
-    """Tells the two addressings of load_weights apart."""
+    """Distinguishes the two uses of load_weights."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     model_id: str | None = None

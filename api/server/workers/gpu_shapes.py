@@ -8,15 +8,15 @@ from workers.model.planning.check import Check, check_model
 from workers.model.planning.plan import Device, DoesNotFit, Wanted, plan
 from workers.model.planning.vllm_plan import plan_vllm
 
-#: Beyond, a base is in more parts than a cluster has GPUs.
+#: With more ranks than this, a base would be in more parts than a cluster has GPUs.
 _MOST = 1024
-#: What a generator of several GPUs has room for: adapters, their rank, positions of one sequence.
+#: What a generator of several GPUs is planned for: adapters, their rank, positions of one sequence.
 ADAPTERS, RANK, CONTEXT = 8, 8, 8192
 
 
 def shape_of(card: ModelCard, gpu_bytes: int, slots: int) -> Shape:
-    """Each layer but the last two is gathered twice in a pass, the rest once. Raises DoesNotFit when no number of such
-    GPUs holds the model."""
+    """The shape of a model for the simulator. In a pass each layer but the last two is gathered twice, the rest once.
+    Raises DoesNotFit if no number of such GPUs holds the model."""
     model, config = check_model(card), card.config
     ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     item = model.weight_bytes // model.parameters
@@ -34,17 +34,19 @@ def shape_of(card: ModelCard, gpu_bytes: int, slots: int) -> Shape:
 
 
 def _pair_operations(config: DecoderConfig) -> int:
-    """Scores and values take 2 operations for each number of a head and each of half the pairs, for attention is
-    causal: in the forward, again for the backward, and there five products of that size instead of two
-    (arXiv:2205.14135). Layers with a window are left out: theirs grow with the tokens, and are few."""
+    """Operations for each pair of tokens. Scores and values take 2 operations for each number of a head, over half of
+    the pairs, since attention is causal: once in the forward, again when it is recomputed; the backward has five
+    products of that size instead of two (arXiv:2205.14135). Layers with a window are left out: their pairs grow with
+    the tokens only, and there are few of them."""
     whole = sum(config.window_of(layer) == 0 for layer in config.attention_layers)
     return whole * 9 * (config.q_size + config.out_size) // 2
 
 
 def _owned(model: Check, gpu_bytes: int) -> Owned | None:
-    """None where no number of such GPUs can own the experts. In forward, recomputation and backward each pair of a
-    token and its expert travels there as `expert_size` numbers, and back as many (workers/model/owned); beside them
-    float32 columns of the adapters' products, and three times 8 bytes that name the expert or weigh it."""
+    """The shape with owned experts; None if no number of such GPUs can own them. In forward, recomputation and backward
+    each pair of a token and its expert sends `expert_size` numbers to the owner and gets as many back
+    (workers/model/owned); besides, float32 columns of the adapters' products, and three times 8 bytes for the expert's
+    number or weight."""
     config, item = model.card.config, model.weight_bytes // model.parameters
     try:
         ranks = _ranks(model, gpu_bytes, owned=True)
@@ -75,7 +77,7 @@ def _ranks(model: Check, gpu_bytes: int, *, owned: bool = False) -> int:
 
 
 def _gpus(model: Check, gpu_bytes: int, slots: int) -> int:
-    """Of our engine, which takes one GPU, or of vLLM."""
+    """How many GPUs a generator needs: one with our engine, else as many as vLLM needs."""
     try:
         plan([model], Device("GPU", gpu_bytes), Wanted(trainers=0, slots=min(slots, 64)))
         return 1

@@ -26,12 +26,13 @@ from store.settings import Settings
 from workers.model.base.files import remove_unused
 from workers.model.card import ModelCard
 
-#: What has ended has this long to be stored when the server stops. What cannot be is done again after the start.
+#: How long the storing of ended operations may take when the server stops. What is not stored then is computed again
+#: after the start.
 STORE_WITHIN_S = 10.0
 
 
 class Machines(Protocol):
-    """What the application runs, from `start` to `stop`."""
+    """What runs behind the application, from `start` to `stop`."""
 
     @property
     def journal(self) -> OperationJournal: ...
@@ -39,18 +40,18 @@ class Machines(Protocol):
     def start(self) -> None: ...
 
     async def ready(self) -> None:
-        """Until all that it has started is there. Raises WorkerFailed."""
+        """Wait until all workers that were started are there. Raises WorkerFailed."""
 
     def drain(self) -> None:
-        """From now on nothing new is accepted."""
+        """Accept nothing new from now on."""
 
     async def stop(self) -> None: ...
 
     def stats(self) -> dict[str, Any]:
-        """How they are doing, in numbers."""
+        """Counts of what the machines do."""
 
     def processes(self) -> dict[str, int]:
-        """The workers that are children of this process, by role."""
+        """The worker processes that are children of this process, by role."""
 
 
 class EmbeddedMachines:
@@ -98,7 +99,8 @@ class EmbeddedMachines:
         await self._supervisor.wait_attached()
 
     def drain(self) -> None:
-        """From now on nothing new is accepted; workers finish what they have and are not restarted. Told once."""
+        """Accept nothing new from now on; workers finish what they have and are not restarted. Later calls do
+        nothing."""
         if self.journal.draining:
             return
         self.journal.draining = True
@@ -110,7 +112,7 @@ class EmbeddedMachines:
         self.drain()
         await self._supervisor.stop(self._settings.drain_s)
         if self._settings.base_dir:
-            remove_unused(Path(self._settings.base_dir))  # of workers that were killed
+            remove_unused(Path(self._settings.base_dir))  # bases of workers that were killed
         await self.journal.stop(STORE_WITHIN_S)
 
     def stats(self) -> dict[str, Any]:
@@ -134,12 +136,12 @@ class EmbeddedMachines:
         return {name: age_s for name, age_s in self._supervisor.loading_s().items() if name.startswith(role)}
 
     def _loads_for_s(self, role: str, _model: str) -> float | None:
-        """Workers here have all models."""
+        """For how long a worker of that role has been loading; all workers here load all models."""
         return max(self._loading(role).values(), default=None)
 
     async def _attach(self, role: str, sock: socket.socket) -> None:
         link = ServerLink(sock)
-        if self.journal.draining:  # it came after the others were told
+        if self.journal.draining:  # it attached after the others had been told to drain
             link.send(Drain())
         try:
             desk = self._trainer if role.startswith("trainer") else self._generator

@@ -13,13 +13,14 @@ from workers.model.planning.check import check_model
 from workers.model.planning.machine import UNKNOWN_BYTES, cuda_bytes, free_bytes
 from workers.model.planning.plan import Device, Plan, Wanted, plan
 
-#: Runs that the table of a start is made for.
+#: For how many runs, of which rank, the table of memory at a start is made.
 TENANTS, RANK = 16, 32
 
 
 def planned(settings: Settings, cards: Mapping[str, ModelCard], alone: str = "") -> tuple[Settings, list[str]]:
-    """The settings, with what they leave open chosen for this machine, and the tables: for all workers, or for one of
-    the role `alone`, whose neighbours are not known. Raises DoesNotFit and SettingsError."""
+    """Choose, for this machine, what the settings leave open; returns the settings and the tables of memory. They are
+    for all workers, or only for one of the role `alone`, whose neighbours are not known. Raises DoesNotFit and
+    SettingsError."""
     tables = vllm_tables(settings, cards, cuda_bytes() if settings.generator.device != "cpu" else [], alone)
     for device in devices_here(settings):
         trains, samples = _who(device, settings, alone)
@@ -74,13 +75,14 @@ def plan_on(
 
 
 def devices_here(settings: Settings) -> list[Device]:
-    """Those that trainer and generators are to compute on, of a trainer's ranks the first; of devices that are not
-    there the workers will speak."""
+    """The devices of the trainer (the first of its ranks) and of the generators. A device that does not exist is left
+    out: the workers will report it."""
     cuda = {f"cuda:{number}": size for number, size in enumerate(cuda_bytes())}
     found = []
     for name in dict.fromkeys(_place(worker.device, bool(cuda)) for worker in (settings.trainer, settings.generator)):
         if name == "cpu":
-            files = stored_bytes(Path(settings.base_dir)) if settings.base_dir else 0  # they may be mapped, or will go
+            # the memory of these files may be shared with the new workers, or is freed
+            files = stored_bytes(Path(settings.base_dir)) if settings.base_dir else 0
             found.append(Device(name, free_bytes() + files))
         elif name in cuda:
             trainer = settings.trainer
@@ -90,25 +92,26 @@ def devices_here(settings: Settings) -> list[Device]:
 
 
 def _who(device: Device, settings: Settings, alone: str) -> tuple[bool, bool]:
-    """Whether the trainer is on the device, and whether the generators are. Both are on a device that is not here."""
+    """Whether the trainer is on the device, and whether generators are. A device of another machine has both."""
     here = [_place(worker.device, device.kind == "cuda") for worker in (settings.trainer, settings.generator)]
     trains, samples = (here[0] == device.name, here[1] == device.name) if _known(device) else (True, True)
     return trains and alone != "generator", samples and alone != "trainer"
 
 
 def _known(device: Device) -> bool:
-    """Whether it is of this machine."""
+    """Whether the device is one of this machine."""
     return device.name == "cpu" or device.name.startswith("cuda:")
 
 
 def _place(asked: str, cuda: bool) -> str:
-    """As `workers.model.device` chooses."""
+    """The device's name, chosen as in `workers.model.device`."""
     name = ("cuda" if cuda else "cpu") if asked == "auto" else asked
     return "cuda:0" if name == "cuda" else name
 
 
 def _with(settings: Settings, found: Plan, trains: bool, samples: bool, alone: str) -> Settings:
-    """Where the settings leave it open, a pass takes what all ranks compute at once, or one twice."""
+    """The settings with the plan's values. Unless the settings say otherwise, a pass takes as many tokens as all ranks
+    compute at once, or twice as many as a single one does."""
     trainer, generator = settings.trainer, settings.generator
     if trains:
         tokens = {"microbatch_tokens": found.microbatch_tokens}

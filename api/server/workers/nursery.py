@@ -15,20 +15,22 @@ from workers.nursery import STATUS, Birth, die_with_parent
 
 
 class Forked:
-    """A worker that was forked. `status` says how it has ended."""
+    """A forked worker. `status` tells how it ended."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self.pid, self._status = pid, status
 
     async def ended(self) -> int:
-        """Until it has; its exit code, or minus the signal that killed it."""
+        """Wait for its end; returns its exit code, or minus the signal that killed it."""
         with self._status:
-            return await _said(self._status, at_end=-signal.SIGKILL)  # the kernel's, with the nursery
+            # if the nursery died, the kernel has killed the worker
+            return await _said(self._status, at_end=-signal.SIGKILL)
 
 
 class Nursery:
-    """Forks workers, from a process that starts with the first of them, or `ahead` of it. When it dies the workers do,
-    and it is started again with the next. Used by the main thread: the kernel kills it with the one that started it."""
+    """Forks workers from a process of its own, which starts with the first worker, or earlier by `ahead`. If that
+    process dies, its workers die with it, and the next fork starts it again. To be used by the main thread: the kernel
+    kills the process with the thread that started it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command, self._environment = command, environment
@@ -36,7 +38,7 @@ class Nursery:
         self._door: socket.socket | None = None
 
     def ahead(self) -> None:
-        """It has much to import. Raises OSError."""
+        """Start the process already, because it has much to import. Raises OSError."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,7 +59,7 @@ class Nursery:
             self._door = door
 
     async def fork(self, role: str, environment: Mapping[str, str], link: int, output: int) -> Forked:
-        """A worker with these descriptors. Raises OSError."""
+        """Fork a worker with these file descriptors. Raises OSError."""
         self.ahead()
         assert self._door is not None
         status, theirs = socket.socketpair()
@@ -75,7 +77,7 @@ class Nursery:
         return Forked(pid, status)
 
     def close(self) -> None:
-        """No worker is left."""
+        """End the process; its workers have ended."""
         if self._process is not None and self._door is not None:
             self._door.close()
             self._process.kill()
@@ -84,7 +86,7 @@ class Nursery:
 
 
 async def _said(status: socket.socket, at_end: int) -> int:
-    """The next number."""
+    """The next number from the process."""
     try:
         word = await asyncio.get_running_loop().sock_recv(status, STATUS.size)
     except ConnectionResetError:

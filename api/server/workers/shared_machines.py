@@ -29,7 +29,7 @@ from workers.model.card import ModelCard
 
 P = ParamSpec("P")
 
-#: Threads for calls to Redis and the database; a few of them always wait inside of Redis.
+#: Threads for calls to Redis and the database; a few of them always wait inside of a call to Redis.
 THREADS = 24
 
 
@@ -89,10 +89,10 @@ class SharedMachines:
         self._tasks = [asyncio.create_task(work()) for work in works]
 
     async def ready(self) -> None:
-        """At once: workers come to Redis, and do so when they like."""
+        """Returns at once: workers come to Redis whenever they like."""
 
     def drain(self) -> None:
-        """From now on nothing new is accepted here."""
+        """Accept nothing new here from now on."""
         self.journal.draining = True
 
     async def stop(self) -> None:
@@ -137,10 +137,10 @@ class SharedMachines:
         return term.journal.waiting(op_id) if term is not None else None
 
     def _in_loop(self, hear: Callable[P, None]) -> Callable[P, None]:
-        """`hear` for a listener's thread."""
+        """Makes `hear`, which runs in the event loop, callable from a listener's thread."""
 
         def told(*arguments: P.args, **_: P.kwargs) -> None:
-            with suppress(RuntimeError):  # the loop has closed meanwhile
+            with suppress(RuntimeError):  # the loop was closed meanwhile
                 self._loop.call_soon_threadsafe(hear, *arguments)
 
         return told

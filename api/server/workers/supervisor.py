@@ -24,14 +24,14 @@ from scheduler.links.configs import OF_ANOTHER_VERSION
 
 log = logging.getLogger(__name__)
 
-#: Takes over the server's end of a link (and closes it); ends when the link has closed.
+#: Takes over, and closes, the server's end of a link; returns when the link has closed.
 Attach = Callable[[str, socket.socket], Awaitable[None]]
 
-#: After this many starts that led nowhere, and none that did, something is wrong that will not pass.
+#: After this many starts in a row without success, the cause is taken to be permanent.
 START_ATTEMPTS = 5
 #: A worker whose link has closed should be about to exit; after this long it is killed.
 LINGER_S = 5.0
-#: Of a worker of another version; it is tried so seldom, for the files may be put back.
+#: The pause before a worker of another version is started again: the right files may be put back.
 STRANGER = "is of another version than the server, whose files were replaced while it ran: start the server anew"
 STRANGER_S = 60.0
 #: Between SIGTERM and SIGKILL.
@@ -44,8 +44,8 @@ class WorkerFailed(RuntimeError):
 
 @dataclass
 class Backoff:
-    """The pause before a restart: it doubles with every short life and begins anew after a healthy one. A worker lives
-    from when it has attached: a long start is no life."""
+    """The pause before a restart: it doubles with every short life and begins anew after a healthy one. A life begins
+    when the worker has attached: a long start does not count."""
 
     first_s: float = 0.1
     most_s: float = 5.0
@@ -86,7 +86,7 @@ class Supervisor:
         await asyncio.gather(*(keeper.came_up() for keeper in self._keepers))
 
     def retire(self) -> None:
-        """Do not restart from now on: call it before workers are told to drain."""
+        """Do not restart workers from now on; call it before they are told to drain."""
         for keeper in self._keepers:
             keeper.retire()
 
@@ -94,7 +94,7 @@ class Supervisor:
         """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after."""
         self.retire()
         for keeper in self._keepers:
-            if keeper.loading_since is not None:  # it holds no work, and nobody could tell it to drain
+            if keeper.loading_since is not None:  # it holds no work, and cannot be told to drain
                 keeper.signal(signal.SIGTERM)
         if not await self._all_ended(grace_s):
             for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
@@ -108,7 +108,7 @@ class Supervisor:
         return [keeper.status() for keeper in self._keepers]
 
     def loading_s(self) -> dict[str, float]:
-        """The workers that have been started and have not attached, by role, and since when."""
+        """Since when each worker that has not attached yet has been loading, by role."""
         found = {keeper.program.role: keeper.loading_since for keeper in self._keepers}
         return {role: time.monotonic() - since for role, since in found.items() if since is not None}
 
@@ -170,13 +170,13 @@ class _Keeper:
             )
 
     def retire(self) -> None:
-        """No successor from now on."""
+        """Start no successor from now on."""
         self.retired.set()
         if self._starting is not None:
             self._starting.cancel()
 
     def signal(self, number: signal.Signals) -> None:
-        """To the worker and all that it has started."""
+        """Send a signal to the worker and all its descendants."""
         if self._process is not None:
             self._process.signal(number)
 
@@ -204,9 +204,9 @@ class _Keeper:
         try:
             await asyncio.wait({link, exited}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({exited}, timeout=LINGER_S)
-            if self.retired.is_set():  # it may have much to write yet: `stop` says how long
+            if self.retired.is_set():  # it may still have much to write: `stop` sets the time for that
                 await asyncio.wait({exited})
-            process.signal(signal.SIGKILL)  # also what it may have left behind
+            process.signal(signal.SIGKILL)  # also descendants that it may have left behind
             code = await exited
             self._process = None
             await asyncio.gather(link, output)
@@ -235,7 +235,7 @@ class _Keeper:
 
 
 async def _has_spoken(sock: socket.socket) -> bool:
-    """Wait for a byte, and leave it where it is. False when the link closed without one."""
+    """Wait for a first byte, without reading it. False if the link closed without one."""
     loop = asyncio.get_running_loop()
     said = asyncio.Event()
     loop.add_reader(sock, said.set)

@@ -1,4 +1,4 @@
-"""Where the vLLMs lie that the settings have started here: which GPUs each has, and whether it fits them.
+"""Where the vLLMs that the settings start here run: which GPUs each one has, and whether it fits into them.
 
 Every base model has a vLLM of its own in every generator of that kind, and no GPU belongs to two of them. They take the
 GPUs in order, from the generator's device on.
@@ -15,12 +15,12 @@ from workers.model.planning.plan import MOST_SLOTS, Device, DoesNotFit, gib
 from workers.model.planning.vllm_options import OPTIONS, BadOption, Layout, checked
 from workers.model.planning.vllm_plan import UTILIZATION, check_layout, plan_vllm
 
-#: What a vLLM's processes take of a CPU's memory beside weights, keys and values.
+#: How much CPU memory vLLM's processes take beside weights, keys and values.
 CPU_PROCESS_BYTES = 1280 << 20
 
 
 def options_of(settings: Settings) -> dict[str, object]:
-    """Raises SettingsError."""
+    """vLLM's options from the settings. Raises SettingsError."""
     try:
         return checked(settings.generator.vllm.options)
     except BadOption as error:
@@ -28,7 +28,7 @@ def options_of(settings: Settings) -> dict[str, object]:
 
 
 def started_here(settings: Settings, alone: str = "") -> int:
-    """Generators whose vLLM is started here; `alone`: of a worker of that role by itself."""
+    """The generators whose vLLM is started here; with `alone`, only the worker of that role."""
     kinds = settings.generator.kinds[:1] if alone else settings.generator.kinds
     if alone == "trainer":
         return 0
@@ -36,7 +36,7 @@ def started_here(settings: Settings, alone: str = "") -> int:
 
 
 def gpus_of(settings: Settings, models: Sequence[str], number: int) -> dict[str, list[int]]:
-    """The GPUs of each model's vLLM in the generator that is the `number`-th, from 0, whose vLLM is started here."""
+    """The GPUs of each model's vLLM, in the `number`-th generator (from 0) whose vLLM is started here."""
     _, _, first = settings.generator.device.partition(":")
     each = Layout.of(options_of(settings)).gpus
     begin = int(first or 0) + number * each * len(models)
@@ -44,7 +44,7 @@ def gpus_of(settings: Settings, models: Sequence[str], number: int) -> dict[str,
 
 
 def taken_bytes(device: Device, settings: Settings, cards: Mapping[str, ModelCard], alone: str = "") -> int:
-    """Of a device that others compute on, too."""
+    """How many bytes the vLLMs take of a device that other workers use, too."""
     count, options = started_here(settings, alone), options_of(settings)
     if not count:
         return 0
@@ -61,7 +61,8 @@ def taken_bytes(device: Device, settings: Settings, cards: Mapping[str, ModelCar
 def vllm_tables(
     settings: Settings, cards: Mapping[str, ModelCard], gpu_bytes: Sequence[int], alone: str = ""
 ) -> list[str]:
-    """What each model's vLLM takes of each of its GPUs, for people. Raises DoesNotFit, also where there are too few."""
+    """For people: what each model's vLLM takes of each of its GPUs. Raises DoesNotFit, also if there are too few
+    GPUs."""
     count, options = started_here(settings, alone), options_of(settings)
     for card in cards.values() if count else ():
         check_layout(card.config, Layout.of(options))
@@ -87,7 +88,7 @@ def vllm_tables(
 
 
 def vllm_table(settings: Settings, card: ModelCard, device: Device) -> str:
-    """One model's. Raises DoesNotFit."""
+    """The same for one model. Raises DoesNotFit."""
     vllm, generator = settings.generator.vllm, settings.generator
     dtype = "bfloat16" if generator.dtype == "auto" else generator.dtype
     parts = plan_vllm(

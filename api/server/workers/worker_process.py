@@ -33,7 +33,7 @@ class WorkerProgram:
 
     @property
     def first_word(self) -> bytes:
-        """The config as it goes over the link."""
+        """The config as bytes for the link."""
         return frame(self.config) if self.config is not None else b""
 
 
@@ -41,11 +41,11 @@ class Process(Protocol):
     pid: int
 
     async def ended(self) -> int:
-        """Until it has; its exit code, or minus the signal that killed it."""
+        """Wait for its end; returns its exit code, or minus the signal that killed it."""
 
 
 class Executed:
-    """A worker that was started as any program is."""
+    """A worker started as a program."""
 
     def __init__(self, program: WorkerProgram, link: socket.socket, output: int) -> None:
         self._process = subprocess.Popen(
@@ -55,7 +55,7 @@ class Executed:
             stderr=subprocess.STDOUT,
             env={**os.environ, **program.environment},
             pass_fds=(link.fileno(),),
-            start_new_session=True,  # Ctrl-C at a terminal reaches the server only, which then drains
+            start_new_session=True,  # Ctrl-C at a terminal then reaches only the server, which drains
             preexec_fn=die_with_parent,
         )
         self.pid = self._process.pid
@@ -70,7 +70,7 @@ class Executed:
 
         def wait() -> None:
             code = self._process.wait()
-            with suppress(RuntimeError):  # the loop has closed meanwhile
+            with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(tell, code)
 
         threading.Thread(target=wait, name=f"waits for process {self.pid}", daemon=True).start()
@@ -90,7 +90,7 @@ async def start(program: WorkerProgram, nursery: Nursery | None = None) -> Worke
             process = await nursery.fork(role, program.environment, theirs.fileno(), written)
         else:
             process = Executed(program, theirs, written)
-        with suppress(OSError):  # it has died, as will be told
+        with suppress(OSError):  # it has died already, which is reported later
             link.sendall(program.first_word)
     except BaseException:
         link.close()
@@ -110,7 +110,7 @@ class WorkerProcess:
         self._role, self._output = role, output
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process and all that it has started."""
+        """Send a signal to the process and all its descendants."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

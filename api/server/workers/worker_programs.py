@@ -32,10 +32,11 @@ from workers.model.planning.plan import LEAST_ADAPTER_BYTES, MOST_SLOTS
 from workers.nursery import NURSERY
 
 _ROOT = Path(__file__).resolve().parents[3]
-#: -P: a folder named `workers` in the working directory must not be taken for ours.
+#: -P: a folder named `workers` in the working directory must not be taken for our package.
 _PROGRAM = (sys.executable, "-P", "-m", "workers")
-#: What glibc reads when a program starts: huge pages where the kernel leaves that to programs, and memory of one pass
-#: kept for the next instead of given back to the system (docs/performance.md, "Memory of the workers").
+#: Settings that glibc reads at a program's start: huge pages, if the kernel leaves that to programs; and the memory of
+#: one pass is kept for the next, instead of being returned to the system (docs/performance.md, "Memory of the
+#: workers").
 _TUNABLES = {
     "glibc.malloc.hugetlb": "1",
     "glibc.malloc.mmap_threshold": str(32 << 20),
@@ -44,7 +45,7 @@ _TUNABLES = {
 
 
 def new_nursery() -> Nursery:
-    """Of the embedded workers."""
+    """The nursery of the embedded workers."""
     return Nursery([*_PROGRAM, NURSERY], _environment(threads=1) | memory_of_workers())
 
 
@@ -68,7 +69,7 @@ def lone_worker(settings: Settings, models: Mapping[str, Path], role: str) -> Wo
     if role == "trainer":
         return _program(role, _trainer(settings, models))
     kind, urls = settings.generator.kinds[0], _vllm_urls(settings, models)
-    # The data folder is for all: this one writes its adapters to a temporary one.
+    # The data folder is shared by many workers, so this one writes its adapters to a temporary folder.
     engine = _vllm(settings, models, "".join(urls[:1]), "", count()) if kind == "vllm" else _torch(settings.generator)
     return _program(role, _generator(settings, models, engine))
 
@@ -78,7 +79,7 @@ def _numbered(role: str, number: int) -> str:
 
 
 def _trainer(settings: Settings, models: Mapping[str, Path], trainers: int = 1, pages: str = "pages") -> TrainerConfig:
-    """One of so many `trainers` on this machine."""
+    """The config of one of `trainers` trainers on this machine."""
     trainer = settings.trainer
     bounds = TrainerBounds(
         microbatch_tokens=trainer.microbatch_tokens,
@@ -140,7 +141,7 @@ def _torch(generator: GeneratorSettings) -> TorchConfig:
 
 
 def _vllm(settings: Settings, models: Mapping[str, Path], url: str, folder: str, here: Iterator[int]) -> VllmConfig:
-    """`here` numbers those that are started here."""
+    """`here` numbers the vLLMs that are started here."""
     vllm = settings.generator.vllm
     return VllmConfig(
         folder=folder,
@@ -156,7 +157,7 @@ def _vllm(settings: Settings, models: Mapping[str, Path], url: str, folder: str,
 
 
 def _vllm_urls(settings: Settings, models: Mapping[str, Path]) -> list[str]:
-    """The vLLM servers that are there already."""
+    """The addresses of vLLM servers that run already."""
     urls = list(settings.generator.vllm.urls)
     if urls and len(models) > 1:
         raise SettingsError("generator.vllm.urls: a vLLM server has one base model, and this service has several")
@@ -164,7 +165,7 @@ def _vllm_urls(settings: Settings, models: Mapping[str, Path]) -> list[str]:
 
 
 def _vllm_program(settings: Settings) -> Path:
-    """The `vllm` command. Raises SettingsError when it is not there."""
+    """The `vllm` command. Raises SettingsError if it is not installed."""
     program = settings.generator.vllm.program
     found = program.expanduser().absolute() if program.name else _ROOT / ".vllm" / "bin" / "vllm"
     if not found.is_file():
@@ -173,7 +174,7 @@ def _vllm_program(settings: Settings) -> Path:
 
 
 def memory_of_workers() -> dict[str, str]:
-    """For the environment of a program that computes: our tunables beside the operator's own, which win. Empty without
+    """The environment of a computing program: our glibc settings, unless the operator sets them. Empty without
     glibc."""
     if platform.libc_ver()[0] != "glibc":
         return {}
@@ -186,7 +187,7 @@ def memory_of_workers() -> dict[str, str]:
 def _program(role: str, config: WorkerConfig) -> WorkerProgram:
     environment = _environment(config.basics.threads)
     vllm = isinstance(config, GeneratorConfig) and isinstance(config.engine, VllmConfig)
-    if not vllm:  # which inherits this environment, and has ways of its own
+    if not vllm:  # vLLM inherits this environment, and manages its memory itself
         environment |= memory_of_workers()
     return WorkerProgram(
         role,
