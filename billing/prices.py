@@ -90,17 +90,18 @@ class PriceList:
 
     @property
     def begins(self) -> datetime:
-        """When the first version does. What was accepted earlier has no price."""
+        """When the first version begins. What was accepted earlier has no price."""
         return self._starts[0]
 
     def unnamed(self, models: Iterable[str], at: datetime) -> str:
-        """Which of them have no price of their own then, for the operator to know; "" where all have."""
+        """A warning for the operator about models without prices of their own; "" if all have them."""
         version = self._versions[max(0, bisect_right(self._starts, at) - 1)]
         found = ", ".join(sorted(set(models) - version.models.keys()))
         return found and f'{found}: no price of its own, so work costs what prices.models."{ANY_MODEL}" says'
 
     def rate(self, model: str, kind: str, at: datetime) -> Rate:
-        """The rate for work accepted at `at` (with its time zone). PriceError when no version held then."""
+        """The rate for work accepted at `at` (with its time zone). Raises PriceError if no version was in force
+        then."""
         index = bisect_right(self._starts, at)
         if index == 0:
             raise PriceError(f"no prices hold at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}")

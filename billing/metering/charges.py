@@ -31,8 +31,8 @@ _SUMS = ("quantity", "amount_nusd", "events")
 
 @dataclass(frozen=True)
 class Charge:
-    """One operation that has ended: `quantities` used, by kind (empty if it failed), and the amount held for it, None
-    for storage, which is not held for. `accepted_at` decides prices and the budgets' period."""
+    """An operation that has ended: the `quantities` used, by kind (empty if it failed), and its hold; None for storage,
+    which has no hold. `accepted_at` decides prices and the budgets' period."""
 
     payer: Payer
     session_id: str
@@ -54,8 +54,8 @@ def settle(session: Session, charges: Sequence[Charge], prices: PriceList, now: 
 
 
 class Posting:
-    """What operations cost, and what that moves: read (unless it is `found`) and computed at once, written by
-    `store`."""
+    """The charges of operations and what they move. Accounts are read (unless given as `found`) and everything is
+    computed at once; `store` writes it."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Posting:
 
 
 def check_prices(session: Session, prices: PriceList) -> None:
-    """Raises PriceError when something to be charged yet, an operation or storage, is older than all prices."""
+    """Raise PriceError if an operation or storage that is still to be charged is older than all prices."""
     accepted = session.scalar(select(func.min(Operation.accepted_at)).where(Operation.state == "queued"))
     stored = session.scalar(select(func.min(StorageSpan.metered_until)))
     oldest = min(filter(None, (accepted, stored)), default=prices.begins)
@@ -147,8 +147,8 @@ def _events(charge: Charge, prices: PriceList, settlement: str, now: datetime) -
 
 
 def _hours(events: list[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
-    """The rows of `usage_hourly` that events recorded now add up to. Sorted, so that two writers that share rows of an
-    hour do not deadlock."""
+    """The rows of `usage_hourly` to which events recorded now are added. Sorted, so that two writers with common rows
+    do not deadlock."""
     hour = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
     sums: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
     for event in events:

@@ -1,8 +1,8 @@
 """What one organisation may keep here at a time: bytes, runs, sessions, archives, losses.
 
 The server's settings have the defaults (`store.settings.Limits`), the organisation's row what the operator has set
-otherwise (`weftd org quota`). Who adds to one of them checks in the write that adds, in the lock of the organisation,
-so that many at once cannot pass it together. Results are the exception: the oldest go
+otherwise (`weftd org quota`). Code that adds to a quota checks it in the same write, under the organisation's lock, so
+that many at once cannot exceed it together. Results are the exception: the oldest go
 (`scheduler.journal.ending.results`).
 """
 
@@ -18,13 +18,13 @@ from sqlalchemy.orm import Session
 from store import tables
 from store.settings import Limits
 
-#: Losses of a session that is over are kept for so long.
+#: How long losses are kept after their session has ended.
 LOSSES_LAST = timedelta(hours=24)
 
 
 class QuotaReached(Exception):
-    """An organisation would have more than it may; the message says of what, and what helps. `ever` is false for what
-    is larger than the whole quota, which no deleting makes room for."""
+    """An organisation would have more than it may; the message says of what, and what helps. `ever` is false if this
+    alone is larger than the whole quota: no deleting makes room for it."""
 
     def __init__(self, message: str, ever: bool) -> None:
         super().__init__(message)
@@ -33,11 +33,12 @@ class QuotaReached(Exception):
 
 @dataclass(frozen=True)
 class Quota:
-    """`default` names its setting; `remedy` is what its owner can do."""
+    """`default` is the name of its setting; `remedy` tells the organisation what it can do."""
 
     default: str
     what: str
-    used: Callable[[Session, str], int] | None  # None: it is not in the database, and counted by who adds to it
+    # None: the database does not have it; the code that adds to it counts it
+    used: Callable[[Session, str], int] | None
     remedy: str
 
 
@@ -56,7 +57,7 @@ def claim(limits: Limits, quota: str, adds: int = 1) -> Claim:
 
 def check(session: Session, org_id: str, claim: Claim, coming: int = 0) -> None:
     """Raise QuotaReached unless the organisation may have that much more, beside what is `coming` and not in the
-    database yet. In its lock."""
+    database yet. Call it under the organisation's lock."""
     quota = QUOTAS[claim.quota]
     limit, used = limit_of(session, org_id, claim), coming + (quota.used(session, org_id) if quota.used else 0)
     more = "ask the operator for more (weftd org quota)"
@@ -80,7 +81,7 @@ def limit_of(session: Session, org_id: str, claim: Claim) -> int:
 
 @dataclass(frozen=True)
 class Standing:
-    """How an organisation stands to one of its quotas. `used` None: it is counted by who adds to it."""
+    """How much of a quota an organisation uses. `used` None: the code that adds to it counts it."""
 
     name: str
     limit: int
@@ -92,7 +93,7 @@ class Standing:
 
 
 def standings(session: Session, org_id: str, limits: Limits) -> list[Standing]:
-    """What an organisation may keep, and keeps."""
+    """All quotas of an organisation, with what it uses."""
     return [
         Standing(name, limit_of(session, org_id, claim(limits, name)), quota.used and quota.used(session, org_id))
         for name, quota in QUOTAS.items()
@@ -100,8 +101,8 @@ def standings(session: Session, org_id: str, limits: Limits) -> list[Standing]:
 
 
 def stored_bytes(session: Session, org_id: str) -> int:
-    """Of checkpoints and samplers, and of saves that are queued: by their runs, for what else is queued may be far
-    more."""
+    """Bytes of checkpoints and samplers, and of queued saves. The saves are found by their runs, since the organisation
+    may have far more else queued."""
     span, op, run = tables.StorageSpan, tables.Operation, tables.Run
     stored = select(func.sum(span.size_bytes)).where(span.org_id == org_id, span.ended_at.is_(None))
     live = select(run.id).where(run.org_id == org_id, run.state == "live")
@@ -120,12 +121,13 @@ def _sessions(session: Session, org_id: str) -> int:
 
 
 def _losses(session: Session, org_id: str) -> int:
-    """Of sessions that are active or ended lately. They are asked for apart, each by its index: with OR, all sessions
-    that there ever were are read."""
+    """Losses of sessions that are active or ended lately. The two are separate queries, each with its index: with OR,
+    all sessions that ever existed would be read."""
     op, owner, now = tables.Operation, tables.Session, datetime.now(UTC)
     query = select(func.count()).select_from(owner).join(op, op.lane == owner.id + ":loss")
     query = query.where(owner.org_id == org_id)
-    lately = owner.ended_at.between(now - LOSSES_LAST, now + LOSSES_LAST)  # later: by a clock that was ahead
+    # an end in the future was set by a clock that ran ahead
+    lately = owner.ended_at.between(now - LOSSES_LAST, now + LOSSES_LAST)
     return sum(session.scalar(query.where(kept)) or 0 for kept in (owner.state == "active", lately))
 
 

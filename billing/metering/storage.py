@@ -1,6 +1,6 @@
-"""Storage: every checkpoint is metered by the hour, from its commit to its deletion or expiry; and so are weights that
-have no name, for as long as a session has samplers on them. Weights whose name is gone, but which samplers or live runs
-are still on, stay stored for those, and are metered on: a name is no price.
+"""Storage: every checkpoint is metered by the hour, from its commit to its deletion or expiry; and so are unnamed
+weights, for as long as a session has samplers on them. Weights whose checkpoint is deleted while samplers or live runs
+still use them stay stored, and are metered on.
 
 A span is the time for which a checkpoint stores its bytes. `begin` and `end` are called in the transactions that make
 and delete checkpoints, so that spans are exact; `meter`, run every hour, also begins missing spans and ends those of
@@ -29,47 +29,48 @@ from store.tables import LOADS, Checkpoint, Operation, Run, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
-#: Metered at a time, at most: what a clock that is years ahead for a moment bills too much, which the hours that follow
-#: do not bill again.
+#: How far one call meters at most. If a clock is years ahead for a moment, this is all that is billed too early; the
+#: hours that follow are not billed again.
 MOST = timedelta(days=7)
-#: Spans metered in one transaction.
+#: How many spans one transaction meters.
 AT_A_TIME = 200
-#: The weights that an operation begins a run from, or loads into it.
+#: Source weights of operations that begin a run from a checkpoint, or load one.
 _SOURCE_REF = Operation.plan["source", "ref"].as_string()
-#: Spans of weights without their name have the whole `adapter_ref`: its last part may be the id of a checkpoint.
+#: A span of weights without a checkpoint has the whole `adapter_ref`: its last part may be the id of a checkpoint.
 _NAMELESS = StorageSpan.checkpoint_id.startswith("weights/")
 
 
 def begin(session: Session, checkpoint: Checkpoint, at: datetime) -> None:
-    """Begin the span of a checkpoint, whose row is flushed, at `at`."""
+    """Begin the span of a checkpoint at `at`; its row is flushed already."""
     _begin(session, checkpoint.id, checkpoint.run_id, checkpoint.size_bytes, at)
 
 
 def begin_sampler(session: Session, adapter_ref: str, run_id: str, size_bytes: int, at: datetime) -> None:
-    """Begin the span of weights that only samplers have, unless the run's session is over, and with it the samplers."""
+    """Begin the span of weights that only samplers use, unless the run's session, and so its samplers, has ended."""
     owner = session.scalar(select(tables.Session.state).join(tables.Run).where(tables.Run.id == run_id))
     if owner == "active":
         _begin(session, _weights_of(adapter_ref), run_id, size_bytes, at)
 
 
 def end_samplers(session: Session, adapter_refs: Iterable[str], at: datetime) -> None:
-    """End the spans of weights that no sampler has any more."""
+    """End the spans of weights that no sampler uses any more."""
     ids = [_weights_of(ref) for ref in adapter_refs if ref]
     chosen = StorageSpan.checkpoint_id.in_(ids), StorageSpan.ended_at.is_(None)
     session.execute(update(StorageSpan).where(*chosen).values(ended_at=at))
 
 
 def end_session(session: Session, session_id: str, at: datetime) -> None:
-    """A session is over, and with it the samplers on weights that have no name."""
+    """A session has ended: end the spans of unnamed weights that its samplers used."""
     unnamed = Sampler.session_id == session_id, Sampler.model_path.is_(None), Sampler.adapter_ref != ""
     end_samplers(session, session.scalars(select(Sampler.adapter_ref).where(*unnamed).distinct()).all(), at)
-    org = select(tables.Session.org_id).where(tables.Session.id == session_id).scalar_subquery()  # for the index
+    # so that the index is used
+    org = select(tables.Session.org_id).where(tables.Session.id == session_id).scalar_subquery()
     held = select(StorageSpan).where(StorageSpan.org_id == org, StorageSpan.ended_at.is_(None))
     _pass_on(session, session.scalars(held.where(StorageSpan.session_id == session_id, _NAMELESS)).all(), at)
 
 
 def _weights_of(adapter_ref: str) -> str:
-    """What a folder of weights is named by in its span."""
+    """The last part of a ref of weights, by which their span names them."""
     return adapter_ref.rpartition("/")[2]
 
 
@@ -99,19 +100,19 @@ def _span(owner: tables.Session, id: str, run_id: str, base_model: str, size_byt
 
 
 def end(session: Session, checkpoints: Sequence[Checkpoint], at: datetime) -> None:
-    """End the spans of checkpoints at `at`, or when each expired if that was earlier; from then on whoever is still on
-    their weights stores those."""
+    """End the spans of checkpoints at `at`, or when they expired if that was earlier. From then on the weights are
+    metered for those who still use them."""
     for checkpoint in checkpoints:
         chosen = StorageSpan.checkpoint_id == checkpoint.id, StorageSpan.ended_at.is_(None)
         session.execute(update(StorageSpan).where(*chosen).values(ended_at=_over(checkpoint, at)))
     for start in range(0, len(checkpoints), AT_A_TIME):
-        with unrestricted(session):  # published weights are others', too
+        with unrestricted(session):  # published weights may be used by other organisations
             _keep(session, checkpoints[start : start + AT_A_TIME], at)
 
 
 def expired(session: Session, now: datetime, *which: ColumnElement[bool]) -> Sequence[Checkpoint]:
-    """Some checkpoints whose time is over. In the locks of their organisations, until the transaction ends: under a
-    name whose time is over something else may be saved at this moment, and is not to be taken for it."""
+    """Some expired checkpoints, under the locks of their organisations until the transaction ends: another checkpoint
+    may be saved under an expired name at this moment, and must not be mistaken for it."""
     over = select(Checkpoint).where(Checkpoint.expires_at <= now, *which)
     found = session.scalars(over.order_by(Checkpoint.expires_at).limit(AT_A_TIME)).all()
     take_locks(session, {row.org_id for row in found})
@@ -124,8 +125,8 @@ def _over(checkpoint: Checkpoint, at: datetime) -> datetime:
 
 
 def _keep(session: Session, gone: Sequence[Checkpoint], at: datetime) -> None:
-    """Begin the spans of weights that stay though their checkpoints go: one for each organisation that is on them, and
-    has no other checkpoint of them."""
+    """Begin spans of weights that stay although their checkpoints are deleted: one for each organisation that uses them
+    and has no other checkpoint of them."""
     refs, ids = {row.ref for row in gone}, [row.id for row in gone]
     keepers = _keepers(session, refs)
     if not keepers:
@@ -146,8 +147,8 @@ def _keep(session: Session, gone: Sequence[Checkpoint], at: datetime) -> None:
 
 
 def _keepers(session: Session, refs: Collection[str]) -> list[tuple[str, tables.Session]]:
-    """(weights, a session that is not over and is on them: by a sampler, or a live run that was loaded from them); the
-    oldest first. For them the files stay (`scheduler.journal.ending.references`)."""
+    """(weights, a session that has not ended and uses them, by a sampler or a live run loaded from them), the oldest
+    first. Their files stay for these (`scheduler.journal.ending.references`)."""
     owner = tables.Session
     sampled = select(Sampler.adapter_ref, owner).join(owner, owner.id == Sampler.session_id)
     loaded = select(_SOURCE_REF, owner).join(Run, Run.id == Operation.lane).join(owner, owner.id == Run.session_id)
@@ -163,7 +164,8 @@ def _keepers(session: Session, refs: Collection[str]) -> list[tuple[str, tables.
 
 
 def _pass_on(session: Session, spans: Sequence[StorageSpan], at: datetime) -> None:
-    """The sessions of these spans are over: others of their organisations that are on the same weights go on."""
+    """The sessions of these spans have ended: other sessions of their organisations that use the same weights continue
+    them."""
     if not spans:
         return
     keepers = _keepers(session, {span.checkpoint_id for span in spans})
@@ -183,8 +185,8 @@ def byte_hours(size_bytes: int, start: datetime, stop: datetime) -> int:
 
 
 def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int]:
-    """Meter all spans in hours that are over by `now`, up to a week later than any was metered or begun. For the jobs;
-    may be called at any time, repeatedly."""
+    """Meter all spans in hours that have ended by `now`, up to a week after the last metered or begun one. For the
+    jobs; may be called at any time, repeatedly."""
     counts = {"begun": database.write_now(lambda s: _adopt(s, now))}
     while database.write_now(lambda s: _end_expired(s, now)):
         pass
@@ -201,8 +203,8 @@ def meter(database: Database, prices: PriceList, now: datetime) -> dict[str, int
 
 
 def _adopt(session: Session, now: datetime) -> int:
-    """Begin the spans of checkpoints that have none: they were made before storage was metered."""
-    take_locks(session, ["storage spans"])  # two that look at once would begin two spans for one checkpoint
+    """Begin spans of checkpoints without one: they were made before storage was metered."""
+    take_locks(session, ["storage spans"])  # two processes at once would begin two spans for one checkpoint
     open_spans = select(StorageSpan.checkpoint_id).where(StorageSpan.ended_at.is_(None))
     alive = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now)
     found = session.scalars(select(Checkpoint).where(Checkpoint.id.not_in(open_spans), alive)).all()
@@ -212,7 +214,7 @@ def _adopt(session: Session, now: datetime) -> int:
 
 
 def _end_expired(session: Session, now: datetime) -> int:
-    """End some spans of checkpoints that have expired and wait to be deleted."""
+    """End some spans of checkpoints that have expired but are not deleted yet."""
     metered = Checkpoint.id.in_(select(StorageSpan.checkpoint_id).where(StorageSpan.ended_at.is_(None)))
     over = expired(session, now, metered)
     end(session, over, now)
@@ -220,8 +222,7 @@ def _end_expired(session: Session, now: datetime) -> int:
 
 
 def _abandon(session: Session, now: datetime) -> int:
-    """End the spans of checkpoints and samplers that are gone. An end that is hours from `now` is from a clock that was
-    ahead."""
+    """End spans of checkpoints and samplers that are gone. An end that is hours from `now` was set by a fast clock."""
     ahead = StorageSpan.ended_at > now + HOUR, StorageSpan.metered_until <= now
     session.execute(update(StorageSpan).where(*ahead).values(ended_at=now))
     active = select(tables.Session.id).where(tables.Session.state == "active")
@@ -243,14 +244,14 @@ def _meter_some(session: Session, prices: PriceList, until: datetime, now: datet
     they cost."""
     span = StorageSpan
     over = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    # A span that ended after `until` is not over by then: an hour is metered in one piece.
+    # A span that ends after `until` is not over by then: an hour is metered in one piece.
     due = select(span).where(or_(span.metered_until < over, span.ended_at <= until), span.metered_until <= until)
     chosen = session.scalars(due.order_by(span.org_id, span.id).limit(AT_A_TIME)).all()
     take_locks(session, {span.org_id for span in chosen})
     query = select(span).where(span.id.in_([span.id for span in chosen])).execution_options(populate_existing=True)
     charges: list[Charge] = []
     pieces = 0
-    for row in session.scalars(query):  # again: another process may have metered them while this one waited
+    for row in session.scalars(query):  # read again: another process may have metered them meanwhile
         ended = row.ended_at is not None and row.ended_at <= until
         stop = row.ended_at if row.ended_at is not None and ended else over
         found = _charges(row, list(hours(row.metered_until, stop)))
@@ -264,7 +265,7 @@ def _meter_some(session: Session, prices: PriceList, until: datetime, now: datet
 
 
 def hours(start: datetime, stop: datetime) -> Iterator[tuple[datetime, datetime]]:
-    """The pieces of a stretch of time, cut at full hours of UTC."""
+    """The pieces of a time, cut at full hours of UTC."""
     start = start.astimezone(UTC)
     while start < stop:
         following = start.replace(minute=0, second=0, microsecond=0) + HOUR

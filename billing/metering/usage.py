@@ -43,8 +43,8 @@ def summary(session: Session, org_id: str, run_id: str | None = None, since: dat
 
 
 def held_nusd(session: Session, org_id: str, run_id: str | None = None) -> int:
-    """The most that operations under way can cost, of an organisation or of one run. Read before `summary`, so that
-    what ends in between is counted twice rather than not at all."""
+    """The most that operations under way can cost, of an organisation or of one run. Read it before `summary`: what
+    ends in between is then counted twice rather than not at all."""
     op = Operation
     query = select(func.coalesce(func.sum(op.hold_nusd), 0))
     query = query.where(op.state == "queued", any_index_but(op.org_id) == org_id)

@@ -31,7 +31,8 @@ _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
 
 
 def _read(dialect: str) -> Select[Any]:
-    """Each wallet with each of its budgets and that budget's periods: one row with None for them if there are none."""
+    """Each wallet with each of its budgets and each period of those; None in place of budgets or periods that do not
+    exist."""
     of_payer = and_(_B.org_id == _W.org_id, among(_B.org_id, "orgs")[dialect], among(_B.scope_id, "scopes")[dialect])
     of_time = and_(_P.budget_id == _B.id, among(_P.start, "starts")[dialect])
     return (
@@ -112,9 +113,9 @@ class PeriodRow:
 
 
 class OutOfMoney(Exception):
-    """An operation may cost more than a limit allows; or it costs nothing (`needed_nusd` is 0), and nothing of the
-    limit is left. Amounts are in nano-USD; `limit` names the limit, `figures` says what it is and what was spent of it,
-    `remedy` what helps; `scope` is wallet, or that of the budget."""
+    """An operation could cost more than a limit allows; or it costs nothing (`needed_nusd` is 0), but the limit is used
+    up. Amounts are in nano-USD; `limit` names the limit, `figures` says how much it is and what was spent of it,
+    `remedy` what helps; `scope` is "wallet", or the budget's."""
 
     def __init__(
         self, scope: str, limit: str, figures: str, remedy: str, needed_nusd: int, available_nusd: int, held_nusd: int
@@ -130,7 +131,7 @@ class OutOfMoney(Exception):
 
 
 def period_start(period: str, at: datetime) -> datetime:
-    """The start of the period that `at` is in: its month in UTC, or EVER."""
+    """The start of the period that contains `at`: its month in UTC, or EVER."""
     if period == "total":
         return EVER
     at = at.astimezone(UTC)
@@ -147,15 +148,15 @@ def wanted(payers: Collection[Payer], at: Collection[datetime]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Found:
-    """The rows that READ has found, and what they were asked for with."""
+    """The rows that READ found, and the parameters it was run with."""
 
     wanted: dict[str, Any]
     rows: list[Any]
 
 
 class Accounts:
-    """The accounts of some payers. `at` are the times at which their operations were accepted; `found` is what is read
-    of them already, in this transaction."""
+    """The accounts of some payers. `at` are the times at which their operations were accepted; `found` is what this
+    transaction has read of them already."""
 
     def __init__(
         self,
@@ -177,8 +178,9 @@ class Accounts:
             self._read_grants(granted)
 
     def hold(self, payer: Payer, amount_nusd: int, at: datetime) -> None:
-        """Hold an amount for an operation accepted at `at`. One that costs nothing needs some money that is not spent
-        yet; it may be held, for then its owner has paid for what it is about. Raises OutOfMoney, with nothing held."""
+        """Hold an amount for an operation accepted at `at`. An operation that costs nothing still needs some money that
+        is not spent; that may be held, since its owner has then paid for the work that it belongs to. Raises
+        OutOfMoney, with nothing held."""
         wallet = self._wallets[payer.org_id]
         limits = self._limits(payer, at)
         self._check_wallet(wallet, amount_nusd)
@@ -205,8 +207,8 @@ class Accounts:
             self._alert(budget, period, before)
 
     def expire_grants(self) -> int:
-        """Take back expired grants of these organisations, except what is held, which running work was promised; but
-        not while the time is not believed. Returns the number of grants with something to take back."""
+        """Take back expired grants of these organisations, except for held amounts, which were promised to running
+        work; and not while the time is not believed. Returns how many grants had something to take back."""
         expired = 0
         for org_id, grants in self._grants.items():
             wallet = self._wallets[org_id]
@@ -243,7 +245,7 @@ class Accounts:
     # ---- reading
 
     def _read(self, wanted: dict[str, Any], found: Found | None) -> list[str]:
-        """Read wallets and budgets. Returns the organisations with grants that are not used up; most have none."""
+        """Read wallets and budgets. Returns the organisations that have unused grants; most have none."""
         connection, org_ids = self._connection, wanted["orgs"]
         rows = found.rows if found is not None and found.wanted == wanted else ask(connection, (READ, wanted))[0]
         if len({row[0] for row in rows}) < len(org_ids):
@@ -254,7 +256,7 @@ class Accounts:
         for limit in budgets.values():
             self._budgets[limit.org_id, limit.scope, limit.scope_id].append(limit)
         for budget_id, start, spent, held in ((row[6], *row[14:]) for row in rows if row[14] is not None):
-            # PostgreSQL says it in its own time zone, where it may be of another month.
+            # PostgreSQL returns it in its own time zone, where it may be in another month.
             self._periods[budget_id, start] = PeriodRow(budget_id, start.astimezone(UTC), spent, held)
         return sorted({row[0] for row in rows if row[5]})
 
@@ -265,7 +267,7 @@ class Accounts:
             self._grants[grant.org_id].append(grant)
 
     def _limits(self, payer: Payer, at: datetime) -> list[tuple[BudgetLimit, PeriodRow]]:
-        """The budgets that an operation accepted at `at` counts towards, in their periods."""
+        """The budgets, in their periods, that count an operation accepted at `at`."""
         if not self._budgets:
             return []
         month = period_start("month", at)
@@ -309,7 +311,7 @@ class Accounts:
             "type": "expiry",
             "amount_nusd": -amount_nusd,
             "ref_type": "grant",
-            "ref_id": f"{grant.id}:{grant.remaining_nusd}",  # in parts, when some of it was held
+            "ref_id": f"{grant.id}:{grant.remaining_nusd}",  # taken back in parts, if some of it was held
             "memo": f"credit of {grant.created_at:%Y-%m-%d}",
             "at": self._now,
         }
@@ -333,15 +335,15 @@ def record_alerts(
 
 
 def check_left(session: Session, payer: Payer, now: datetime) -> None:
-    """For what costs nothing by itself and is no operation: raise OutOfMoney unless one that costs nothing would be
-    accepted now. Call it in a write that has the lock of the organisation."""
+    """For an action that is no operation and costs nothing by itself: raise OutOfMoney unless an operation that costs
+    nothing would be accepted now. Call it in a write that has the organisation's lock."""
     accounts = Accounts(session, {payer}, {now}, now)
     accounts.hold(payer, 0, now)
     accounts.store()
 
 
 def _left(wallet: WalletRow, amount_nusd: int) -> int | None:
-    """What an operation of that cost may use: what is not spent; if it costs something, what is not held either."""
+    """How much an operation of that cost may use: what is not spent; if it costs something, less what is held."""
     available = available_nusd(wallet)
     return available if available is None or amount_nusd else available + wallet.held_nusd
 

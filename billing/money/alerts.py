@@ -1,5 +1,5 @@
-"""What operators are told: alerts, raised once for each (kind, ref) in the transaction that finds the reason; and
-gauges of the money for their monitoring, read from the database on each request."""
+"""For operators: alerts, raised once for each (kind, ref) in the transaction that finds the reason; and gauges about
+money for their monitoring, read from the database on each request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def raise_alert(
 
 
 def resolve_alert(session: Session, *, kind: str, ref: str, now: datetime) -> None:
-    """Mark an alert as resolved. It is kept, so it is not raised again under the same (kind, ref)."""
+    """Mark an alert as resolved. Its row is kept, so it is not raised again under the same (kind, ref)."""
     table = Alert
     session.execute(
         update(table).where(table.kind == kind, table.ref == ref, table.resolved_at.is_(None)).values(resolved_at=now)
@@ -48,9 +48,9 @@ def resolve_alert(session: Session, *, kind: str, ref: str, now: datetime) -> No
 
 @dataclass(frozen=True)
 class MoneyGauges:
-    """`drift_nusd` is what the last reconciliation found, None before the first; `succeeded` is when each job last
-    succeeded, `alerts` when the latest of each kind was raised that is for the operator alone, and not over;
-    `time_believed` whether what cannot be undone is done (`store.database.leaps`)."""
+    """`drift_nusd` is the sum found by the last reconciliation, None before the first; `succeeded`: when each job last
+    succeeded; `alerts`: by kind, when the latest open alert for the operator alone was raised; `time_believed`: whether
+    irreversible jobs run (`store.database.leaps`)."""
 
     holds_open: int
     held_nusd: int

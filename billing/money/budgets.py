@@ -47,8 +47,8 @@ class BudgetState:
 
 @dataclass(frozen=True)
 class Counted:
-    """What was spent in the periods that a budget may need, by the events up to `last_id` of its organisation. Those
-    that come later have greater ids: who writes one has the organisation's lock."""
+    """What was spent in the periods that a budget may need, by the events up to `last_id` of its organisation. Later
+    events have greater ids, since whoever writes one has the organisation's lock."""
 
     last_id: int
     spent_nusd: dict[datetime, int]
@@ -57,7 +57,8 @@ class Counted:
 def count(
     session: Session, org_id: str, scope: Scope, scope_id: str, period: Period, now: datetime | None = None
 ) -> Counted:
-    """For `set_budget`. In a read: it takes as long as the organisation's history, and a write holds up everybody."""
+    """Count for `set_budget`. Runs in a read: it takes as long as the organisation's history, and a write would hold up
+    everybody."""
     budget = Budget(org_id=org_id, scope=scope, scope_id=scope_id, period=period)
     last_id = session.scalar(select(func.max(UsageEvent.id)).where(UsageEvent.org_id == org_id)) or 0
     upto = (UsageEvent.id <= last_id, UsageEvent.org_id == org_id)
@@ -78,10 +79,10 @@ def set_budget(
     now: datetime | None = None,
     counted: Counted | None = None,
 ) -> Budget:
-    """Make a budget, or change the existing one. Call it in a write, with what was `counted` before it. The caller has
-    checked that `scope_id` belongs to the organisation."""
+    """Make a budget, or change the existing one. Call it in a write, with the result of `count` from before. The caller
+    has checked that `scope_id` belongs to the organisation."""
     now = now or datetime.now(UTC)
-    wallet_of(session, org_id)  # takes its lock: nothing is accepted or settled meanwhile
+    wallet_of(session, org_id)  # takes the organisation's lock: nothing is accepted or settled meanwhile
     counted = counted or count(session, org_id, scope, scope_id, period, now)
     query = select(Budget).filter_by(org_id=org_id, scope=scope, scope_id=scope_id, period=period)
     budget = session.scalars(query).one_or_none()
@@ -91,14 +92,14 @@ def set_budget(
         session.add(budget)
     budget.limit_nusd, budget.hard, budget.alert_pcts = limit_nusd, hard, sorted(set(alert_pcts))
     session.flush()
-    # By their ids: whatever index there is of an organisation's events, it is of all of them.
+    # Selected by id: any index on an organisation's events covers all of them.
     since = (UsageEvent.id > counted.last_id, any_index_but(UsageEvent.org_id) == org_id)
     for start in counted.spent_nusd.keys() | _present(session, budget, now, *since):
         found = session.get(BudgetPeriod, (budget.id, start))
         if found is None:
             if start in counted.spent_nusd:
                 spent = counted.spent_nusd[start] + _spent(session, budget, start, *since)
-            else:  # of a month that has begun since
+            else:  # a month that began after the count
                 spent = _spent(session, budget, start)
             held = _held(session, budget, start)
             found = BudgetPeriod(budget_id=budget.id, start=start, spent_nusd=spent, held_nusd=held)
@@ -111,14 +112,14 @@ def set_budget(
 
 
 def owns(session: Session, org_id: str, scope: Scope, scope_id: str) -> bool:
-    """Whether an organisation has the project or key of a budget to be made."""
+    """Whether the organisation has the project or key that a budget is to be made for."""
     if scope == "project":
         return scope_id.isprintable() and session.get(Project, (org_id, scope_id)) is not None
     number = int(scope_id) if scope_id.isdecimal() and len(scope_id) < 19 else 0
     key = session.get(ApiKey, number) if scope == "key" else None
     if scope == "org":
         return scope_id == org_id
-    # As it is counted by: 07 would be a limit that nothing ever reaches.
+    # The id exactly as events have it: a budget for "07" would never count anything.
     return key is not None and key.org_id == org_id and str(key.id) == scope_id
 
 
@@ -136,7 +137,7 @@ def remove_budget(session: Session, org_id: str, budget_id: str) -> bool:
 
 
 def states(session: Session, org_id: str, now: datetime | None = None) -> list[BudgetState]:
-    """The budgets of an organisation in their current periods, those of the whole organisation first."""
+    """The budgets of an organisation in their current periods; those of the whole organisation come first."""
     now = now or datetime.now(UTC)
     found = []
     for budget in session.scalars(select(Budget).where(Budget.org_id == org_id)):
@@ -159,7 +160,7 @@ def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int
 
 
 def _spent(session: Session, budget: Budget, start: datetime, *which: ColumnElement[bool]) -> int:
-    """By all events of its organisation, or those that are meant."""
+    """The sum of all events of the budget's organisation, or of those of its project or key."""
     chosen = which or (UsageEvent.org_id == budget.org_id,)
     chosen = (*chosen, *_in_scope(budget, UsageEvent), *_in_period(budget, _ACCEPTED, start))
     return _sum(session, select(UsageEvent.amount_nusd).where(*chosen))
@@ -172,8 +173,8 @@ def _held(session: Session, budget: Budget, start: datetime) -> int:
 
 
 def _present(session: Session, budget: Budget, now: datetime, *which: ColumnElement[bool]) -> set[datetime]:
-    """The current period, periods with work that has not ended, and later ones with work that has: whoever accepted it
-    has a clock ahead of ours."""
+    """The current period, periods with unfinished work, and later ones that already have work, accepted by a process
+    whose clock is ahead."""
     open_ops = select(Operation.accepted_at).where(Operation.org_id == budget.org_id, Operation.state == "queued")
     chosen = which or (UsageEvent.org_id == budget.org_id,)
     later = select(_ACCEPTED).where(*chosen, now < _ACCEPTED).distinct()
@@ -181,7 +182,7 @@ def _present(session: Session, budget: Budget, now: datetime, *which: ColumnElem
 
 
 def _starts(session: Session, budget: Budget, now: datetime) -> set[datetime]:
-    """Those, and all since the first with storage that is not metered."""
+    """The same periods, and all since the first with storage that is not metered yet."""
     starts = _present(session, budget, now)
     at = session.scalar(select(func.min(StorageSpan.metered_until)).where(StorageSpan.org_id == budget.org_id)) or now
     while at < now:
@@ -207,5 +208,5 @@ def _following(month: datetime) -> datetime:
 
 
 def _sum(session: Session, amounts: Any) -> int:
-    """In Python: SQLite's SUM fails beyond 64 bits."""
+    """Summed in Python: SQLite's SUM fails beyond 64 bits."""
     return sum(session.scalars(amounts.execution_options(yield_per=10_000)))

@@ -1,4 +1,4 @@
-"""Credit grants, which may expire. They are used up before other money (`billing.money.accounts`)."""
+"""Credit grants, which may expire. They are spent before other money (`billing.money.accounts`)."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def give(
 
 
 def take(session: Session, org_id: str, amount_nusd: int, memo: str) -> LedgerEntry:
-    """Take money out of a balance, which may go below zero: what came or went where nobody here could see it, or was
-    given by mistake. Credit is used up by it in the order of spending, or it would be taken once more at its end. Call
-    it in a write."""
+    """Take money out of a balance, which may become negative: money that was returned elsewhere, or given by mistake.
+    Grants are used up by it in the order of spending; otherwise their expiry would take it once more. Call it in a
+    write."""
     if amount_nusd <= 0:
         raise ValueError(f"what is taken must be more than 0, got {amount_nusd} nUSD")
     entry = ledger.post(
@@ -71,7 +71,7 @@ def take(session: Session, org_id: str, amount_nusd: int, memo: str) -> LedgerEn
         ref_id=uuid.uuid4().hex,
         memo=memo,
     )
-    assert entry is not None  # the reference is new
+    assert entry is not None  # the reference is new, so it was posted
     left = session.scalars(select(CreditGrant).filter_by(org_id=org_id).where(CreditGrant.remaining_nusd > 0))
     for found in sorted(left, key=burning_order):
         part = min(amount_nusd, found.remaining_nusd)
@@ -81,7 +81,7 @@ def take(session: Session, org_id: str, amount_nusd: int, memo: str) -> LedgerEn
 
 
 def expire(database: Database, now: datetime | None = None) -> dict[str, int]:
-    """Take back expired grants of all organisations. For the jobs; where it matters sooner, `hold` does it."""
+    """Take back expired grants of all organisations. For the jobs; when money is held, `hold` does it at once."""
     now = now or datetime.now(UTC)
 
     def work(session: Session) -> int:

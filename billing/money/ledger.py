@@ -58,7 +58,8 @@ def post(
 def refund_operation(session: Session, org_id: str, operation_id: str, memo: str = "") -> LedgerEntry | None:
     """Give back all that an operation of this organisation has cost, once. Call it in a write.
 
-    None when it was refunded before, or has cost nothing. Metered usage and budgets stay as they are."""
+    Returns None if it was refunded before, or cost nothing. Metered usage and budgets stay as they are.
+    """
     of_org = any_index_but(UsageEvent.org_id) == org_id
     query = select(UsageEvent.amount_nusd).where(of_org, UsageEvent.operation_id == operation_id)
     amount = sum(session.scalars(query))

@@ -17,8 +17,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def wallet_of(session: Session, org_id: str) -> Wallet:
-    """The wallet of an organisation, locked until the transaction ends. Call it in a write, before any other row of the
-    organisation's money is read."""
+    """The wallet of an organisation, locked until the transaction ends. Call it in a write, before any other row about
+    the organisation's money is read."""
     take_locks(session, [org_id])
     query = select(Wallet).where(Wallet.org_id == org_id).execution_options(populate_existing=True)
     wallet = session.scalars(query).one_or_none()
@@ -29,7 +29,7 @@ def wallet_of(session: Session, org_id: str) -> Wallet:
 
 
 def shown_wallet(session: Session, org_id: str) -> Wallet:
-    """The wallet of an organisation, to look at; where there is none yet, as its first use would make it."""
+    """The wallet of an organisation, for reading; if there is none yet, as it would be made."""
     wallet = session.get(Wallet, org_id)
     if wallet is not None:
         return wallet
@@ -49,7 +49,7 @@ def make_wallets(session: Session, org_ids: list[str]) -> None:
 
 
 def set_default(session: Session, billing: BillingSettings) -> None:
-    """Set the mode and overdraft of wallets that are made from now on. Servers that start at once may all do so."""
+    """Set the mode and overdraft of wallets made from now on. Several servers may do it at once."""
     values = {"mode": billing.mode, "overdraft_nusd": billing.overdraft_usd * NUSD_PER_USD}
     insert = insert_into(session, WalletDefault).values(id=1, **values)
     session.execute(insert.on_conflict_do_update(index_elements=["id"], set_=values))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KEY = "WEFT_STRIPE_SECRET_KEY"
 WEBHOOK_SECRETS = "WEFT_STRIPE_WEBHOOK_SECRETS"
-#: Two are accepted while an endpoint's secret is rotated.
+#: How many secrets are accepted: two while an endpoint's secret is rotated.
 MAX_WEBHOOK_SECRETS = 2
 
 
@@ -29,7 +29,8 @@ class StripeSecrets:
 
 
 def stripe_secrets(settings: PaymentsSettings, environment: Mapping[str, str] = os.environ) -> StripeSecrets:
-    """Raises SettingsError, without any secret in it, when payments cannot work with what is there."""
+    """The secrets from environment, files and settings. Raises SettingsError, containing no secret, if payments cannot
+    work with them."""
     key = _from_environment(KEY, environment) or (settings.secret_key.get_secret_value() if settings.secret_key else "")
     if not key:
         raise SettingsError(f"payments.enabled needs a Stripe key: set {KEY}, {KEY}_FILE or payments.secret_key")
@@ -70,7 +71,7 @@ NUSD_PER_CENT = 10**7
 
 
 def stripe_client(settings: PaymentsSettings) -> StripeClient:
-    """Raises SettingsError without a usable key."""
+    """A client with our settings. Raises SettingsError without a usable key."""
     import stripe
 
     base = {"api": settings.api_base, "meter_events": settings.api_base} if settings.api_base else None

@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Metadata of customers and of payments: whose they are.
+#: The key in the metadata of customers and payments for their organisation.
 ORG_KEY = "weft_org"
-#: Metadata of the subscription to our meters, and of the invoices that it prints.
+#: The key in the metadata of the subscription to our meters, and of its invoices.
 OF_METERS = {"weft": "meters"}
 
 
 def _once(what: str, now: datetime) -> RequestOptions:
-    """Two who make this at once make one. For an hour: Stripe would repeat an error of its own for a day."""
+    """An idempotency key, so that two processes at once make one object. It changes every hour, since Stripe would
+    repeat an error of its own for a day."""
     return {"idempotency_key": f"weft-{what}-{now:%Y-%m-%dT%H}"}
 
 
 def customer_of(client: StripeClient, database: Database, org_id: str, now: datetime) -> str:
-    """The customer of an organisation, made on first use, unless Stripe has one: a database that was restored may be
-    older than its customer. Two who ask at once get the same one."""
+    """The customer of an organisation, made on first use unless Stripe has one: a restored database may be older than
+    its customer. Two calls at once get the same one."""
     with database.read() as session:
         org = session.get_one(Organisation, org_id)
     if org.stripe_customer_id is not None:
@@ -52,20 +53,21 @@ def customer_of(client: StripeClient, database: Database, org_id: str, now: date
 
 
 def _customer_there(client: StripeClient, org_id: str) -> Customer | None:
-    """The oldest that is named as this organisation's. A search misses those of the last minute: `_once` knows them."""
+    """The oldest customer whose metadata name this organisation. Stripe's search misses those of the last minute, which
+    `_once` covers."""
     import stripe
 
     try:
         found = list(client.v1.customers.search({"query": f"metadata['{ORG_KEY}']:'{org_id}'"}).auto_paging_iter())
-    except stripe.InvalidRequestError as error:  # not every account has a search
+    except stripe.InvalidRequestError as error:  # some accounts have no search
         log.warning("customers cannot be searched, so one made after a backup may be made again: %s", error)
         return None
     return min(found, key=lambda one: (one.created, one.id), default=None)
 
 
 def claim(session: Session, customer: Customer) -> str | None:
-    """Whose customer it is by its metadata, which nobody writes but who has a key of our account, is that from now on,
-    unless they have one. Returns the customer that they have then."""
+    """Make the customer named in a payment's metadata, which only holders of our account's key can write, the
+    organisation's customer, unless it has one. Returns the customer that it has then."""
     table, org_id = Organisation, (customer.to_dict().get("metadata") or {}).get(ORG_KEY)
     claimed = update(table).where(table.id == org_id, table.stripe_customer_id.is_(None))
     session.execute(claimed.values(stripe_customer_id=customer.id))
@@ -73,8 +75,8 @@ def claim(session: Session, customer: Customer) -> str | None:
 
 
 def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequence[str], now: datetime) -> str:
-    """Make a postpaid organisation a customer with a subscription to the meters, unless it is one, so that Stripe can
-    invoice its usage from now on. Returns the customer's id."""
+    """Make a postpaid organisation a customer with a subscription to the meters, if it is not one yet, so that Stripe
+    invoices its usage from now on. Returns the customer's id."""
     customer_id = customer_of(client, database, org_id, now)
     if price_ids:
         subscription = subscribe(client, customer_id, price_ids, now)
@@ -85,8 +87,8 @@ def enrol(client: StripeClient, database: Database, org_id: str, price_ids: Sequ
 def _compare(
     session: Session, subscription: Subscription, org_id: str, price_ids: Sequence[str], now: datetime
 ) -> None:
-    """Whether the settings have other prices since: a person changes that at Stripe, who knows what is invoiced
-    already."""
+    """Alert if the settings have other prices than the subscription: a person must change that at Stripe, knowing what
+    is invoiced already."""
     there = sorted(item["price"]["id"] for item in subscription.to_dict()["items"]["data"])
     name = {"kind": "subscription_differs", "ref": f"{subscription.id}:{_digest(price_ids)}"}
     if there == sorted(price_ids):
@@ -101,7 +103,7 @@ def _compare(
 
 def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], now: datetime) -> Subscription:
     """Have Stripe invoice a customer for its meters at the start of each month, UTC. Repeated calls make one
-    subscription; where two at once have made two, across a full hour, both keep the older."""
+    subscription; if two processes have made two, across a full hour, both keep the older one."""
     if not (found := _of_meters(client, customer_id)):
         made = _make(client, customer_id, price_ids, now)
         found = _of_meters(client, customer_id) or [made]
@@ -111,7 +113,7 @@ def subscribe(client: StripeClient, customer_id: str, price_ids: Sequence[str], 
 
 
 def cancel(client: StripeClient, subscription_id: str) -> None:
-    """End it without an invoice; one that has ended stays so."""
+    """End a subscription without an invoice; an ended one stays as it is."""
     from stripe import InvalidRequestError
 
     try:
@@ -136,7 +138,7 @@ def _make(client: StripeClient, customer_id: str, price_ids: Sequence[str], now:
         "proration_behavior": "none",
         "metadata": OF_METERS,
     }
-    # Another request needs another key: wrong prices are put right at once.
+    # A corrected request needs another key, so that wrong prices can be fixed at once.
     once = _once(f"subscription-{customer_id}-{_digest(price_ids)}", now)
     return client.v1.subscriptions.create(params, once)  # type: ignore[arg-type]
 

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 #: Writes an event's effect to the database, and returns a line that describes it.
 Effect = Callable[[Session, datetime], str]
 
-#: Metadata that Checkout puts on a payment of ours.
+#: Metadata that Checkout puts on our payments.
 KIND_KEY, TOPUP = "weft_kind", "topup"
 
-#: A dispute that has not taken money yet.
+#: States of a dispute that has not taken money yet.
 INQUIRIES = ("warning_needs_response", "warning_under_review", "warning_closed", "prevented")
 
 
@@ -45,12 +45,12 @@ DISPUTES = (
     "charge.dispute.funds_withdrawn",
     "charge.dispute.funds_reinstated",
 )
-#: What is acted on; of these Stripe also gives a list (`billing.payments.inbox.missed`).
+#: The types of events that are handled; Stripe also lists these (`billing.payments.inbox.missed`).
 TYPES = ("payment_intent.succeeded", "payment_intent.payment_failed", *CHECKOUTS, *REFUNDS, *DISPUTES, *invoices.EVENTS)
 
 
 def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
-    """Fetch what the event is about. Raises stripe.StripeError when Stripe does not answer."""
+    """Fetch the object that the event is about. Raises stripe.StripeError if Stripe does not answer."""
     kind = event["type"]
     if kind.startswith("v1.billing.meter."):
         return _meter_problem(client, event)
@@ -94,8 +94,8 @@ def _owner(session: Session, payment: Any) -> str | None:
 
 
 def _credited(session: Session, payment: Any, reversal: Any) -> str | None:
-    """The organisation that was credited a payment whose reversal is to be taken: no other currency ever was, and what
-    a bank reclaims in another one has no amount here."""
+    """The organisation that was credited the payment which is now reversed. Payments in other currencies are never
+    credited, and a bank's claim in another currency has no amount here."""
     dollars = payment is not None and payment.currency == reversal.currency == "usd"
     return _owner(session, payment) if dollars else None
 
@@ -127,7 +127,7 @@ def _topup(client: StripeClient, payment_id: str) -> Effect:
 
 
 def _named_customer(client: StripeClient, payment: Any) -> Customer | None:
-    """Who made a payment that says that it is a top-up: a database that was restored may be older than they are."""
+    """The customer of a payment that says it is a top-up: a restored database may be older than the customer."""
     if payment.customer is None or (payment.to_dict().get("metadata") or {}).get(KIND_KEY) != TOPUP:
         return None
     import stripe
@@ -194,7 +194,7 @@ def _dispute(client: StripeClient, dispute_id: str) -> Effect:
     return follow
 
 
-#: What a reversal is in the ledger, and the memos of its taking and of its undoing.
+#: Ledger types and memos for taking money back and for undoing that.
 _ENTRY: dict[str, tuple[ledger.EntryType, str, str]] = {
     "refund": ("refund", "card refund", "card refund came back"),
     "dispute": ("chargeback", "disputed payment", "dispute won"),
@@ -208,8 +208,8 @@ def _take(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int) 
 
 
 def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: int) -> str:
-    """Undo a `_take`. If there was none it is posted, too: a process that fetched the object earlier, and was held up,
-    may still be about to."""
+    """Undo a `_take`. Even if there was none, it is posted: another process that fetched the object earlier may still
+    be about to post the `_take`."""
     _take(session, org_id, ref_type, ref_id, nusd)
     kind, _, memo = _ENTRY[ref_type]
     entry = select(LedgerEntry.amount_nusd).filter_by(org_id=org_id, type=kind, ref_type=ref_type, ref_id=ref_id)
@@ -230,7 +230,7 @@ def _by_hand(session: Session, what: str, ref: str, payment: Any, now: datetime)
 
 
 def _meter_problem(client: StripeClient, event: dict[str, Any]) -> Effect:
-    """Stripe could not count events that it had accepted. It names samples, not all of them."""
+    """Stripe accepted events that it could not count. It names samples, not all of them."""
     full = client.v2.core.events.retrieve(event["id"]).to_dict()
     reason = dict(full.get("data") or {}).get("reason") or {}
     codes = sorted({str(kind.get("code")) for kind in reason.get("error_types", [])})

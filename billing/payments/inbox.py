@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from stripe import StripeClient
     from stripe.params import EventListParams
 
-#: The greatest age of a signature.
+#: The oldest signature that is accepted.
 TOLERANCE_S = 300
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
 #: After this many failed attempts an alert is raised; attempts go on.
 ATTEMPTS_BEFORE_ALERT = 6
-#: Stripe tries for three days to deliver an event, and has a list of those of the last thirty.
+#: How far back events are asked for: Stripe tries to deliver for three days, and lists events of the last thirty.
 LATE, LISTED = timedelta(days=4), timedelta(days=30)
-#: Events on a page of that list, at most.
+#: How many events a page of that list has.
 PAGE = 100
 
 
@@ -47,7 +47,7 @@ def verify(body: bytes, signature: str, secrets: Sequence[SecretStr]) -> dict[st
         try:
             stripe.WebhookSignature.verify_header(body.decode(), signature, secret.get_secret_value(), TOLERANCE_S)
             break
-        except (stripe.SignatureVerificationError, ValueError):  # ValueError: not UTF-8
+        except (stripe.SignatureVerificationError, ValueError):  # ValueError: the body is not UTF-8
             continue
     else:
         raise BadWebhook("stripe-signature: not a valid signature of this body by a secret of this server")
@@ -75,8 +75,8 @@ def keep(session: Session, event: dict[str, Any], now: datetime) -> bool:
 def missed(
     client: StripeClient, types: Sequence[str], asked_at: datetime | None, now: datetime
 ) -> Iterator[list[dict[str, Any]]]:
-    """The events since they were last asked for, page by page, and before that those that might still have come. Most
-    were stored long ago. Who asked later than now, by a clock that was ahead, has asked for none."""
+    """Events since the last such question, page by page, including earlier ones that could still have been delivered
+    then; most are stored already. A last question in the future, by a fast clock, does not count."""
     since = now - LISTED if asked_at is None or asked_at > now else max(now - LISTED, asked_at - LATE)
     params: EventListParams = {"created": {"gte": int(since.timestamp())}, "types": list(types), "limit": PAGE}
     page = client.v1.events.list(params)

@@ -31,27 +31,27 @@ EVENTS = (
     "invoice.marked_uncollectible",
 )
 
-#: A month is closed no sooner than this after its end.
+#: A month is closed at the earliest this long after its end.
 CLOSE_AFTER = timedelta(hours=1)
-#: If it cannot be closed by this time after its end, an alert is raised.
+#: If it is still not closed this long after its end, an alert is raised.
 CLOSE_BY = timedelta(hours=48)
 #: Each line of an invoice is rounded to a cent.
 ROUNDING_NUSD = len(METERS) * NUSD_PER_CENT // 2
 
 
 class NotClosedHere(RuntimeError):
-    """Stripe's invoice came before we closed the month: try again later."""
+    """Stripe's invoice came before the month was closed here: try again later."""
 
 
 def reopen(session: Session, now: datetime) -> int:
-    """Months that are not over, by a clock that was ahead when they were closed: they go on, and are closed at their
-    end. Call it in a write. Returns how many."""
+    """Reopen months that are not over, closed by a fast clock: they continue, and are closed at their end. Call it in a
+    write. Returns how many."""
     early = Invoice.period_start >= period_of(now), Invoice.status == "closed", Invoice.stripe_invoice_id.is_(None)
     return len(session.scalars(delete(Invoice).where(*early).returning(Invoice.id)).all())
 
 
 def close(database: Database, org_id: str, period_start: datetime, now: datetime) -> bool:
-    """Close a month of an organisation. False if it is closed already, or cannot be closed yet."""
+    """Close a month of an organisation. Returns False if it is closed already, or cannot be closed yet."""
     if now < end_of(period_start) + CLOSE_AFTER:
         return False
     with database.read() as session:
@@ -61,7 +61,8 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
         if not (blocked or total_nusd):
             return False
     late = now > end_of(period_start) + CLOSE_BY
-    if not blocked and (drifts := check(database, org_id)):  # not in a write, where others settle meanwhile
+    # not in a write, since others must be able to settle meanwhile
+    if not blocked and (drifts := check(database, org_id)):
         blocked, late = f"the books do not agree ({drifts[0]})", True
     ref = f"{org_id}:{name_of(period_start)}"
     if blocked:
@@ -81,10 +82,10 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
 
 
 def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
-    """What of a month's usage Stripe does not have yet."""
+    """What of a month's usage is not at Stripe yet; "" if nothing is missing."""
     metered = session.scalar(select(Wallet.mode).where(Wallet.org_id == org_id)) == "postpaid"
     if metered and (missing := unput_uusd(session, org_id, period_start)):
-        return f"{missing} micro-USD are not in the outbox"  # once it is closed, nothing more of it is put there
+        return f"{missing} micro-USD are not in the outbox"  # after the closing no more of it would be put there
     row = StripeOutbox
     waiting = select(func.count()).select_from(row).where(row.org_id == org_id, row.period_start == period_start)
     count = session.scalar(waiting.where(row.state != "sent"))
@@ -92,8 +93,8 @@ def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
 
 
 def follow(session: Session, invoice: Any, now: datetime) -> str:
-    """Bring our invoice to the state of Stripe's. Call it in a write. Raises NotClosedHere. In the organisation's lock:
-    another process may be about to say that it is paid."""
+    """Bring our invoice to the state of Stripe's. Call it in a write; it takes the organisation's lock, since another
+    process may be about to mark the invoice as paid. Raises NotClosedHere."""
     org_id = session.scalar(select(Organisation.id).where(Organisation.stripe_customer_id == invoice.customer))
     if org_id is None:
         return "ignored: of no organisation here"
@@ -117,11 +118,11 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return _paid(session, row, invoice, now)
     if row.status == "paid":
         return "paid before"
-    if voided and invoice.status == "open":  # it was, when it was fetched
+    if voided and invoice.status == "open":  # it was open when it was fetched
         return "voided before"
     if invoice.status == "void" or invoice.status == "uncollectible":
         row.status = "void"
-        if invoice.status == "void":  # nobody is to pay it
+        if invoice.status == "void":  # nobody has to pay it
             _no_longer_failed(session, row, invoice, now)
         return f"invoice is {invoice.status}"
     if invoice.attempted:
@@ -135,8 +136,8 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
 
 
 def _of_meters(invoice: Any) -> bool:
-    """Whether the subscription to our meters has printed it for a month: a customer may have other invoices, and that
-    subscription prints an empty one when it begins."""
+    """Whether the subscription to our meters made the invoice for a month: a customer may have other invoices, and that
+    subscription starts with an empty one."""
     details = (invoice.to_dict().get("parent") or {}).get("subscription_details") or {}
     metadata = details.get("metadata") or {}
     return invoice.billing_reason != "subscription_create" and OF_METERS.items() <= metadata.items()
@@ -150,7 +151,7 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
     rest = row.total_nusd - paid_nusd
     if rest and abs(rest) <= ROUNDING_NUSD:
         ledger.post(session, type="adjustment", amount_nusd=rest, memo="rounding of an invoice to cents", **ref)
-    elif rest:  # out of a balance at Stripe, or by other means: of that we know nothing
+    elif rest:  # paid from a balance at Stripe or by other means, which is not booked here
         remedy = "book them by hand (weftd credit grant, or take)"
         message = f"invoice {invoice.id} is paid, with {rest:+d} nano-USD left in our books: {remedy}"
         raise_alert(
@@ -162,7 +163,7 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
 
 
 def _no_longer_failed(session: Session, row: Invoice, invoice: Any, now: datetime) -> None:
-    """An organisation without any failed invoice is not past due."""
+    """An organisation without failed invoices is not past due."""
     resolve_alert(session, kind="invoice_failed", ref=invoice.id, now=now)
     session.flush()
     failed = select(Invoice.id).where(Invoice.org_id == row.org_id, Invoice.status == "failed")
@@ -171,6 +172,6 @@ def _no_longer_failed(session: Session, row: Invoice, invoice: Any, now: datetim
 
 
 def _set_status(session: Session, org_id: str, before: str, after: str) -> None:
-    """Unless the operator has set another one, maybe at this moment."""
+    """Set the status, unless the operator has set another one, perhaps at this moment."""
     org = Organisation
     session.execute(update(org).where(org.id == org_id, org.status == before).values(status=after))

@@ -18,7 +18,7 @@ from store.database.bulk import insert_into
 from store.tables import Invoice, LedgerEntry, StripeMeterCursor, StripeOutbox, UsageEvent, UsageHour, Wallet
 from store.tables.base import any_index_but
 
-#: The kinds of usage on each meter. A meter is one line of an invoice.
+#: Which kinds of usage each meter counts. A meter is one line of an invoice.
 METERS: dict[str, tuple[str, ...]] = {
     "train": ("train",),
     "prefill": ("prefill", "cached_prefill"),
@@ -26,7 +26,7 @@ METERS: dict[str, tuple[str, ...]] = {
     "storage": ("storage",),
 }
 
-#: As it is written in its index, or SQLite does not see that the index has all that is asked for.
+#: Written as in its index; otherwise SQLite does not see that the index has all columns.
 _NOT_USAGE = text("ledger_entries.type <> 'usage'")
 
 
@@ -36,15 +36,15 @@ def event_name(meter: str) -> str:
 
 
 def postpaid_organisations(session: Session) -> list[str]:
-    """Who is metered. Prepaid ones have paid already: metering would charge twice."""
+    """Organisations that are metered. Prepaid ones have paid already: metering would charge them twice."""
     query = select(Wallet.org_id).where(Wallet.mode == "postpaid").order_by(Wallet.org_id)
     return list(session.scalars(query))
 
 
 def unclosed(session: Session, last: datetime) -> list[tuple[str, datetime]]:
-    """Organisations and months that have to be closed: of the `last` month who is metered, or was during it; and what
-    is left of months before. Those are believed to be over once Stripe, which takes nothing of the future, has taken
-    what was used later: a clock that is years ahead would close the month that goes on."""
+    """Organisations and months to be closed: for the `last` month those that are metered, or were during it; and open
+    earlier months. A month counts as over only once Stripe, which accepts no usage of the future, has accepted later
+    usage: otherwise a clock that is years ahead would close the current month."""
     row, invoice = StripeOutbox, Invoice
     taken = select(func.max(row.period_start)).where(row.state == "sent").scalar_subquery()
     over = and_(row.period_start <= last, or_(row.period_start == last, row.period_start < taken))
@@ -55,8 +55,8 @@ def unclosed(session: Session, last: datetime) -> list[tuple[str, datetime]]:
 
 
 def change_mode(session: Session, org_id: str, mode: Mode, overdraft_nusd: int, now: datetime) -> Wallet:
-    """Change how an organisation pays; call it in a write. What it used while it was not postpaid stays in its balance:
-    its cursors pass over it when it is metered. So does what a postpaid one has used and is not in the outbox."""
+    """Change how an organisation pays; call it in a write. What it uses while it is not postpaid is taken from its
+    balance, so its cursors skip that usage. The same happens to postpaid usage that is not in the outbox yet."""
     if wallet_of(session, org_id).mode != "postpaid" and mode == "postpaid":
         this = period_of(now)
         for period in (period_before(this), this):
@@ -75,8 +75,9 @@ def put_into_outbox(session: Session, org_id: str, customer_id: str, now: dateti
 
 
 def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tuple[str, ...]) -> int:
-    """What an organisation used of some kinds in a month, less the operations that were refunded in it. Of the sums by
-    the hour: who settles waits meanwhile. SQLite raises, rather than errs, beyond 64 bits of nano-dollars."""
+    """How much an organisation used of some kinds in a month, less the operations refunded in it. Read from the hourly
+    sums, because settling waits meanwhile. Beyond 64 bits of nano-dollars SQLite raises an error instead of returning a
+    wrong sum."""
     hour, event, entry, end = UsageHour, UsageEvent, LedgerEntry, end_of(period_start)
     used = select(func.sum(hour.amount_nusd)).where(hour.org_id == org_id, hour.kind.in_(kinds))
     used = used.where(hour.hour >= period_start, hour.hour < end)
@@ -89,7 +90,8 @@ def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tupl
 
 
 def invoiced_nusd(session: Session, org_id: str, period_start: datetime) -> int:
-    """What of a month's usage is invoiced: all that is in the outbox, and the rest below a micro-USD of its meters."""
+    """How much of a month's usage is invoiced: what is in the outbox, and the remainder below a micro-USD of its
+    meters."""
     row = StripeOutbox
     query = select(row.meter, func.sum(row.value_uusd)).where(row.org_id == org_id, row.period_start == period_start)
     return sum(
@@ -99,7 +101,7 @@ def invoiced_nusd(session: Session, org_id: str, period_start: datetime) -> int:
 
 
 def unput_uusd(session: Session, org_id: str, period_start: datetime) -> int:
-    """What of a month's usage is not in the outbox yet, or is there and was refunded since."""
+    """How much of a month's usage is not in the outbox yet, or is there and was refunded since."""
     missing = 0
     for meter in METERS:
         cursor = session.get(StripeMeterCursor, (org_id, meter, period_start), populate_existing=True)
@@ -108,7 +110,7 @@ def unput_uusd(session: Session, org_id: str, period_start: datetime) -> int:
 
 
 def _beyond_uusd(session: Session, org_id: str, meter: str, period: datetime, cursor: StripeMeterCursor | None) -> int:
-    """What was used of a meter beyond what the cursor has seen; below 0 for what was refunded since."""
+    """How much was used of a meter beyond the cursor; negative if more was refunded."""
     return used_nusd(session, org_id, period, METERS[meter]) // NUSD_PER_UUSD - (cursor.sent_uusd if cursor else 0)
 
 
@@ -129,7 +131,7 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
             org_id=org_id,
             meter=meter,
             period_start=period,
-            # Its last part is nobody's else: a database that was restored gives its numbers once more.
+            # The last part makes it unique: a restored database would give its row numbers once more.
             identifier=f"{org_id}:{meter}:{name_of(period)}:{cursor.seq}:{uuid.uuid4().hex[:8]}",
             customer_id=customer_id,
             value_uusd=delta_uusd,
@@ -142,7 +144,7 @@ def _put(session: Session, org_id: str, customer_id: str, meter: str, period: da
 
 
 def _cursor(session: Session, org_id: str, meter: str, period: datetime) -> StripeMeterCursor:
-    """Locked before the sum is taken, so that two processes never put the same delta in."""
+    """The cursor, locked before the sum is taken, so that two processes never put the same usage in."""
     key = {"org_id": org_id, "meter": meter, "period_start": period}
     first = insert_into(session, StripeMeterCursor).values(**key, sent_uusd=0, seq=0)
     session.execute(first.on_conflict_do_nothing())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: No attempt begins later than this after the first one.
 RESEND_WINDOW = timedelta(hours=23)
-#: How long a sender has a row for itself: more than the client's timeouts.
+#: How long a sender has a row for itself: longer than the client's timeouts.
 CLAIM = timedelta(seconds=120)
 #: Waits after a failure, doubled each time.
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 900.0
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
-    """Take rows that may be sent now, at most one of each organisation and meter. Call it in a write of its own,
+    """Take rows that may be sent now, at most one of each organisation and meter. Call it in a write of its own that is
     committed before anything is sent, so that the time of the first attempt is known even after a crash."""
     row = StripeOutbox
     heads = select(func.min(row.id)).where(row.state != "sent").group_by(row.org_id, row.meter)
@@ -54,7 +54,7 @@ def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
     query = query.order_by(row.next_attempt_at, row.id).limit(limit).with_for_update(skip_locked=True)
     claimed = []
     for found in session.scalars(query):
-        if found.first_sent_at is not None:  # by a clock that was ahead, perhaps: this attempt is a later one
+        if found.first_sent_at is not None:  # of an earlier attempt, whose clock may have been ahead
             found.first_sent_at = min(found.first_sent_at, now)
         if found.first_sent_at is not None and now - found.first_sent_at >= RESEND_WINDOW:
             found.state, found.last_error = "reconcile", "not confirmed within the window of its identifier"
@@ -67,9 +67,9 @@ def claim(session: Session, now: datetime, limit: int) -> list[StripeOutbox]:
 
 
 def restored(session: Session, made_at: datetime, now: datetime) -> None:
-    """After a restore of the backup of `made_at`: what waited then for its first attempt may have had it since, and is
-    sent or looked up as what had it at that moment. What was used and waited for the outbox may have been sent since
-    under another identifier: it is put there now, and only Stripe's sum decides."""
+    """After a restore of the backup made at `made_at`: rows that waited then for a first attempt may have had it since,
+    so they are treated as if they had had it at that time. Usage that was not in the outbox then may have been sent
+    since under other identifiers: it is put there now, and Stripe's sum decides."""
     row, org = StripeOutbox, Organisation
     waited = update(row).where(row.state == "pending", row.first_sent_at.is_(None))
     session.execute(waited.values(first_sent_at=made_at, last_sent_at=now))
@@ -82,7 +82,7 @@ def restored(session: Session, made_at: datetime, now: datetime) -> None:
 
 
 def send(client: StripeClient, claimed: StripeOutbox, now: Callable[[], datetime]) -> Verdict:
-    """Make one attempt. There is no Idempotency-Key, with which Stripe would repeat a stored error for a day."""
+    """Make one attempt. There is no Idempotency-Key: Stripe would then repeat a stored error for a day."""
     import stripe
 
     assert claimed.first_sent_at is not None

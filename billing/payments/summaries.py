@@ -21,7 +21,7 @@ from store.tables import StripeMeterCursor, StripeOutbox
 if TYPE_CHECKING:
     from stripe import StripeClient
 
-#: Summaries lag behind; this long after the last attempt they are taken as complete.
+#: Stripe's summaries lag; this long after the last attempt they count as complete.
 LAG = timedelta(hours=6)
 ASK_AGAIN = timedelta(hours=1)
 
@@ -46,18 +46,19 @@ def counted_uusd(
 
 
 def unclear(session: Session, now: datetime) -> list[StripeOutbox]:
-    """Rows that only Stripe's sum can decide, and that are old enough to be in it."""
+    """Rows that only Stripe's sum can decide, old enough to be contained in it."""
     row = StripeOutbox
     query = select(row).where(row.state != "sent", row.state == "reconcile", is_due(row.next_attempt_at, now))
     found = session.scalars(query.where(row.last_sent_at <= now - LAG))
-    return sorted(found, key=lambda row: row.id)  # asked for the order, and without "not sent", SQLite reads all rows
+    # sorted here: with ORDER BY, or without "not sent", SQLite would read all rows
+    return sorted(found, key=lambda row: row.id)
 
 
 def decide(session: Session, row_id: int, counted: int, now: datetime) -> str:
-    """Decide a row by Stripe's count: it did not arrive (pending again, with a new window) where nothing is counted
-    beyond ours, it did (sent), or the sum fits neither, for which an alert is raised. Of a row that was never sent from
-    here, all that is counted beyond ours was sent from elsewhere, in order, and so begins with it. Call it in a write.
-    Returns the row's state."""
+    """Decide a row by Stripe's count. If nothing is counted beyond our rows, it did not arrive (pending again, with a
+    new window); if it is counted, it did (sent); if the count fits neither, an alert is raised. Of a row that was never
+    sent from here, anything counted beyond ours was sent from elsewhere, in order, and so is its beginning. Call it in
+    a write. Returns the row's state."""
     row = session.get_one(StripeOutbox, row_id, with_for_update=True)
     if row.state != "reconcile":
         return row.state
@@ -95,7 +96,7 @@ class CursorState:
 
 
 def cursors(session: Session, since: datetime) -> list[CursorState]:
-    """The cursors of the months from `since` on, whose rows were all confirmed long enough ago to be compared."""
+    """The cursors of the months from `since` on whose rows were all confirmed long enough ago to be compared."""
     cursor, row = StripeMeterCursor, StripeOutbox
     found = []
     for state in session.scalars(select(cursor).where(cursor.period_start >= since)):
@@ -107,7 +108,7 @@ def cursors(session: Session, since: datetime) -> list[CursorState]:
 
 
 def compare(session: Session, state: CursorState, counted: int, now: datetime) -> int:
-    """Stripe's sum minus ours, in micro-USD; raises an alert unless that is zero. Call it in a write. 0 as long as
+    """Stripe's sum minus ours, in micro-USD; raises an alert unless that is zero. Call it in a write. Returns 0 while
     Stripe has not had time to count the last row."""
     row = StripeOutbox
     mine = select(func.max(row.sent_at)).where(row.org_id == state.org_id, row.meter == state.meter)

@@ -1,4 +1,4 @@
-"""When what could not be done with Stripe is tried again."""
+"""When an action at Stripe that failed is tried again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, or_
 from sqlalchemy.orm import InstrumentedAttribute
 
-#: Nothing waits for longer.
+#: The longest wait.
 LONGEST = timedelta(hours=1)
 
 
 def is_due(at: InstrumentedAttribute[datetime], now: datetime) -> ColumnElement[bool]:
-    """Whether the time of the next try has come. One further off than any wait is from a clock that was ahead."""
+    """Whether the next try is due. A time further off than the longest wait was set by a fast clock."""
     return or_(at <= now, at > now + LONGEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-#: Whole days that the mean is taken over: a week, because weekends are unlike other days.
+#: How many whole days the mean covers: a week, because weekends differ from other days.
 MEAN_DAYS = 7
 METHOD = "spent so far, and for the time that is left the mean of the last 7 whole days (UTC)"
 

@@ -20,7 +20,7 @@ from billing.reports.spending import SUMS, both
 from billing.reports.tco import GpuHour, divide, pool_usd, usd_per_mtok
 from store.tables import Operation, Organisation, UsageHour
 
-Pair = tuple[str, str]  # organisation, base model
+Pair = tuple[str, str]  # (organisation, base model)
 
 #: Kinds of usage that are computed; storage is paid for but uses no GPU.
 COMPUTED = ("train", "prefill", "cached_prefill", "sample")
@@ -108,7 +108,7 @@ class Ownership:
 
 
 def days_back(asked: int | None, known: int) -> int:
-    """How far to look back: 30 days, or as far as samples are known, unless another time is asked for. Raises
+    """How many days to look back: 30, or as far back as samples are kept, unless another number is asked for. Raises
     ValueError for more than that."""
     days = min(30, known) if asked is None else asked
     if days > known:
@@ -133,16 +133,16 @@ def ownership(
 
 
 def _first_hour(session: Session) -> datetime | None:
-    """In which the oldest organisation was made. No machine is charged for a time before."""
+    """The hour in which the oldest organisation was made. Machines cost nothing before."""
     began = session.scalar(select(func.min(Organisation.created_at)))
     return began and began.replace(minute=0, second=0, microsecond=0)
 
 
 def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Nano-dollars and tokens."""
+    """Nano-dollars and tokens of each pair."""
     row = UsageHour
     columns = (row.org_id, row.base_model, row.kind)
-    # The table's key is by organisation and then hour: with them named, these hours alone are read.
+    # The table's key begins with organisation and hour: with both given, only these hours are read.
     every = row.org_id.in_(select(Organisation.id))
     query = select(*columns, *SUMS).where(every, row.hour >= since, row.hour < until).group_by(*columns)
     paid: defaultdict[Pair, int] = defaultdict(int)
@@ -155,9 +155,9 @@ def _usage(session: Session, since: datetime, until: datetime) -> tuple[dict[Pai
 
 
 def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict[Pair, float]:
-    """The seconds in which trainers computed, and generators, divided among (organisation, model) by their share."""
+    """The seconds in which trainers and generators computed, divided among (organisation, model) by their shares."""
     row = Operation
-    # Hundreds of thousands of rows: as text, instants and timings are read several times as fast.
+    # There may be hundreds of thousands of rows: read as text, times and timings are several times as fast.
     instant, timings = cast(row.accepted_at, Text), cast(row.timings, Text)
     query = select(row.org_id, row.base_model, row.kind == "sample", row.tokens, instant, timings)
     query = query.where(row.finished_at >= since, row.finished_at < until, row.timings.is_not(None))
@@ -167,7 +167,7 @@ def _machine_seconds(session: Session, since: datetime, until: datetime) -> dict
     for org_id, base_model, is_sample, tokens, accepted_at, text in session.connection().execute(query):
         stretches, accepted_s = _TIMINGS.decode(text).stretches, _epoch_s(accepted_at)
         covered, used_us = spans[bool(is_sample)], 0.0
-        own = max(1, tokens) / max(1, len(stretches))  # of each stretch, its share of the tokens
+        own = max(1, tokens) / max(1, len(stretches))  # for each stretch, its share of the tokens
         for _, start, end, _, _, total in stretches:
             covered.append((accepted_s + start / 1e6, accepted_s + end / 1e6))
             used_us += (end - start) * own / total if total > own else end - start

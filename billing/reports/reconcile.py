@@ -28,7 +28,7 @@ from store.tables.base import halves, whole
 
 @dataclass(frozen=True)
 class Drift:
-    """An amount as kept and as derived from other rows, which differ."""
+    """An amount that is kept in two places and differs: as kept, and as derived from other rows."""
 
     org_id: str
     what: str
@@ -40,7 +40,7 @@ class Drift:
 
 
 def check(database: Database, org_id: str | None = None) -> list[Drift]:
-    """All differences, of one organisation or of all; work may go on meanwhile."""
+    """All differences, of one organisation or of all. Work may go on meanwhile."""
     with database.read() as session:
         if session.get_bind().dialect.name == "postgresql":  # one snapshot; SQLite's reads are always that
             session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
@@ -48,7 +48,7 @@ def check(database: Database, org_id: str | None = None) -> list[Drift]:
 
 
 def reconcile(session: Session, org_id: str | None = None) -> list[Drift]:
-    """`check` in the session's own snapshot."""
+    """`check` within the session's snapshot."""
     found = [
         *_wallets(session, org_id),
         *_settlements(session, org_id),
@@ -79,7 +79,7 @@ def _wallets(session: Session, org_id: str | None) -> list[Drift]:
 
 
 def _settlements(session: Session, org_id: str | None) -> list[Drift]:
-    """Each usage entry against its events, and events without an entry."""
+    """Each usage entry against the sum of its events; and events without an entry."""
     event, entry = UsageEvent, LedgerEntry
     query = select(event.org_id, event.settlement, *halves(event.amount_nusd))
     rows = session.execute(_of(org_id, event.org_id, query).group_by(event.org_id, event.settlement))
@@ -96,7 +96,7 @@ def _settlements(session: Session, org_id: str | None) -> list[Drift]:
 
 
 def _hours(session: Session, org_id: str | None) -> list[Drift]:
-    """Rows of events are added up per organisation, run, kind and price; per hour would need the database's clock."""
+    """Events are added up per organisation, run, kind and price: per hour would need the database's clock."""
     event, hour = UsageEvent, UsageHour
     kept, summed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
     key: list[Any] = [hour.org_id, hour.run_id, hour.session_id, hour.kind, hour.price_version]

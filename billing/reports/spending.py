@@ -23,7 +23,7 @@ Dimension = Literal["kind", "model", "project", "key", "user", "run"]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 #: Kinds whose quantity is tokens.
 TOKEN_KINDS = ("train", "prefill", "cached_prefill", "sample")
-#: Those that are what one comes for; prompts are read for their sake.
+#: Kinds that users come for; prompts are read only for their sake.
 GOT_KINDS = ("train", "sample")
 #: For `both`.
 SUMS = halves(UsageHour.quantity, UsageHour.amount_nusd)
@@ -95,7 +95,7 @@ def by_day(session: Session, org_id: str, window: Window) -> list[DayRow]:
 
 
 def in_window(rows: Iterable[DayRow], window: Window) -> list[DayRow]:
-    """Those of the days of `window`."""
+    """The condition for the days of `window`."""
     return [row for row in rows if window.first <= row.day <= window.last]
 
 
@@ -122,8 +122,8 @@ def total(session: Session, org_id: str, window: Window) -> int:
 
 
 def per_mtok_got(rows: Iterable[DayRow | ShareRow | DayShareRow]) -> int | None:
-    """What a million tokens of what one got cost, in nano-USD: all that was paid, prompts and storage too, by the
-    tokens that were trained and sampled. None where there are none."""
+    """The price of a million tokens trained or sampled, in nano-USD: everything that was paid, prompts and storage too,
+    divided by these tokens. None if there are none."""
     paid = got = 0
     for row in rows:
         paid += row.amount_nusd
@@ -145,7 +145,7 @@ def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, 
 
 
 def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequence[datetime]]) -> list[list[Spent]]:
-    """What a run had used by each of `times`."""
+    """How much a run had used by each of `times`."""
     event = UsageEvent
     tokens_of = case((event.kind.in_(TOKEN_KINDS), event.quantity), else_=0)
     query = select(event.recorded_at, *halves(tokens_of, event.amount_nusd))
@@ -161,7 +161,7 @@ def spent_by(session: Session, org_id: str, run_id: str, times: Sequence[Sequenc
 
 
 def spent_until(session: Session, org_id: str, run_id: str, at: datetime) -> Spent:
-    """What a run had used by `at`: `spent_by`, of one instant."""
+    """How much a run had used by `at`, as in `spent_by`."""
     event = UsageEvent
     query = select(event.kind, *halves(event.quantity, event.amount_nusd)).where(
         any_index_but(event.org_id) == org_id, event.run_id == run_id, event.recorded_at <= at
@@ -194,14 +194,14 @@ def _column(dimension: Dimension) -> InstrumentedAttribute[Any]:
 
 
 def _stored(dimension: Dimension, value: str | None) -> str | int:
-    """The value as the table has it: "" or 0 for none."""
+    """The value as stored in the table: "" or 0 for none."""
     if dimension != "key":
         return value or ""
     return int(value) if value and value.isdecimal() and len(value) < 19 else 0 if value is None else -1
 
 
 def both(*sums: Any) -> tuple[int, int]:
-    """Quantity and amount, of the sums of their `halves`."""
+    """Quantity and amount, from the sums of their `halves`."""
     return whole(*sums[:2]), whole(*sums[2:])
 
 

@@ -20,7 +20,7 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True)
 class Server:
-    """What a server costs that is as the settings say."""
+    """What a server costs, by the settings."""
 
     owned: OwnershipSettings
 
@@ -66,7 +66,7 @@ def annuity(interest_per_year: float, months: int, value_usd: float) -> float:
 
 
 def pool_usd(gpu_hour_usd: float, gpus: int, seconds: float) -> float:
-    """What owning `gpus` GPUs costs for that time."""
+    """What owning `gpus` GPUs for that time costs."""
     return gpu_hour_usd * gpus * seconds / 3600
 
 
