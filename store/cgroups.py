@@ -1,6 +1,4 @@
-"""What this process may use of its machine where a container or a service of systemd has limits, which are written into
-its cgroup or one that it is within.
-"""
+"""The limits of this process in a container or a systemd service. They are set on its cgroup, or on one around that."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Where the limits are, and which groups this process is in.
+#: Where the limits are, and the file with this process's groups.
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -20,7 +18,7 @@ class Group(NamedTuple):
 
 
 def own_groups(controller: str) -> Iterator[Group]:
-    """This process's group of a controller ("memory", "cpu"), and those that it is within."""
+    """This process's group of a controller ("memory", "cpu"), and those around it."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
@@ -34,13 +32,13 @@ def own_groups(controller: str) -> Iterator[Group]:
         else:
             continue
         own = mount / path.lstrip("/")
-        # A container that is not shown where its own cgroup lies sees it as the topmost one.
+        # A container that does not see its own cgroup's path sees it as the topmost one.
         for folder in (own, *own.parents[: len(own.parts) - len(mount.parts)]):
             yield Group(folder, version)
 
 
 def number_in(file: Path) -> int | None:
-    """None where there is no such file, or no number, as of what has no limit."""
+    """The number in a file; None if there is no such file, or no number because there is no limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -48,13 +46,13 @@ def number_in(file: Path) -> int | None:
 
 
 def cores() -> int:
-    """Of the processor's, how many this process may use at the same time, at least one."""
+    """How many processor cores this process may use at the same time, at least one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return max(1, min([allowed, *_quotas()]))
 
 
 def _quotas() -> Iterator[int]:
-    """The processor's time of each group that has a limit, in whole cores: a part of one is one more thread."""
+    """The limit of each group that has one, in whole cores, rounded up."""
     for folder, version in own_groups("cpu"):
         if version == 2:
             quota, period = _words(folder / "cpu.max")
@@ -65,7 +63,7 @@ def _quotas() -> Iterator[int]:
 
 
 def _words(file: Path) -> tuple[int | None, int | None]:
-    """`200000 100000`: of each 100 ms as much as two cores have. `max 100000`: no limit."""
+    """A limit in cores: `200000 100000` is as much as two cores in each 100 ms; `max 100000` is none."""
     try:
         quota, period = file.read_text().split()
         return int(quota), int(period)

@@ -15,10 +15,10 @@ from sqlalchemy.orm import Session
 from store.database.bulk import insert_into
 from store.tables import Run, RunCurve, RunMetric
 
-#: Curves of one run, and points of one curve.
+#: How many curves a run, and how many points a curve may have.
 MAX_CURVES = 64
 MAX_POINTS = 200_000
-#: Rows in one statement: databases limit the number of its parameters.
+#: How many rows one statement has: databases limit the number of parameters.
 _ROWS = 500
 
 
@@ -80,7 +80,7 @@ def log_points(session: Session, org_id: str, run_id: str, points: Sequence[Poin
 
 
 def curves_of(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, list[RunCurve]]:
-    """The curves that runs have, by name, without their points."""
+    """The curves of each run, by name, without their points."""
     found: dict[str, list[RunCurve]] = {}
     query = select(RunCurve).where(RunCurve.org_id == org_id, RunCurve.run_id.in_(run_ids)).order_by(RunCurve.name)
     for row in session.scalars(query):
@@ -90,7 +90,8 @@ def curves_of(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str
 
 def read_curve(session: Session, org_id: str, run_id: str, name: str, limit: int) -> Curve:
     """One curve by ascending step, thinned to at most `limit` points."""
-    query = select(RunMetric.step, RunMetric.value, cast(RunMetric.at, Text))  # few of many instants are looked at
+    # of many timestamps only few are parsed later
+    query = select(RunMetric.step, RunMetric.value, cast(RunMetric.at, Text))
     query = query.where(RunMetric.run_id == run_id, RunMetric.name == name, RunMetric.org_id == org_id)
     rows = session.connection().execute(query.order_by(RunMetric.step)).all()
     kept = [rows[index] for index in thin([value for _, value, _ in rows], limit)]
@@ -99,7 +100,7 @@ def read_curve(session: Session, org_id: str, run_id: str, name: str, limit: int
 
 
 def bests(session: Session, org_id: str, run_ids: Sequence[str], name: str, *, rising: bool) -> dict[str, float]:
-    """The highest value (of a curve that is not `rising` the lowest) that each run's curve `name` has had."""
+    """The best value that each run's curve `name` has had: the highest if `rising`, else the lowest."""
     best = func.max(RunMetric.value) if rising else func.min(RunMetric.value)
     query = select(RunMetric.run_id, best).where(RunMetric.org_id == org_id, RunMetric.run_id.in_(run_ids))
     return {
@@ -111,7 +112,7 @@ def bests(session: Session, org_id: str, run_ids: Sequence[str], name: str, *, r
 def first_reaching(
     session: Session, org_id: str, run_id: str, name: str, target: float, *, rising: bool
 ) -> RunMetric | None:
-    """The first point, by step, at which a curve is at `target` or beyond; None if it never was."""
+    """The first point, by step, at which a curve reaches `target`; None if it never did."""
     reached = RunMetric.value >= target if rising else RunMetric.value <= target
     query = select(RunMetric).where(RunMetric.org_id == org_id, RunMetric.run_id == run_id, RunMetric.name == name)
     return session.scalars(query.where(reached).order_by(RunMetric.step).limit(1)).one_or_none()
@@ -136,13 +137,13 @@ def thin(values: Sequence[float], limit: int) -> list[int]:
 
 
 def _instant(text: str) -> datetime:
-    """A stored instant; SQLite's text has no zone, and is UTC."""
+    """A stored timestamp; SQLite's text has no time zone, and is UTC."""
     at = datetime.fromisoformat(text)
     return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def _known(session: Session, run_id: str, name: str, steps: list[int]) -> set[int]:
-    """Which of `steps` the curve has already."""
+    """Those of `steps` that the curve already has."""
     known: set[int] = set()
     for start in range(0, len(steps), _ROWS):
         part = steps[start : start + _ROWS]

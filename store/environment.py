@@ -1,6 +1,5 @@
-"""Settings from the environment: WEFT_TRAINER__THREADS is `threads` in `[trainer]`; outside of sections there are those
-that hold passwords. What nobody reads is refused by name, as an unknown key of the file is.
-"""
+"""Settings from the environment: WEFT_TRAINER__THREADS is `threads` in `[trainer]`; outside of sections only settings
+that hold passwords can be set. A variable that nobody reads is refused by name, like an unknown key of the file."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import tomllib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-#: Settings that hold passwords, and may be left out of the file.
+#: Settings outside of sections that may come from the environment: they hold passwords.
 FROM_ENVIRONMENT = {
     "database_url": "WEFT_DATABASE_URL",
     "redis_url": "WEFT_REDIS_URL",
@@ -20,8 +19,8 @@ FROM_ENVIRONMENT = {
 }
 
 
-#: More that the environment may have and no setting is: secrets that are read where they are used, and what is the
-#: client's, of deploy/compose.yaml and of the tests.
+#: Further variables that are no settings: secrets read where they are used, and variables of the client, of
+#: deploy/compose.yaml and of the tests.
 _ELSEWHERE = {
     *(
         "WEFT_OIDC_CLIENT_SECRET",
@@ -33,7 +32,7 @@ _ELSEWHERE = {
     *("WEFT_BASE_URL", "WEFT_API_KEY", "WEFT_PROJECT_ID", "WEFT_TAGS", "WEFT_CACHE_DIR"),
     *("WEFT_BUCKET", "WEFT_DATABASE_PASSWORD", "WEFT_SOAK"),
 }
-#: What Kubernetes tells a pod of services: of one that is called weft it begins as ours do.
+#: Variables that Kubernetes sets for a service: those of a service called weft begin like ours.
 _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
 
 
@@ -42,7 +41,8 @@ class SettingsError(ValueError):
 
 
 def from_environment(settings: Collection[str]) -> dict[str, Any]:
-    """What the environment sets, of `settings` by name and of their sections. Raises SettingsError."""
+    """The settings in the environment: those in `settings` by name, and those of their sections. Raises
+    SettingsError."""
     values: dict[str, Any] = {
         name: os.environ[variable] for name, variable in FROM_ENVIRONMENT.items() if os.environ.get(variable)
     }
@@ -61,7 +61,7 @@ def from_environment(settings: Collection[str]) -> dict[str, Any]:
 
 
 def variable_of(place: Sequence[str | int], environment: Any, file: Any) -> str | None:
-    """The variable that has set what is at a place in the settings; None if it was something else. The file's wins."""
+    """The variable that set the value at this place; None if the file did, which takes precedence."""
     names: list[str] = []
     for name in place:
         if not isinstance(environment, dict) or name not in environment:
@@ -76,7 +76,7 @@ def variable_of(place: Sequence[str | int], environment: Any, file: Any) -> str 
 
 
 def _refuse_unknown(variable: str, text: str, settings: Collection[str]) -> None:
-    """SettingsError for a variable that nobody reads, with the nearest that somebody does."""
+    """Raise SettingsError for a variable that nobody reads, with the most similar one that exists."""
     known = {*FROM_ENVIRONMENT.values(), *_ELSEWHERE}
     if variable in known or _OF_KUBERNETES.search(variable) or (variable.endswith("_PORT") and "://" in text):
         return
@@ -92,7 +92,7 @@ def _refuse_unknown(variable: str, text: str, settings: Collection[str]) -> None
 
 
 def _value(text: str) -> Any:
-    """As in the file; words need no quotes."""
+    """A value as in the file; words need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -100,7 +100,7 @@ def _value(text: str) -> Any:
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, key by key and section by section; where both have a value, that of `above`."""
+    """Both settings merged, key by key and section by section; `above` takes precedence."""
     values = {**below, **above}
     for name in below.keys() & above.keys():
         if isinstance(below[name], dict) and isinstance(above[name], dict):

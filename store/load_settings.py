@@ -14,30 +14,30 @@ from pydantic_core import ErrorDetails
 from store.environment import SettingsError, from_environment, over, variable_of
 from store.settings import Settings
 
-#: Of a config file. What is no file (a device) may have no end.
+#: How many bytes of a config file are read. A device may have no end.
 MAX_CHARACTERS = 1 << 20
-#: Of faults of numbers, of yes or no, and of a choice.
+#: Kinds of errors about numbers, booleans, and choices.
 _SHOWN = ("greater_than", "less_than", "int_", "float_", "bool_", "finite_number", "literal_error")
 
 
 def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
-    """Settings from the environment, then the file, with `overrides` (None: not given) on top. Folders come back
-    absolute; in the file they are relative to the file's own folder. Raises SettingsError with one line that names the
-    key."""
+    """Settings from the environment and the file, which takes precedence, with `overrides` (None: not given) on top.
+    Folders come back absolute; in the file they are relative to the file's own folder. Raises SettingsError with one
+    line that names the key."""
     environment = from_environment(Settings.model_fields)
     file = _read(config_file) if config_file is not None else {}
     values = over(environment, file)
-    within = ("engine", "trainers", "trainer_ranks")  # of a section
+    within = ("engine", "trainers", "trainer_ranks")  # keys of a section
     values.update({name: value for name, value in overrides.items() if value is not None and name not in within})
     asked = [("trainer", "replicas", overrides.get("trainers")), ("trainer", "ranks", overrides.get("trainer_ranks"))]
     asked.append(("generator", "replicas", list(overrides.get("engine") or ()) or None))
     for section, field, value in asked:
-        if value is not None and isinstance(values.get(section, {}), dict):  # else it is refused below
+        if value is not None and isinstance(values.get(section, {}), dict):  # otherwise it is refused below
             values[section] = {**values.get(section, {}), field: value}
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        # A key that is unknown is often why another one is missing.
+        # A missing key is often caused by an unknown (misspelt) one.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         where = variable_of(first["loc"], environment, file)
         if where is None:
@@ -53,7 +53,7 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
 
 
 def _in_words(fault: ErrorDetails) -> str:
-    """What is wrong with a setting, and what to write instead where that is known."""
+    """What is wrong with a setting and, if it is known, what to write instead."""
     *sections, name = map(str, fault["loc"] or ("",))
     if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
         return "is missing: name the folder that holds everything, here or by --data-dir"
@@ -68,11 +68,11 @@ def _in_words(fault: ErrorDetails) -> str:
 
 
 def _got(fault: ErrorDetails) -> str:
-    """The value, where the kind of fault shows that it is no secret and no table."""
+    """The value, if the kind of error shows that it is neither a secret nor a table."""
     value = fault["input"]
     if not fault["type"].startswith(_SHOWN) or not isinstance(value, str | int | float):
         return ""
-    huge = isinstance(value, int) and abs(value) >= 2**128  # Python writes no number of thousands of digits
+    huge = isinstance(value, int) and abs(value) >= 2**128  # Python refuses to print a number of thousands of digits
     return "" if huge else f", got {reprlib.repr(value)}"
 
 
@@ -85,7 +85,7 @@ def _read(config_file: Path) -> dict[str, Any]:
         values = tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"cannot read the config file {config_file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # a number of 4,300 digits; lists in lists in lists
+    except (ValueError, RecursionError) as error:  # a number of 4,300 digits; deeply nested lists
         raise SettingsError(f"{config_file} is not TOML: {error}") from None
     folder = config_file.absolute().parent
     if isinstance(values.get("data_dir"), str):

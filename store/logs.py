@@ -1,9 +1,9 @@
 """How a process of Weft logs: set up here and nowhere else, for servers, workers and jobs.
 
 A line is text for people, or one JSON object. What it is about (request, organisation, run, operation) travels in a
-context variable, like the caller (`store.database.caller`), and stands on every line that is logged meanwhile. Whoever
-logs it, keys, tokens and the passwords of URLs are taken out of a line here; requests' bodies are never logged. That
-database, Redis or object store is away is one line without a traceback, and the same line once in SAY_AGAIN_S.
+context variable, like the caller (`store.database.caller`), and stands on every line that is logged meanwhile. Keys,
+tokens and passwords in URLs are removed from every line, whichever code logs it; requests' bodies are never logged. An
+unreachable database, Redis or object store gets one line without a traceback, at most once in SAY_AGAIN_S.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 import orjson
 
-#: Loggers of our own, to which the level applies; from others come warnings, and what they say of themselves.
+#: Our own loggers, to which the level applies; others log warnings, and library-specific information.
 OURS = ("api", "billing", "generator", "migrations", "scheduler", "store", "trainer", "weft", "workers")
-#: These say at INFO what nobody needs.
+#: Loggers whose INFO lines nobody needs.
 QUIET = ("alembic", "httpx", "uvicorn")
-#: Seconds between two of the same line about what is away: it is asked for several times a second.
+#: Seconds between two equal lines about something unreachable, which is tried several times a second.
 SAY_AGAIN_S = 5.0
-#: Errors that say so, by package and name: none of these packages is below this module.
+#: Errors that mean "unreachable", by package and name: this module imports none of these packages.
 _AWAY = {
     ("redis", "ConnectionError"),
     ("redis", "TimeoutError"),
@@ -35,10 +35,10 @@ _AWAY = {
     ("sqlalchemy", "TimeoutError"),
     ("store", "StoreAway"),
 }
-#: A JSON line begins so, also after it has passed through the server.
+#: The beginning of a JSON line; the server passes such lines of workers on as they are.
 _BEGINS = b'{"time":'
 
-#: API keys, their tokens, Stripe's secrets, passwords in URLs, and credentials in headers that somebody quotes.
+#: Matches API keys, their tokens, Stripe's secrets, passwords in URLs, and credentials in quoted headers.
 _SECRETS = re.compile(
     r"tml-[\w-]{8,}"
     r"|eyJ[\w-]+\.[\w-]+(?:\.[\w-]*)?"
@@ -52,23 +52,23 @@ _about: ContextVar[Mapping[str, str]] = ContextVar("about", default={})  # noqa:
 
 
 class _Shape:
-    """Of this process's lines."""
+    """The form of this process's lines."""
 
     json = False
 
 
 def about() -> Mapping[str, str]:
-    """What is being worked on: `request`, `org`, `run`, `operation`, as far as it is known."""
+    """What the current task is about: `request`, `org`, `run`, `operation`, as far as it is known."""
     return _about.get()
 
 
 def note(**facts: str) -> None:
-    """Lines are about this too, for the rest of this task (a request's) or thread."""
+    """Add facts to the lines logged in the rest of this task (a request's) or thread."""
     _about.set({**_about.get(), **{name: fact for name, fact in facts.items() if fact}})
 
 
 class on:
-    """`with on(...)`: lines within are about this, and nothing else."""
+    """`with on(...)`: lines in the block carry these facts, and no others."""
 
     def __init__(self, **facts: str | None) -> None:
         self._facts = {name: fact for name, fact in facts.items() if fact}
@@ -97,7 +97,7 @@ def configure(form: str = "text", level: str = "info", program: str = "weftd") -
 
 
 def pass_on(role: str, line: bytes) -> None:
-    """A line that the worker `role` has printed: as it is where it is JSON, else with the worker's name."""
+    """Pass on a line printed by the worker `role`: unchanged if it is JSON, else with the worker's name."""
     if not _Shape.json:
         print(f"[{role}] {hide(line.decode(errors='replace'))}", file=sys.stderr, flush=True)
     elif line.startswith(_BEGINS):
@@ -112,21 +112,22 @@ def hide(text: str) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The first line of what an error says; of what a database refuses without the statement."""
+    """The first line of an error's text; for an error of the database without the statement."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0] or type(error).__name__
 
 
 def _away(record: logging.LogRecord) -> BaseException | None:
-    """The error of a line, if it says that what the process needs is away."""
+    """The error in a log record, if it means that something is unreachable."""
     error = record.exc_info[1] if record.exc_info else None
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
-    if ("sqlalchemy", "OperationalError") in kinds:  # others of them are of what was asked
+    if ("sqlalchemy", "OperationalError") in kinds:  # other OperationalErrors are about the statement
         return error if getattr(error, "connection_invalidated", False) or not getattr(error, "statement", "") else None
     return None if kinds.isdisjoint(_AWAY) else error
 
 
 def _brief(record: logging.LogRecord) -> logging.LogRecord:
-    """Words in place of the traceback of what is away, which says where it was asked and no more."""
+    """The record without its traceback, if it is about something unreachable: a traceback would only show where it was
+    tried."""
     error = _away(record)
     if error is None:
         return record
@@ -138,7 +139,7 @@ def _brief(record: logging.LogRecord) -> logging.LogRecord:
 
 
 class _Seldom(logging.Filter):
-    """Lets no line about what is away pass twice within SAY_AGAIN_S."""
+    """Drops repeated lines about something unreachable, within SAY_AGAIN_S."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ class _Json(logging.Formatter):
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line is about, and what its logger has given it (`extra={"given": {...}}`)."""
+    """The facts of a line: those of its task, and those of its logger (`extra={"given": {...}}`)."""
     return {**_about.get(), **getattr(record, "given", {})}
 
 

@@ -1,4 +1,4 @@
-"""What an operator can set (`load_settings.py` reads it).
+"""What an operator can set; `load_settings.py` reads it.
 
 Unknown keys are refused: a misspelt limit that silently keeps its default is worse than a server that does not start.
 """
@@ -24,17 +24,18 @@ from store.cgroups import cores
 from store.environment import SettingsError as SettingsError
 from store.people.oidc_settings import OidcSettings
 
-#: More than a 64-bit number has no database and no worker.
+#: Databases and workers take no larger number than 64 bits hold.
 _MOST = 2**63 - 1
-#: Of numbers that are not whole: seconds, mostly.
+#: The largest value of settings that are not whole numbers, mostly seconds.
 MOST = 1e9
 Positive = Annotated[int, Field(gt=0, le=_MOST)]
 Natural = Annotated[int, Field(ge=0, le=_MOST)]
 
-#: Where a worker's model lives: auto is a GPU when there is one. Both workers may use the same.
+#: The device of a worker's model: auto is a GPU if there is one. Both workers may use the same.
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
-#: Of the frozen weights: auto is bfloat16 on a GPU and float32 on a CPU. Adapters are always trained in float32.
+#: The dtype of the frozen weights: auto is bfloat16 on a GPU and float32 on a CPU. Adapters are always trained in
+#: float32.
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -50,11 +51,11 @@ def _network(value: str) -> str:
 
 
 def _redis(value: str) -> str:
-    """A URL as redis-py takes it, or none; ValueError otherwise, without what it holds."""
+    """A URL for redis-py, or "". Raises ValueError, without the URL's contents, for others."""
     parts = urlsplit(value)
     if value and (parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path)):
         raise ValueError("a Redis is redis://HOST:PORT/NUMBER, rediss://.. or unix://PATH")
-    _ = parts.port  # ValueError where it is no number
+    _ = parts.port  # raises ValueError if it is no number
     return value
 
 
@@ -64,7 +65,7 @@ class _Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _usable(cls, value: Any) -> Any:
-        """Clocks, and files, of the system take it."""
+        """Raise unless the system's clocks, and files, take the value."""
         if isinstance(value, float) and not abs(value) <= MOST:
             raise ValueError(f"must be a number of at most {MOST:,.0f}, got {value}")
         texts = value.values() if isinstance(value, dict) else [value]
@@ -74,27 +75,28 @@ class _Section(BaseModel):
 
 
 class TrainerSettings(_Section):
-    #: How many trainers, each with the base models in its memory; every run lives on one of them.
+    #: How many trainers there are, each with the base models in its memory; every run lives on one of them.
     replicas: Positive = 1
-    #: Processes that are one trainer and keep a part of the base each: one for each GPU (docs/production.md).
+    #: How many processes make up one trainer and share the base: one for each GPU (docs/production.md).
     ranks: Positive = 1
-    #: Machines with so many ranks each, which meet at HOST:PORT of one of them; a worker is started on each.
+    #: How many machines with that many ranks each make up the trainer; they meet at HOST:PORT of one of them. A worker
+    #: is started on each.
     nodes: Positive = 1
     rendezvous: str = ""
-    #: The base is kept in parts over all ranks, or whole on each node; or each rank has its share of the experts, and
+    #: The base is kept in parts over all ranks, or whole on each node; or each rank has its share of the experts and
     #: all of the rest.
     shard: Literal["all", "node", "experts"] = "all"
-    #: Of each rank.
+    #: Threads of each rank.
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: Tokens that one pass takes at most, over all runs in it. Where it is not set, at least what all ranks compute
-    #: at once, or one of them twice.
+    #: How many tokens one pass takes at most, over all its runs. If it is not set: at least as many as all ranks
+    #: compute at once, or twice as many as a single rank does.
     pass_tokens: Positive = 4096
     #: A larger operation is cut between its data into slices of about this many tokens.
     slice_tokens: Positive = 1024
-    #: Tokens that are computed at once: memory grows with it, and beyond some 2k tokens a CPU gets slower. Where it is
-    #: not set, up to 8,192 on a GPU, as memory allows (`weftd plan`).
+    #: How many tokens are computed at once: memory grows with it, and beyond some 2k tokens a CPU gets slower. If it is
+    #: not set: on a GPU up to 8,192, as memory allows (`weftd plan`).
     microbatch_tokens: Positive = 2048
     #: A run's whole state is written after this many tokens of training, which bounds what a lost trainer replays.
     snapshot_every_tokens: Positive = 65_536
@@ -124,47 +126,47 @@ EngineKind = Literal["torch", "vllm"]
 class VllmSettings(_Section):
     """Generators that are vLLM (docs/vllm.md)."""
 
-    #: The `vllm` command of an environment as `make vllm` builds it. Empty: that one.
+    #: The `vllm` command of an environment built by `make vllm`. Empty: that one.
     program: Path = Path()
     #: vLLM servers that are there already, http://HOST:PORT or unix:PATH: one for each vLLM generator, instead.
     urls: list[str] = []
-    #: Adapters in one batch, and the highest rank that there is room for.
+    #: How many adapters one batch may have, and their highest rank.
     max_adapters: Positive = 16
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
     #: Memory for keys and values, on a CPU.
     kv_bytes: Positive = 1 << 30
-    #: More of vLLM's own options, by their names there: those of docs/vllm.md, and no others.
+    #: Further options of vLLM, by its own names: those in docs/vllm.md, and no others.
     options: dict[str, Any] = {}
-    #: Serve adapters even where options round weights, or keys and values, so that what is drawn has other
-    #: log-probabilities than training gives it.
+    #: Serve adapters even if options round weights, or keys and values, so that sampled log-probabilities differ from
+    #: those in training.
     lossy_adapters: bool = False
 
 
 class GeneratorSettings(_Section):
     engine: EngineKind = "torch"
-    #: How many generators, of `engine`; or the kind of each.
+    #: How many generators of `engine` there are; or the kind of each.
     replicas: Positive | Annotated[list[EngineKind], Field(min_length=1)] = 1
     vllm: VllmSettings = Field(default_factory=VllmSettings)
     threads: Positive = Field(default_factory=_half_the_cores)
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: Sequences that are decoded at the same time; 0: as memory allows, at most 32 on a CPU and 64 on a GPU.
+    #: How many sequences are decoded at the same time; 0: as memory allows, at most 32 on a CPU and 64 on a GPU.
     slots: Natural = 0
     #: The longest sequence, prompt and completion; a model's own context holds as well.
     context_tokens: Positive = 8192
-    #: Keys and values kept for running sequences, in tokens of all of them; 0: as many as full slots take, or half of
-    #: what is left of the memory. With less, the youngest sequences are set aside when they all grow long.
+    #: Keys and values kept for all running sequences together, in tokens; 0: enough for full slots, or half of the
+    #: remaining memory. With less, the youngest sequences are set aside when all grow long.
     kv_tokens: Natural = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048
     #: Prompt lookup: a step tries up to this many tokens more of a sequence whose last ones have stood in it before, in
     #: slots that are free. Tokens and logprobs are the same; text that repeats itself takes fewer steps. 0: off.
     lookup: Annotated[int, Field(ge=0, le=16)] = 0
-    #: On a CPU, a second copy of the weights in the order in which they are multiplied, which is faster. auto: where it
-    #: takes less than half of the memory that is left.
+    #: On a CPU, a second copy of the weights in the order of multiplication, which is faster. auto: if it takes less
+    #: than half of the remaining memory.
     packed: bool | Literal["auto"] = "auto"
-    #: Memory, of each base model, for adapters that are sampled from, those in use and those that were; 0: as memory
-    #: allows. Requests wait for others to release what they need; one that is larger comes in alone.
+    #: Memory, for each base model, for adapters that are sampled from, in use or kept; 0: as memory allows. Requests
+    #: wait until others release what they need; a larger adapter comes in alone.
     adapter_cache_bytes: Natural = 0
     #: Memory, of each base model, for prompts that later ones may begin with; 0 keeps none.
     prefix_cache_bytes: Natural = 512 << 20
@@ -176,7 +178,8 @@ class GeneratorSettings(_Section):
 
 
 class Limits(_Section):
-    """What one request, and one organisation at a time, may ask for. Beyond: 4xx that names limit and value."""
+    """The most that one request, and one organisation at a time, may ask for. Beyond it requests get a 4xx that names
+    limit and value."""
 
     max_body_bytes: Positive = 64 * 1024 * 1024
     max_data: Positive = 4096  # per forward / forward_backward
@@ -187,9 +190,9 @@ class Limits(_Section):
     max_rank: Positive = 128
     max_stop_sequences: Positive = 64
     max_queued_ops_per_org: Positive = 4096
-    #: Bodies of what is queued, all together.
+    #: Bodies of all queued operations together.
     max_queued_bytes_per_org: Positive = 1 << 30
-    #: A larger result is first announced with its size alone, to clients that allow it.
+    #: A larger result is first announced by its size alone, to clients that allow it.
     inline_result_bytes: Positive = 1024 * 1024
     #: Quotas of an organisation, unless the operator has set another one for it (`weftd org quota`): what is stored by
     #: checkpoints and samplers, runs that are live, sessions that are active, uploaded losses, archives for downloads.
@@ -198,34 +201,34 @@ class Limits(_Section):
     sessions_per_org: Positive = 16_384
     custom_losses_per_org: Positive = 16_384
     archive_bytes_per_org: Positive = 64 << 30
-    #: Results that are kept of one organisation, all together; beyond, those go that were fetched, then the oldest.
+    #: Results kept of one organisation, all together; beyond it, fetched ones are deleted first, then the oldest.
     result_bytes_per_org: Positive = 1 << 30
     #: Turns of sessions that clients name themselves (`X-Session-ID`), unpacked; they go after a day.
     turn_bytes_per_org: Positive = 1 << 30
     #: Telemetry that is kept of one organisation in one day, and for how many days; what is beyond is dropped.
     telemetry_bytes_per_day: Positive = 16 * 1024 * 1024
     telemetry_days: Positive = 14
-    #: How long the journal has a sample that has ended.
+    #: How long the journal keeps ended samples.
     sample_days: Positive = 90
 
 
 class FrontSettings(_Section):
     """Connections, and the proxies that they come through."""
 
-    #: Addresses and networks (CIDR) of proxies: what these say of a client's address and scheme (X-Forwarded-For,
-    #: X-Forwarded-Proto) is believed, and nobody else's word.
+    #: Addresses and networks (CIDR) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed; nobody else's
+    #: are.
     trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = ["127.0.0.1", "::1"]
     max_connections: Positive = 8192
     #: Of IPv6: of a network of 64 bits, which is one customer's. Not of proxies.
     max_connections_per_address: Positive = 2048
-    #: From the start of a connection or the first byte of a request.
+    #: From the start of a connection, or the first byte of a request, to the end of its headers.
     header_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    #: Before a body counts as slow, and how long an answer may wait to be read on.
+    #: How long a body may take before it counts as slow, and how long an answer may wait to be read.
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
 
 class LogSettings(_Section):
-    """Of the server, its workers and its jobs (`store.logs`)."""
+    """How the server, its workers and its jobs log (`store.logs`)."""
 
     #: text: lines for people. json: an object on each line.
     format: Literal["text", "json"] = "text"
@@ -234,9 +237,9 @@ class LogSettings(_Section):
 
 
 class BillingSettings(_Section):
-    """How organisations pay that are new from now on; `weftd billing mode` changes one that is there."""
+    """How new organisations pay; `weftd billing mode` changes an existing one."""
 
-    #: unlimited: everything is counted and nothing refused. prepaid: only what was paid for, and `overdraft_usd`.
+    #: unlimited: everything is counted and nothing refused. prepaid: only what was paid for, plus `overdraft_usd`.
     #: postpaid: up to `overdraft_usd` of credit.
     mode: Literal["unlimited", "prepaid", "postpaid"] = "unlimited"
     overdraft_usd: Annotated[int, Field(ge=0, le=10**9)] = 0
@@ -270,7 +273,7 @@ class PaymentsSettings(_Section):
 class OwnershipSettings(_Section):
     """What the machines cost, for `weftd tco` (docs/tco.md). The defaults are published figures for H100 servers."""
 
-    #: GPUs that are paid for, and trainers and generators that run on them.
+    #: How many GPUs are paid for, and how many trainers and generators run on them.
     gpus: Positive = 1
     machines: Positive = 2
     server_usd: Annotated[float, Field(gt=0)] = 361_255.0
@@ -301,17 +304,17 @@ class Settings(_Section):
     #: Bodies, results and weights in an S3-compatible store, s3://BUCKET/PREFIX, whose endpoint, region and credentials
     #: are in the usual environment (docs/production.md). Empty: in the data folder.
     blob_url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?$")] = ""
-    #: Of what a process reads there, so much stays in its data folder for the next time.
+    #: How many bytes a process keeps in its data folder of what it has read there.
     blob_cache_bytes: Positive = 16 << 30
-    #: Downloads go straight to the store, by links that are good for minutes: clients must reach it.
+    #: Downloads go directly to the store, by links valid for minutes: clients must be able to reach it.
     blob_links: bool = False
-    #: What tokens and links are signed with, at least 32 characters: replicas that share no folder need the same one.
-    #: Without it each data folder has its own.
+    #: The secret that signs tokens and links, at least 32 characters: replicas without a common folder need the same
+    #: one. Empty: each data folder has its own.
     server_secret: Annotated[SecretStr, Field(min_length=32)] | None = None
     #: Flush every commit and every blob to the disk: safe against power loss, not only against kill -9.
     durable: bool = False
-    #: Where trainer and generators of this host share one copy of a base's weights: on a CPU it lies here, on a GPU
-    #: they meet here. Empty: each its own.
+    #: The folder by which trainer and generators of this host share one copy of a base's weights: on a CPU the copy
+    #: lies here, on a GPU the workers meet here. Empty: each has its own copy.
     base_dir: str = "/dev/shm"
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
@@ -327,7 +330,7 @@ class Settings(_Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     #: Price versions in the form of billing/default_prices.toml; they replace the built-in list (`billing.prices`).
     prices: list[dict[str, Any]] = []
-    #: A session that is not heard of for so long, and has nothing to do, is ended.
+    #: A session that is not heard of for this long, and has nothing to do, is ended.
     session_idle_s: Annotated[float, Field(gt=0)] = 600.0
     #: Have clients exchange their key for short-lived tokens. Tokens are taken in any case.
     pjwt_auth_enabled: bool = False

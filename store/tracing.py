@@ -1,9 +1,9 @@
-"""Traces of OpenTelemetry, from a request to the settling of what it has asked for. Off, nothing of it is imported
-here.
+"""OpenTelemetry traces, from a request to the settling of its operations. If they are off, no OpenTelemetry module is
+imported.
 
-On where the standard environment names a receiver (OTEL_EXPORTER_OTLP_ENDPOINT, or ..._TRACES_ENDPOINT), and the extra
-`otel` is installed; everything else that OpenTelemetry reads of its environment holds too. A request's span is the
-parent of its operations', wherever they run: an operation carries W3C's `traceparent` in its origin.
+They are on if the standard environment names a receiver (OTEL_EXPORTER_OTLP_ENDPOINT, or..._TRACES_ENDPOINT), and the
+extra `otel` is installed; everything else that OpenTelemetry reads of its environment holds too. A request's span is
+the parent of its operations', wherever they run: an operation carries W3C's `traceparent` in its origin.
 
 A span has kinds, ids and counts; never a body, a prompt or a key.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
-#: Spans that wait to be sent when a process ends have this long.
+#: How long the end of a process waits for spans to be sent.
 FLUSH_S = 3.0
 
 Value = str | int | float | bool
@@ -35,11 +35,11 @@ _OFF = nullcontext()
 
 
 class TracingError(ValueError):
-    """Traces are asked for and cannot be sent; the message is one line for the operator."""
+    """Traces are asked for but cannot be sent; the message is one line for the operator."""
 
 
 class _Parts:
-    """Of this process; None while traces are off."""
+    """This process's tracer and exporter; None while traces are off."""
 
     provider: TracerProvider | None = None
     tracer: Tracer | None = None
@@ -67,7 +67,7 @@ def configure(program: str) -> None:
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether traces are to be sent. Raises TracingError for a protocol that is not spoken."""
+    """Whether traces are to be sent. Raises TracingError for an unsupported protocol."""
     if not any(environment.get(name) for name in _ENDPOINTS):
         return False
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
@@ -84,16 +84,16 @@ def on() -> bool:
 
 
 def stop() -> None:
-    """Send what waits to be sent: before this process ends."""
+    """Send the waiting spans; called before this process ends."""
     if _Parts.provider is not None:
         ending = threading.Thread(target=_Parts.provider.shutdown, name="last spans", daemon=True)
         ending.start()
-        ending.join(FLUSH_S)  # by its own count it waits for half a minute
+        ending.join(FLUSH_S)  # on its own it would wait for half a minute
         _Parts.provider = _Parts.tracer = None
 
 
 def request(method: str, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span | None]:
-    """The span of an HTTP request, the current one within it."""
+    """The span of an HTTP request, which is the current one in the block."""
     return _OFF if _Parts.tracer is None else _request(_Parts.tracer, method, headers)
 
 
@@ -108,7 +108,7 @@ def _request(tracer: Tracer, method: str, headers: Mapping[bytes, bytes]) -> Ite
 
 
 def answered(span: Span | None, method: str, route: str, status: str, about: Mapping[str, str]) -> None:
-    """What is known of a request that has been answered, by OpenTelemetry's names for HTTP; `about` is the log's."""
+    """Facts about an answered request, by OpenTelemetry's names for HTTP; `about` are those of the log."""
     if span is None:
         return
     from opentelemetry.trace import StatusCode
@@ -131,7 +131,8 @@ def span(
     *,
     failed: bool = False,
 ) -> str:
-    """A span that is over, below the request of `origin` (`origin_here`). Returns the origin of what is below it."""
+    """Make a span that has already ended, as a child of the request in `origin` (`origin_here`). Returns the origin for
+    its own children."""
     if _Parts.tracer is None:
         return origin
     from opentelemetry.trace import StatusCode
@@ -146,8 +147,8 @@ def span(
 
 
 def origin_here() -> str:
-    """Where an operation comes from that is accepted now: its request's id, and behind a space its `traceparent` if
-    traces are on. "" outside of a request."""
+    """The origin of an operation that is accepted now: its request's id and, if traces are on, a space and its
+    `traceparent`. "" outside of a request."""
     request_id = logs.about().get("request", "")
     if _Parts.tracer is None:
         return request_id
@@ -157,7 +158,7 @@ def origin_here() -> str:
 
 
 def request_of(origin: str) -> str:
-    """The id of the request that an operation comes from."""
+    """The id of the request in an operation's origin."""
     return origin.partition(" ")[0]
 
 

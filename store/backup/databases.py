@@ -1,7 +1,7 @@
 """The database of a backup: a consistent copy, taken while others write; and put back.
 
 SQLite is copied with its backup API, into a file that is checked. PostgreSQL is dumped by pg_dump from an exported
-snapshot, in which the caller can still read: so what the rows need is asked of the very state that was saved.
+snapshot, in which the caller can still read, so the files that rows name are looked up in exactly the saved state.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sqlalchemy.orm import Session
 from store.backup.files import BadBackup
 from store.database.row_security import make_roles
 
-#: Of SQLite: a database. Of PostgreSQL: pg_dump's custom format.
+#: The name of the copy: of SQLite a database, of PostgreSQL pg_dump's custom format.
 SQLITE_FILE, DUMP_FILE = "weft.db", "weft.dump"
 
 
 @contextmanager
 def opened(url: str, **options: Any) -> Iterator[Engine]:
-    """For a few questions: its connections are closed with the block."""
+    """The database, for a few queries: its connections are closed with the block."""
     engine = create_engine(url, **options)
     try:
         yield engine
@@ -45,7 +45,7 @@ def file_name(url: str) -> str:
 
 @contextmanager
 def saved(url: str, target: Path) -> Iterator[Session]:
-    """Save the database in `target`; yields a session on the state that is saved, before what takes long."""
+    """Save the database in `target`. Yields a session on the saved state before the slow part begins."""
     if is_sqlite(url):
         _copy_sqlite(Path(make_url(url).database or ""), target)
         try:
@@ -59,7 +59,7 @@ def saved(url: str, target: Path) -> Iterator[Session]:
             session.execute(text(f"SET LOCAL {limit} = 0"))
         snapshot = session.scalar(text("SELECT pg_export_snapshot()"))
         yield session
-        # Row-level security is obeyed instead of refused: the login sees all, as a member of weft_service.
+        # Row-level security is obeyed, not refused: the login sees all rows, as a member of weft_service.
         options = ("--format=custom", "--no-owner", "--enable-row-security", f"--snapshot={snapshot}")
         _postgres("pg_dump", url, *options, f"--file={target}")
 
@@ -68,7 +68,7 @@ def _copy_sqlite(source: Path, target: Path) -> None:
     try:
         with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(target)) as writing:
             reading.execute("PRAGMA busy_timeout=30000")
-            reading.backup(writing)  # in one step: in one read transaction, which no writer waits for
+            reading.backup(writing)  # in one step, and so in one read transaction, which holds up no writer
             writing.execute("PRAGMA journal_mode=DELETE")
     except sqlite3.DatabaseError as error:
         raise BadBackup(f"{source} cannot be copied to {target}: {error}") from None
@@ -85,13 +85,13 @@ def check_sqlite(file: Path) -> None:
 
 
 def rows_of(session: Session) -> dict[str, int]:
-    """How many rows each table has: written down in the backup, and counted again when it is restored."""
+    """The number of rows in each table. It is stored in the backup, and checked when that is restored."""
     names = inspect(session.connection()).get_table_names()
     return {name: session.scalar(select(func.count()).select_from(table(name))) or 0 for name in sorted(names)}
 
 
 def put_back(url: str, source: Path) -> dict[str, int]:
-    """Fill the database at `url`, which has no tables, from what was saved; returns `rows_of` it."""
+    """Fill the empty database at `url` with what was saved; returns its `rows_of`."""
     if is_sqlite(url):
         target = Path(make_url(url).database or "")
         check_sqlite(source)
@@ -105,7 +105,7 @@ def put_back(url: str, source: Path) -> dict[str, int]:
 
 
 def is_empty(url: str) -> bool:
-    """Whether nothing is there that a restored database would lie over."""
+    """Whether there is nothing that a restored database would overwrite."""
     if is_sqlite(url):
         return not Path(make_url(url).database or "").exists()
     with opened(url) as engine:

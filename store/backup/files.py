@@ -17,9 +17,9 @@ from store.blobs.contract import SUMS_FILE
 from store.people.secret import FILE_NAME as SECRET
 
 SUMS = "SHA256SUMS"
-#: Of a data folder, or below a bucket's prefix: a backup is being put back there.
+#: The mark of a data folder, or of a bucket's prefix, into which a backup is being restored.
 RESTORING = ".restoring"
-#: Of the blobs: what can be made again, and what is not finished.
+#: Blobs that are not copied: those that can be made again, and unfinished ones.
 _LEFT_OUT = {"archives", ".unfinished"}
 _CHUNK = 1 << 20
 
@@ -29,8 +29,8 @@ class BadBackup(ValueError):
 
 
 def copy_new(data_dir: Path, target: Path, sums: dict[str, str], refs: Iterable[str] | None = None) -> None:
-    """Copy what of a data folder, but for its database, is not in `sums` (path -> SHA-256), and note it there; with
-    `refs` those blobs alone."""
+    """Copy the files of a data folder, without its database, that are not in `sums` (path -> SHA-256), and add them
+    there; with `refs` only these blobs."""
     for name in _listed(data_dir) if refs is None else _files_at(data_dir, refs):
         if name in sums:
             continue
@@ -64,14 +64,15 @@ def _files_at(data_dir: Path, refs: Iterable[str]) -> Iterator[str]:
 
 
 def _leave_out(target: Path, folder: str, sums: dict[str, str]) -> None:
-    """A folder that was deleted or replaced while it was copied; the next round copies what is there then."""
+    """Forget a folder that was deleted or replaced while it was copied; the next round copies what is there then."""
     shutil.rmtree(target / folder, ignore_errors=True)
     for name in [name for name in sums if name.startswith(folder)]:
         del sums[name]
 
 
 def _copied(source: Path, target: Path) -> str | None:
-    """The SHA-256 of what was copied; None when there is no such file. It keeps its time, by which results expire."""
+    """Copy a file with its modification time, by which results expire. Returns its SHA-256; None if there is no such
+    file."""
     try:
         reading = source.open("rb")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -110,7 +111,7 @@ def read_sums(backup: Path) -> dict[str, str]:
 
 
 def copy_checked(backup: Path, target: Path, sums: Mapping[str, str]) -> None:
-    """Copy all files of a backup, and raise BadBackup for the first that is not as it was written."""
+    """Copy all files of a backup; raises BadBackup for the first one that is damaged."""
     for name, expected in sums.items():
         found = _copied(backup / name, target / name)
         if found is None:

@@ -1,7 +1,7 @@
 """The objects of a bucket in a backup: copied while servers write and delete beside it, and put back.
 
-As with files (`store.backup.files`): what is under a name does not change. A folder is copied by its list
-(folders/REF), whole or not at all; what no list tells of, nothing would ever delete.
+As with files (`store.backup.files`), the content of a name does not change. A folder is copied by its list
+(folders/REF), whole or not at all; nothing would ever delete a file that is in no list.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from store.backup.files import RESTORING, BadBackup, digest_of
 from store.blobs.bucket import MARK, Bucket
 from store.blobs.contract import Damaged, unsealed
 
-#: Of a backup: the objects by their keys.
+#: The folder of a backup that holds the objects, by their keys.
 OBJECTS = "objects"
-#: Where blobs have their names.
+#: The prefixes of keys that hold the names of blobs.
 TREES = ("files", "folders")
-#: What can be made again.
+#: Prefixes of objects that can be made again.
 _LEFT_OUT = tuple(f"{tree}/archives/" for tree in TREES)
 
 
 def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str], refs: Iterable[str] | None = None) -> None:
-    """Copy what is not in `sums` (path -> SHA-256) yet, and note it there; with `refs` those blobs alone."""
+    """Copy the objects that are not in `sums` (path -> SHA-256), and add them there; with `refs` only these blobs."""
     for key in _keys(bucket) if refs is None else (f"{tree}/{ref}" for ref in refs for tree in TREES):
         name = f"{OBJECTS}/{key}"
         if name in sums:
@@ -35,7 +35,7 @@ def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str], refs: Itera
             copied = {name: _copied(bucket, key, target)}
             if key.startswith("folders/"):
                 copied |= _files(bucket, key, target)
-        except (FileNotFoundError, Damaged):  # deleted or replaced meanwhile, or not as it was written
+        except (FileNotFoundError, Damaged):  # deleted or replaced meanwhile, or damaged
             (target / name).unlink(missing_ok=True)
             continue
         sums |= copied
@@ -43,8 +43,8 @@ def copy_objects(bucket: Bucket, target: Path, sums: dict[str, str], refs: Itera
 
 @contextmanager
 def objects_put(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> Iterator[None]:
-    """Put them below an empty prefix, for what is done within; they are gone again if that fails. Two who find the same
-    prefix empty do not both put there, nor does one delete what the other has put."""
+    """Put a backup's objects below an empty prefix, for the block; if it fails they are deleted again. Of two processes
+    that find the same prefix empty only one goes on, and neither deletes what the other has put."""
     mine = uuid.uuid4().hex.encode()
     bucket.create(RESTORING, mine)
     refuse_objects(bucket, mine)
@@ -59,7 +59,7 @@ def objects_put(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> Iterat
 
 
 def refuse_objects(bucket: Bucket, mine: bytes | None = None) -> None:
-    """Raise BadBackup unless nothing lies below the prefix, but for a restore that is `mine`."""
+    """Raise BadBackup if anything lies below the prefix, except the mark of a restore that is `mine`."""
     found = sorted(stored.key for stored in bucket.listed("") if stored.key != MARK)
     if RESTORING in found and (mine is None or bucket.get(RESTORING) != mine):
         raise BadBackup(
@@ -71,7 +71,7 @@ def refuse_objects(bucket: Bucket, mine: bytes | None = None) -> None:
 
 
 def put_objects(bucket: Bucket, source: Path, sums: Mapping[str, str]) -> None:
-    """Lists of folders last, with which the folders are there."""
+    """Put the objects. Lists of folders come last: with its list a folder exists."""
     names = [name for name in sums if name.startswith(f"{OBJECTS}/")]
     for name in sorted(names, key=lambda name: name.startswith(f"{OBJECTS}/folders/")):
         bucket.put(name.removeprefix(f"{OBJECTS}/"), source / name)
@@ -84,7 +84,7 @@ def _keys(bucket: Bucket) -> list[str]:
 
 def _files(bucket: Bucket, key: str, target: Path) -> dict[str, str]:
     """The files of a folder whose list was copied; path -> SHA-256. Raises Damaged, and FileNotFoundError, unless all
-    are there as they were written."""
+    are there and whole."""
     ref = key.removeprefix("folders/")
     found = json.loads(unsealed(ref, (target / OBJECTS / key).read_bytes()))
     data, copied = f"data/{ref}/{found['generation']}", dict[str, str]()
@@ -101,7 +101,7 @@ def _files(bucket: Bucket, key: str, target: Path) -> dict[str, str]:
 
 
 def _copied(bucket: Bucket, key: str, target: Path) -> str:
-    """The SHA-256 of what was copied. FileNotFoundError when there is none."""
+    """Copy an object; returns its SHA-256. Raises FileNotFoundError if there is none."""
     copy = target / OBJECTS / key
     copy.parent.mkdir(parents=True, exist_ok=True)
     bucket.download(key, copy)

@@ -1,4 +1,4 @@
-"""Blobs that are about to be read one after the other, fetched beside each other where each takes a network's time."""
+"""Blobs that will be read one after the other, fetched in parallel if each takes a network's time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from store.blobs.contract import Blobs, Damaged
 
 
 class Ahead:
-    """Used by one thread. Where blobs lie on this machine (`Blobs.threads` is None) they are read when they are asked
-    for."""
+    """Reads blobs ahead. Used by one thread. If blobs lie on this machine (`Blobs.threads` is None), each is read when
+    it is asked for."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
         self._coming: dict[tuple[str, str], Future[bytes]] = {}
 
     def fetch(self, wanted: Iterable[tuple[str, str]]) -> None:
-        """These (ref, SHA-256) are asked for next, in this order; of what was fetched before and not asked for, the
-        others are dropped. Without a ref there is nothing to fetch."""
+        """Begin to fetch these (ref, SHA-256), which will be asked for next, in this order. Earlier fetches that are
+        not among them are dropped. Entries without a ref are skipped."""
         threads = self._blobs.threads
         names = dict.fromkeys(name for name in wanted if name[0]) if threads is not None else {}
         for name, coming in list(self._coming.items()):
@@ -32,16 +32,16 @@ class Ahead:
                 self._coming[name] = threads.submit(self._blobs.get, *name)
 
     def has(self, ref: str, sha256: str) -> bool:
-        """Whether what is fetched has come, or why it has not: `get` waits for nothing then."""
+        """Whether `get` would not wait: the blob has been fetched, or that failed, or was never begun."""
         coming = self._coming.get((ref, sha256))
         return coming is None or coming.done()
 
     def wait(self, within_s: float) -> None:
-        """Until something more of what is fetched has come."""
+        """Wait until one more fetch has ended."""
         wait([coming for coming in self._coming.values() if not coming.done()], within_s, FIRST_COMPLETED)
 
     def get(self, ref: str, sha256: str, brought: bytes = b"") -> bytes:
-        """As `Blobs.get`, or what a message has `brought` itself. Who asks again reads again."""
+        """As `Blobs.get`; or the bytes that a message `brought` itself, checked. A second call reads again."""
         if brought:
             if hashlib.sha256(brought).hexdigest() != sha256:
                 raise Damaged(f"a body came damaged: it is not the one that was accepted (SHA-256 {sha256})")

@@ -4,9 +4,9 @@ The client is obstore (the object_store of Apache Arrow, in Rust): it retries wi
 what it sends with its SHA-256 so that the store refuses what arrives otherwise, and computes outside of Python's lock;
 docs/production.md compares it with others. Endpoint, region and credentials come from the usual environment.
 
-Whatever keeps the store from answering is a StoreAway: clients and logs get its code, and nothing of what was sent. A
-bucket that is gone must not look like blobs that are gone, which would end runs for good; so nothing is believed to be
-missing before a mark, put there at the first start, was seen beside it.
+Any failure of the store is a StoreAway: clients and logs get its code, and nothing of what was sent. A missing bucket
+must not look like missing blobs, which would end runs for good; so a blob counts as missing only if the mark, put there
+at the first start, is seen beside it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ except ImportError:
 
 log = logging.getLogger(__name__)
 
-#: What is larger is sent in parts of this size.
+#: Larger blobs are sent in parts of this size.
 PART_BYTES = 16 << 20
-#: What is read is written to the disk in pieces of about this size.
+#: Blobs are written to the disk in pieces of about this size.
 READ_BYTES = 1 << 20
-#: Parts of one blob on their way at once.
+#: How many parts of one blob are sent at a time.
 PARTS = 4
-#: One attempt, with all that it carries; and how long the store may keep silent in it.
+#: How long one attempt may take with all its data, and how long the store may be silent in it.
 ATTEMPT, SILENCE = timedelta(seconds=300), timedelta(seconds=8)
-#: A request is tried again within this time. Whoever asked waits, and decides what then.
+#: How long a request is tried again. The caller waits, and decides what to do then.
 RETRY = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=8),
@@ -53,12 +53,12 @@ RETRY = {
 }
 #: Seconds between two lines in the log about the same trouble.
 SAY_AGAIN_S = 5.0
-#: The mark that the bucket is Weft's.
+#: The object that marks the bucket as Weft's.
 MARK = "weft"
-#: The object that says whose (`store.blobs.owner`).
+#: The object that says whose blobs these are (`store.blobs.owner`).
 OWNER = "owner"
 
-#: What a store says, and what to do about it.
+#: Error codes of the store, and what to do about each.
 _REMEDIES = {
     "NoSuchBucket": "blob_url: there is no such bucket; create it, or name another",
     "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID: the store does not know this key",
@@ -74,7 +74,7 @@ _REMEDIES = {
     "Unreachable": "AWS_ENDPOINT_URL: nothing answers there",
     "Malformed": "AWS_...: one of these variables, or a file that one names, cannot be sent in a request",
 }
-#: Variables that are addresses, and others that are sent. The client panics where they cannot be.
+#: Environment variables that hold addresses, and others that are sent. The client panics if one cannot be sent.
 _ADDRESSES = (
     *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"),
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -83,7 +83,7 @@ _SENT = (
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME"),
 )
-#: And one that names a file with a token, which is sent where no keys are set.
+#: The variable that names a file with a token; the token is sent if no keys are set.
 _TOKEN_FILE = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
 
 
@@ -95,7 +95,7 @@ class Stored:
 
 
 class Panicked(Exception):
-    """The client gave up: settings of the environment cannot be sent."""
+    """The client panicked: settings in the environment cannot be sent."""
 
 
 class Bucket:
@@ -132,10 +132,10 @@ class Bucket:
                 obstore.put(self._store, self._at(MARK), b"blobs of Weft\n")
 
     def is_used(self) -> bool:
-        """Whether a server has been here. Raises SettingsError, with what to set, where nothing can be read."""
+        """Whether a server has used this bucket. Raises SettingsError, with what to set, if nothing can be read."""
         with self._naming():
             try:
-                obstore.get(self._store, self._at(MARK))  # unlike HEAD, the answer says what is wrong
+                obstore.get(self._store, self._at(MARK))  # GET, because unlike HEAD its error says what is wrong
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise
@@ -144,7 +144,7 @@ class Bucket:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Within it an error is a SettingsError that names what to set."""
+        """Raise errors of the block as a SettingsError that names what to set."""
         try:
             with _without_panic():
                 yield
@@ -159,7 +159,7 @@ class Bucket:
             obstore.put(self._store, self._at(key), data, chunk_size=PART_BYTES, max_concurrency=PARTS)
 
     def create(self, key: str, data: bytes) -> None:
-        """Nothing happens when it is there already."""
+        """Create an object; does nothing if it exists."""
         with self._asked():
             try:
                 obstore.get(self._store, self._at(key))
@@ -168,23 +168,23 @@ class Bucket:
                     obstore.put(self._store, self._at(key), data, mode="create")
 
     def get(self, key: str) -> bytes:
-        """FileNotFoundError when there is none."""
+        """The bytes of an object. Raises FileNotFoundError if there is none."""
         with self._asked(key):
             return bytes(obstore.get(self._store, self._at(key)).bytes())
 
     def size_bytes(self, key: str) -> int:
-        """FileNotFoundError when there is none."""
+        """The size of an object. Raises FileNotFoundError if there is none."""
         with self._asked(key):
             return int(obstore.head(self._store, self._at(key))["size"])
 
     def download(self, key: str, target: Path) -> None:
-        """FileNotFoundError when there is none."""
+        """Write an object to `target`. Raises FileNotFoundError if there is none."""
         with target.open("wb") as file, self._asked(key):
             for piece in obstore.get(self._store, self._at(key)).stream(min_chunk_size=READ_BYTES):
                 file.write(piece)
 
     def listed(self, folder: str) -> Iterator[Stored]:
-        """What is below a folder of keys."""
+        """The objects below a folder of keys."""
         cut = len(self._at("x")) - 1
         with self._asked():
             for batch in obstore.list(self._store, prefix=self._at(folder)):
@@ -192,13 +192,13 @@ class Bucket:
                     yield Stored(found["path"][cut:], found["size"], found["last_modified"].timestamp())
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Those that are not there are no error."""
+        """Delete objects; missing ones are no error."""
         with self._asked():
             for key in keys:
                 obstore.delete(self._store, self._at(key))
 
     def link(self, key: str, lasts: timedelta) -> str:
-        """A URL that reads it without credentials, for so long."""
+        """A URL with which anybody can read the object for that long."""
         with self._asked():
             return str(obstore.sign(self._store, "GET", self._at(key), lasts))
 
@@ -207,7 +207,7 @@ class Bucket:
 
     @contextmanager
     def _asked(self, key: str = "") -> Iterator[None]:
-        """Within it the store is asked, for `key` if that may be missing."""
+        """Translate errors of the block, which asks the store, for `key` if that may be missing."""
         try:
             with _without_panic():
                 yield
@@ -218,7 +218,7 @@ class Bucket:
             raise self._away(error) from None
 
     def _see_mark(self, error: Exception) -> None:
-        """Raise StoreAway if it is the bucket that is missing."""
+        """Raise StoreAway if the mark is missing, too: then it is the bucket that is missing."""
         try:
             with _without_panic():
                 obstore.get(self._store, self._at(MARK))
@@ -237,7 +237,7 @@ class Bucket:
 
 
 def _check_environment() -> None:
-    """Raise SettingsError for a variable that no request can have in its address or its headers."""
+    """Raise SettingsError for a variable that cannot be part of a request's address or headers."""
     for name in (*_ADDRESSES, *_SENT):
         value = os.environ.get(name, "")
         if not all("!" <= sign <= "~" for sign in value):
@@ -265,7 +265,7 @@ def _is_address(value: str) -> bool:
 
 @contextmanager
 def _without_panic() -> Iterator[None]:
-    """A panic of the client, which is in Rust, is an error as others are: its class cannot be imported, and is no
+    """Raise a panic of the client, which is in Rust, as an ordinary error: its class cannot be imported, and is no
     Exception."""
     try:
         yield
@@ -276,7 +276,7 @@ def _without_panic() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> tuple[str, str]:
-    """The store's own code, or one of ours; and with what it means. Nothing else of an answer is passed on: it may
+    """The store's own error code, or one of ours, and what it means. Nothing else of an answer is passed on: it may
     repeat what was sent."""
     if isinstance(error, Panicked):
         return "Malformed", "the environment's settings cannot be sent"
@@ -284,14 +284,15 @@ def _reason(error: Exception) -> tuple[str, str]:
     code = re.search(r"<Code>(\w+)</Code>", text)
     if code is not None:
         return code[1], code[1]
-    if "http://169.254." in text:  # where machines, containers and pods ask for those of their role
+    # the addresses at which machines, containers and pods ask for their role's credentials
+    if "http://169.254." in text:
         return "NoCredentials", "no credentials"
     if isinstance(error, FileNotFoundError):
         return "NoSuchBucket", "NoSuchBucket"
     status = re.search(r"status(?: code)?:? (\d\d\d)", text)
     if status is not None:
         return f"HTTP{status[1]}", f"HTTP {status[1]}"
-    if "credential" in text.lower():  # in an answer, the word may be anything
+    if "credential" in text.lower():  # not in an answer, which may contain the word for any reason
         return "NoCredentials", "no credentials"
     if any(word in text.lower() for word in ("connect", "dns", "timed out", "timeout", "sending request")):
         return "Unreachable", "it cannot be reached, or is too slow"

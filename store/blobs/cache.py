@@ -1,8 +1,7 @@
-"""Folders that were read from afar, kept on this machine for the next reading, up to a number of bytes, or until its
-disk has little room.
+"""A cache on this machine of folders read from a bucket, up to a number of bytes, and only while the disk has room.
 
-Processes may share one cache. A folder that is being read is locked (`flock`, which ends with its process), and is not
-taken away; of the others those go first that were read longest ago. What is read is checked each time.
+Processes may share one cache. A folder that is being read is locked (by `flock`, which ends with its process) and is
+not deleted; of the others, those read longest ago go first. Each reading checks the files.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pathlib import Path
 
 from store.blobs.contract import SUMS_FILE, Damaged, check_folder, files_of
 
-#: Copies take none of this: a run that is saved, and new work (`store.blobs.room`), need room on the same disk.
+#: How much of the disk copies leave free: saved runs and new work (`store.blobs.room`) need room on the same disk.
 LEFT_FREE_BYTES = 4 << 30
-#: Being filled, or being deleted.
+#: Prefixes of folders that are being filled, or deleted.
 _UNFINISHED = ".unfinished"
 
 
@@ -32,8 +31,8 @@ class FolderCache:
 
     @contextmanager
     def reading(self, key: str, fetch: Callable[[Path], None]) -> Iterator[Path]:
-        """The folder of that key, which `fetch` fills unless it is here, as it was written. Raises Damaged when it is
-        not even when it was fetched again, and what `fetch` raises."""
+        """The folder of that key, checked; `fetch` fills it if it is missing or damaged. Raises Damaged if it is still
+        damaged after that, and the errors of `fetch`."""
         path = self._root / key
         lock = self._lock(path)
         try:
@@ -49,18 +48,18 @@ class FolderCache:
                 os.close(lock)
 
     def new(self) -> Path:
-        """An empty folder to fill and to `adopt`."""
+        """A new empty folder, to be filled and then given to `adopt`."""
         folder = self._unfinished / secrets.token_hex(8)
         folder.mkdir()
         return folder
 
     def adopt(self, key: str, folder: Path) -> None:
-        """Keep a folder that is complete."""
+        """Add a complete folder to the cache."""
         self._keep(self._root / key, folder)
         self.evict()
 
     def evict(self) -> None:
-        """Delete until no more is here than may be, and the disk has room for what is no copy."""
+        """Delete folders until the cache is within its limit, and the disk has room for other things."""
         entries = sorted(self._entries(), key=lambda entry: entry[1])
         lacking = LEFT_FREE_BYTES - shutil.disk_usage(self._root).free
         excess = max(sum(size for _, _, size in entries) - self._max_bytes, lacking)
@@ -77,7 +76,7 @@ class FolderCache:
                     shutil.rmtree(left, ignore_errors=True)
 
     def _fetched(self, path: Path, fetch: Callable[[Path], None]) -> int:
-        """The lock of a folder that was just fetched."""
+        """Fetch a folder; returns its lock."""
         while True:
             folder = self.new()
             try:
@@ -86,12 +85,13 @@ class FolderCache:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             lock = self._lock(path)
-            if lock is not None:  # else another process has taken it away at once
+            if lock is not None:  # otherwise another process has deleted it at once
                 self.evict()
                 return lock
 
     def _mend(self, path: Path, fetch: Callable[[Path], None]) -> None:
-        """Fetch again what is damaged. Others may be reading the folder, so it stays, and its files are replaced."""
+        """Fetch a damaged folder again. It stays in place, since others may be reading it, and its files are replaced
+        one by one."""
         folder = self.new()
         try:
             fetch(folder)
@@ -110,7 +110,7 @@ class FolderCache:
             shutil.rmtree(folder, ignore_errors=True)  # another reader was faster, with the same files
 
     def _lock(self, path: Path) -> int | None:
-        """Keep the folder here until the descriptor is closed; None when it is not here."""
+        """Lock a folder, so that it stays until the descriptor is closed; None if it is not in the cache."""
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -142,7 +142,7 @@ class FolderCache:
         return True
 
     def _entries(self) -> Iterator[tuple[Path, float, int]]:
-        """Folders, when they were last read, and their bytes."""
+        """The folders, when each was last read, and its bytes."""
         for path in self._root.iterdir():
             if path.name != _UNFINISHED:
                 with suppress(FileNotFoundError):

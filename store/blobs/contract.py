@@ -1,5 +1,5 @@
-"""What is too large for SQL: bodies of operations, results, adapters, checkpoints. The contract of where they are kept,
-which is a folder (`folder.py`) or a bucket (`objects.py`); `opening.py` opens the one that is set.
+"""The contract of blob storage, for data too large for SQL: bodies of operations, results, adapters, checkpoints. Blobs
+are kept in a folder (`folder.py`) or a bucket (`objects.py`); `opening.py` opens the one in the settings.
 
 A ref is a relative name such as `ops/3f2a/body`; it names a file or a folder, and it can never leave the root.
 A blob at its ref is always whole: it is the old one, or the new one, or there is none.
@@ -23,12 +23,12 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-#: No segment starts with a dot, which excludes "..", "." and the folder of unfinished writes.
+#: A ref's form. No segment starts with a dot, which excludes "..", "." and the folder of unfinished writes.
 _REF = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9._:-]*(?:/[A-Za-z0-9_:-][A-Za-z0-9._:-]*)*", re.ASCII)
-#: A file ends with this and the SHA-256 of the bytes before it.
+#: Each file ends with this, followed by the SHA-256 of all bytes before.
 _MARK = b"sha256:\n"
 SEAL_BYTES = len(_MARK) + hashlib.sha256().digest_size
-#: In each folder: the SHA-256 of its files, as JSON {name: hex}.
+#: The list in each folder: the SHA-256 of its files, as JSON {name: hex}.
 SUMS_FILE = ".sha256.json"
 
 
@@ -41,11 +41,11 @@ class Damaged(OSError):
 
 
 class StoreAway(OSError):
-    """The object store does not answer, or not with what it has; trying again may help. The message is for people."""
+    """The object store does not answer, or fails; trying again may help. The message is for people."""
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether trying again cannot help. Other errors of a disk may pass: it is full, over a quota, not mounted, or
+    """Whether trying again cannot help. Other errors may be temporary: the disk is full, over a quota, not mounted, or
     unreachable."""
     return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | Damaged) or not isinstance(
         error, OSError
@@ -53,23 +53,24 @@ def is_lasting(error: BaseException) -> bool:
 
 
 class FarFolder(Protocol):
-    """A folder that is not on this machine."""
+    """A folder that does not lie on this machine."""
 
     def reading(self) -> AbstractContextManager[Path]:
-        """`Blobs.reading` of it."""
+        """The files of the folder, as in `Blobs.reading`."""
 
 
-#: A folder of weights, on this machine or elsewhere: to be read within `reading`.
+#: A folder of weights, on this machine or elsewhere; it is read within `reading`.
 Weights = Path | FarFolder
 
 
 class Blobs(Protocol):
-    """Any number of processes and threads may share one place. Every method raises BadRef for what is no ref, and an
-    OSError when the place does not answer (`is_lasting` tells it from a blob that is not there)."""
+    """Blob storage. Any number of processes and threads may share one place. Every method raises BadRef for a bad ref,
+    and an OSError if the place does not answer (`is_lasting` distinguishes that from a missing blob)."""
 
-    #: A folder of this machine, for what is on its way.
+    #: A folder on this machine for unfinished writes.
     root: Path
-    #: Where calls are made from an event loop (`beside_the_loop`); None: they are short enough to be made in it.
+    #: The threads in which an event loop makes calls (`beside_the_loop`); None if calls are short enough for the loop
+    #: itself.
     threads: Executor | None
 
     def put(self, ref: str, data: bytes) -> None:
@@ -77,23 +78,23 @@ class Blobs(Protocol):
         OSError leaves nothing behind."""
 
     def get(self, ref: str, sha256: str = "") -> bytes:
-        """The bytes of a file blob; with `sha256` (hex), they must have that digest. FileNotFoundError when there is
-        none; Damaged when two reads differ from what was put: network file systems may read short once."""
+        """The bytes of a file blob; with `sha256` (hex), they must have that digest. Raises FileNotFoundError if there
+        is none; Damaged if two reads both differ from what was put (network file systems may read short once)."""
 
     def exists(self, ref: str) -> bool: ...
 
     def touch(self, ref: str) -> None:
-        """Count its age (`listed`) from now. FileNotFoundError when there is none."""
+        """Set its age (`listed`) to 0. Raises FileNotFoundError if there is none."""
 
     def delete(self, ref: str) -> None:
         """Delete a file blob, if it is there."""
 
     def delete_tree(self, ref: str) -> None:
-        """Delete a folder blob with all in it, a file blob, or all blobs below `ref`; nothing happens when there is
-        none. Nobody sees it half deleted."""
+        """Delete a folder blob with everything in it, a file blob, or all blobs below `ref`; a missing one is no error.
+        Nobody sees it half deleted."""
 
     def size_bytes(self, ref: str) -> int:
-        """Bytes of a file, or of all files in a folder; FileNotFoundError when there is none."""
+        """Bytes of a file, or of all files in a folder. Raises FileNotFoundError if there is none."""
 
     def new_folder(self, ref: str) -> AbstractContextManager[Path]:
         """An empty folder to fill; when the block succeeds it becomes `ref`, in place of an older blob."""
@@ -102,29 +103,30 @@ class Blobs(Protocol):
         """The folder `ref`, which need not exist: for `reading` it later."""
 
     def reading(self, ref: str) -> AbstractContextManager[Path]:
-        """The files of a folder, on this machine and checked, for as long as the block. FileNotFoundError when there
-        is none; Damaged unless it is as it was written."""
+        """The files of a folder, on this machine and checked, during the block. Raises FileNotFoundError if there is
+        none; Damaged unless it is whole."""
 
     def check_folder(self, ref: str) -> None:
-        """Raise FileNotFoundError unless the folder is there, and Damaged unless it is as it was written, as far as
-        can be told without carrying it here."""
+        """Raise FileNotFoundError unless the folder exists, and Damaged if it is visibly not whole; its files are not
+        fetched for this."""
 
     def files(self, ref: str) -> list[str]:
         """The names of the files in a folder blob, sorted."""
 
     def listed(self, pattern: str) -> dict[str, float]:
-        """What lies at the refs of a pattern such as `ops/*/*`, with when it was written, in seconds since 1970."""
+        """The refs that match a pattern such as `ops/*/*`, each with the time of its last write, in seconds since
+        1970."""
 
     def link(self, ref: str, name: str, lasts: timedelta) -> str:
-        """A URL of one file of a folder that is good for so long without a key; "" where there are none."""
+        """A URL with which anybody can read one file of a folder for that long; "" if there are no such links."""
 
     def clear_unfinished(self, before: float | None = None) -> None:
-        """Delete leftovers of writers that died, of before then. None: all of them, at start-up, while nothing else
-        writes here."""
+        """Delete unfinished writes from before then, left by dead writers. None: all of them, at start-up, while
+        nothing else writes here."""
 
 
 async def beside_the_loop(blobs: Blobs, work: Callable[..., T], *arguments: object) -> T:
-    """Call `work`, which uses the blobs, without holding up the event loop for longer than a disk takes."""
+    """Call `work`, which uses the blobs, so that it holds up the event loop no longer than a disk would."""
     if blobs.threads is None:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(blobs.threads, lambda: work(*arguments))
@@ -140,12 +142,12 @@ def check_ref(ref: str) -> str:
 
 
 def seal_of(data: bytes) -> bytes:
-    """What a file ends with."""
+    """The end of a file blob: mark and digest."""
     return _MARK + hashlib.sha256(data).digest()
 
 
 def unsealed(ref: str, stored: bytes, sha256: str = "") -> bytes:
-    """The bytes before the seal. Raises Damaged."""
+    """The bytes before the end mark. Raises Damaged."""
     data, seal = stored[:-SEAL_BYTES], stored[-SEAL_BYTES:]
     digest = hashlib.sha256(data)
     if seal != _MARK + digest.digest():
@@ -157,7 +159,7 @@ def unsealed(ref: str, stored: bytes, sha256: str = "") -> bytes:
 
 @contextmanager
 def reading(folder: Weights) -> Iterator[Path]:
-    """`Blobs.reading` of what `Blobs.at` gave."""
+    """The files of a folder from `Blobs.at`, as in `Blobs.reading`."""
     if isinstance(folder, Path):
         check_folder(folder)
         yield folder
@@ -167,8 +169,8 @@ def reading(folder: Weights) -> Iterator[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise FileNotFoundError unless the folder is there, and Damaged unless it is as it was written. One that
-    `Blobs.new_folder` did not make has no list and is not checked."""
+    """Raise FileNotFoundError unless the folder exists, and Damaged unless it is whole. A folder without a list was not
+    made by `Blobs.new_folder` and is not checked."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder.name}")
     try:

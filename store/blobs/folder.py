@@ -42,7 +42,7 @@ class FolderBlobs:
         self.durable = durable
         self._unfinished = root / _UNFINISHED
         self._unfinished.mkdir(parents=True, exist_ok=True)
-        self._beginning = f"{root}{os.sep}"  # of paths as strings, where every operation passes
+        self._beginning = f"{root}{os.sep}"  # as a string, since every operation builds paths with it
 
     def path(self, ref: str) -> Path:
         """The path of `ref`, which need not exist. Raises BadRef unless it is a relative name of plain segments."""
@@ -158,7 +158,8 @@ class FolderBlobs:
             shutil.rmtree(old, ignore_errors=True)
 
     def _rename(self, temporary: Path | str, target: Path | str) -> None:
-        changed = [os.path.dirname(target)]  # folders with a new entry, which a power cut takes unless they are flushed
+        # folders with new entries, which a power cut would lose unless they are flushed
+        changed = [os.path.dirname(target)]
         try:
             os.replace(temporary, target)
         except FileNotFoundError:

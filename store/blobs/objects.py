@@ -28,13 +28,13 @@ from store.blobs.bucket import Bucket
 from store.blobs.cache import FolderCache
 from store.blobs.contract import SEAL_BYTES, SUMS_FILE, Damaged, check_ref, seal_of, unsealed, write_sums
 
-#: Requests of one process that are under way at once beside an event loop.
+#: How many requests of one process may be under way beside an event loop.
 THREADS = 32
 
 
 @dataclass(frozen=True)
 class _List:
-    """What `folders/REF` says; `key` is its name in the cache."""
+    """The contents of `folders/REF`; `key` is the folder's name in the cache."""
 
     key: str
     data: str
@@ -42,7 +42,7 @@ class _List:
 
 
 class ObjectBlobs:
-    """`Blobs` in a bucket. `root` is a folder of this machine for up to `cache_bytes` of what is read."""
+    """`Blobs` in a bucket. `root` is a folder on this machine, for up to `cache_bytes` of copies."""
 
     threads: Executor | None
 
@@ -79,7 +79,7 @@ class ObjectBlobs:
 
     def delete_tree(self, ref: str) -> None:
         for key in (_folder(ref), _file(ref)):
-            with suppress(FileNotFoundError):  # stores on top of a file system take a key of a folder's name for that
+            with suppress(FileNotFoundError):  # stores that use a file system may report a folder's name as a key
                 self._bucket.size_bytes(key)
                 self._bucket.delete([key])
         for tree in ("folders", "files", "data"):
@@ -102,7 +102,7 @@ class ObjectBlobs:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _upload(self, ref: str, folder: Path) -> str:
-        """Put a folder that is complete; its name in the cache."""
+        """Put a complete folder into the bucket. Returns its name in the cache."""
         generation, sums = secrets.token_hex(8), write_sums(folder)
         data, note = f"data/{ref}/{generation}", f"unfinished/{generation}"
         files = {name: (digest, (folder / name).stat().st_size) for name, digest in sums.items()}
@@ -115,7 +115,7 @@ class ObjectBlobs:
         for name in files:
             self._bucket.put(f"{data}/{name}", folder / name)
         self._bucket.put(_folder(ref), written + seal_of(written))
-        with suppress(OSError):  # it is there; what is left over is found again
+        with suppress(OSError):  # the folder is there; leftovers are found later
             self._bucket.delete([note])
             if before:
                 self._bucket.delete([found.key for found in self._bucket.listed(before)])
@@ -132,7 +132,7 @@ class ObjectBlobs:
         def fetch(folder: Path) -> None:
             try:
                 self._fetch(found, folder)
-            except FileNotFoundError:  # it was replaced, or deleted, meanwhile
+            except FileNotFoundError:  # replaced or deleted meanwhile
                 shutil.rmtree(folder)
                 folder.mkdir()
                 newer = self._list(ref)
@@ -186,7 +186,7 @@ class ObjectBlobs:
                 self._clear(note.key)
 
     def _clear(self, note: str) -> None:
-        with suppress(FileNotFoundError):  # another process clears it too
+        with suppress(FileNotFoundError):  # another process is clearing, too
             ref, generation = self._bucket.get(note).decode(), note.rpartition("/")[2]
             data = f"data/{ref}/{generation}"
             with suppress(FileNotFoundError):

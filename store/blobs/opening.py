@@ -1,4 +1,4 @@
-"""Where blobs are kept, by the settings: beside the database's folder, or in a bucket."""
+"""Opens the blobs that the settings name: beside the database's folder, or in a bucket."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from store.blobs.contract import Blobs
 from store.blobs.folder import FolderBlobs
 
-if TYPE_CHECKING:  # workers are told without them
+if TYPE_CHECKING:  # workers get a config instead of settings
     from store.settings import Settings
 
 
 def open_blobs(
     data_dir: Path, *, durable: bool = False, url: str = "", cache_bytes: int = 0, links: bool = False
 ) -> Blobs:
-    """A folder in `data_dir`; with `url` that bucket, and in `data_dir` up to `cache_bytes` of what was read of it.
+    """Blobs in a folder in `data_dir`; or with `url` in that bucket, with up to `cache_bytes` of copies in `data_dir`.
     `links`: downloads go to the store by signed links. Raises SettingsError when the bucket cannot be named."""
     if not url:
         return FolderBlobs(data_dir / "blobs", durable=durable)

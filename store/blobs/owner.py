@@ -1,4 +1,4 @@
-"""Whose blobs lie below a prefix of an object store. Two services there would each delete what it does not know.
+"""Which service owns the blobs below a prefix of an object store. Two services there would delete each other's blobs.
 
 The database has the service's id (the lease "blobs", which never ends, so a backup has it, too), the prefix an object
 that names it. Whoever finds another's name there does not start.
@@ -48,7 +48,7 @@ def claim_prefix(settings: Settings, database: Database) -> None:
 
 
 def _service_id(session: Session) -> str:
-    """Servers that start at once may all find none."""
+    """The service's id. Several servers that start at once may all find none."""
     lease = insert_into(session, JobLease).values(name=_LEASE, holder=uuid.uuid4().hex, until=_FOR_EVER)
     session.execute(lease.on_conflict_do_nothing(index_elements=["name"]))
     return session.scalars(select(JobLease.holder).where(JobLease.name == _LEASE)).one()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from store.blobs.contract import StoreAway
 
-#: Free bytes below which no new work is accepted: several times what work in flight needs.
+#: Below this many free bytes no new work is accepted: several times as much as work in flight needs.
 LEAST_FREE_BYTES = 128 << 20
-#: Seconds between two looks at the disk; one that has refused a write counts as full for as long.
+#: Seconds between two looks at the disk; a disk that has refused a write counts as full for as long.
 LOOK_EVERY_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class Room:
     ) -> None:
         self._folder, self._least, self._clock = folder, least_free_bytes, clock
         self._looked = -LOOK_EVERY_S
-        self._why = ""  # nothing is accepted: a write failed, or
+        self._why = ""  # why nothing is accepted: a write failed, or
         self._seen = ""  # the last look found no room
 
     def check(self) -> None:
-        """Raise NoRoom if new work cannot be taken."""
+        """Raise NoRoom if new work cannot be stored."""
         if self._clock() - self._looked >= LOOK_EVERY_S:
             before, self._seen = self._seen, self._look()
             self._looked, self._why = self._clock(), self._seen
@@ -52,8 +52,8 @@ class Room:
             raise NoRoom(f"{self._why}: nothing new is accepted until there is room; results can be had")
 
     def refused(self, error: BaseException) -> str:
-        """Something could not be stored: returns the message for people. A disk that failed counts as full until the
-        next look."""
+        """Note that a write failed; returns the message for people. A disk that failed counts as full until the next
+        look."""
         if isinstance(error, OSError):
             self._looked, self._why = self._clock(), what_failed(error)
         return what_failed(error)
@@ -71,7 +71,7 @@ class Room:
         return ""
 
 
-#: Words of SQLite and PostgreSQL, and what people are told. SQLite's of input and output are also of a disk that has
+#: Words in errors of SQLite and PostgreSQL, and what people are told. SQLite's I/O errors include a disk that has
 #: become read-only.
 _DATABASES_SAY = {
     "read-only": "the server's database takes no writes",
@@ -83,7 +83,7 @@ _NO_ANSWER = "the server's database does not answer"
 
 
 def what_failed(error: BaseException) -> str:
-    """The message for people why something was not stored."""
+    """The message for people: why something was not stored."""
     if isinstance(error, StoreAway):
         return str(error)
     if not isinstance(error, OSError):

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from store.database.caller import caller
 from store.tables import AuditEntry
 
-#: Filters of the log, and the prefixes of the events that each shows.
+#: Filters of the log, with the prefixes of the events that each shows.
 GROUPS: dict[str, tuple[str, ...]] = {
     "all": ("",),
     "checkpoints": ("checkpoint_",),
@@ -47,7 +47,7 @@ def record(
     at: datetime | None = None,
 ) -> None:
     """Note that the caller (`store.database.caller`) did `event`, named `<resource>_<action>`, to `target`: an id, or
-    the tinker:// path of a checkpoint. `key_id` is the key used; when the server acts, the key it acts for."""
+    the tinker:// path of a checkpoint. `key_id` is the key used; if the server acts, the key that it acts for."""
     who = caller()
     entry = {
         "org_id": org_id,

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     import psycopg
 
 Rows = Sequence[dict[str, Any]]
-#: A SELECT by dialect.
+#: A SELECT for each dialect.
 Question = dict[str, Select[Any]]
 Params = tuple[Any, ...] | dict[str, Any]
 Check = Callable[[list[Any]], None]
 _SQLITE = sqlite.dialect(paramstyle="named", json_serializer=lambda value: orjson.dumps(value).decode())
 _POSTGRESQL = postgresql.dialect()  # type: ignore[no-untyped-call]
 _OUTBOX = "outbox"
-#: Rows that one statement of SQLite writes at most: it takes 32,766 values.
+#: How many rows one statement of SQLite writes: it takes 32,766 values.
 AT_ONCE = 64
 
 _LOCK_ONE = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 6))"
@@ -60,8 +60,8 @@ _LOCK = (
     "SELECT pg_advisory_xact_lock(key) FROM (SELECT DISTINCT hashtextextended(name, 6) AS key "
     "FROM unnest(CAST(%s AS text[])) AS name ORDER BY key) AS keys"
 )
-#: How PostgreSQL plans what batches ask: once, for to plan costs more than to do it; and by index, for they name their
-#: rows, and a plan of when a table was small is kept until statistics are taken.
+#: How PostgreSQL plans the statements of batches: once, since planning costs more than execution; and by index, since
+#: they name their rows, and a plan made for a small table would be kept until statistics are taken.
 _PLANS = (
     "(SELECT set_config('plan_cache_mode', 'force_generic_plan', true)), "
     "(SELECT set_config('enable_seqscan', 'off', true))"
@@ -69,8 +69,8 @@ _PLANS = (
 
 
 def insert_rows(connection: Connection, table: type[Base], rows: Rows, add: tuple[str, ...] = ()) -> None:
-    """Insert rows that all have the same columns. With `add`, those columns are added to the row that is there already,
-    by the primary key."""
+    """Insert rows that all have the same columns. If a row with that primary key exists, the columns in `add` are added
+    to it."""
     names = tuple(rows[0])
     if connection.dialect.name == "postgresql":
         document = orjson.dumps(rows).decode()
@@ -93,7 +93,7 @@ def update_rows(connection: Connection, table: type[Base], rows: Rows, key: tupl
 
 
 def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> list[list[Any]]:
-    """The rows that each question finds with its parameters. None depends on the answer of another."""
+    """The rows that each question finds with its parameters. No question may depend on the answer to another."""
     if connection.dialect.name == "postgresql":
         compiled = [(_compiled(forms["postgresql"], connection.dialect), params) for forms, params in questions]
         return _outbox(connection).send(connection, [(text, given | params) for (text, given), params in compiled])
@@ -101,7 +101,8 @@ def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> 
 
 
 def require(connection: Connection, question: Question, params: dict[str, Any], check: Check) -> None:
-    """Have `check`, which may raise, see the rows that `question` finds: on PostgreSQL with what is asked next."""
+    """Call `check`, which may raise, with the rows that `question` finds; on PostgreSQL it is sent with the next
+    statements."""
     if connection.dialect.name == "postgresql":
         text, given = _compiled(question["postgresql"], connection.dialect)
         _outbox(connection).put(text, given | params, check=check)
@@ -110,36 +111,36 @@ def require(connection: Connection, question: Question, params: dict[str, Any], 
 
 
 def make_sure(connection: Connection) -> None:
-    """Check what is required and was not sent with something else."""
+    """Run the checks of `require` that were not sent with another statement yet."""
     if connection.dialect.name == "postgresql":
         _outbox(connection).make_sure(connection)
 
 
 def take_locks(connection: Connection | Session, names: Collection[str]) -> None:
-    """Wait until nobody else has any of these locks, in any process, and have them until the transaction ends. In one
-    order, so that two who want several never wait for each other. SQLite has one writer at a time anyway."""
+    """Take these locks, in any process, until the transaction ends; waits until they are free. They are taken in a
+    fixed order, so that two transactions never wait for each other. SQLite has a single writer anyway."""
     dialect = connection.get_bind().dialect if isinstance(connection, Session) else connection.dialect
     if names and dialect.name == "postgresql":
         connection.execute(text(_LOCK.replace("%s", ":names")), {"names": sorted(names)})
 
 
 def lock_first(connection: Connection, names: list[str], *, batches: bool) -> None:
-    """`take_locks` before whatever comes next in this transaction of the writer; of `batches` alone, what comes is
-    planned as they need it."""
+    """`take_locks` as the first statement of the writer's transaction. If it contains only `batches`, its statements
+    are planned as batches need it."""
     if connection.dialect.name == "postgresql":
         lock, given = (_LOCK_ONE, names[0]) if len(names) == 1 else (_LOCK, names)
         _outbox(connection).put(lock.replace("SELECT", f"SELECT {_PLANS},", 1) if batches else lock, (given,))
 
 
 def send_now(connection: Connection) -> None:
-    """Have what waits done, and raise what is wrong with it, while its savepoint can still be undone."""
+    """Send the waiting statements, and raise their errors, while the savepoint can still be undone."""
     if connection.dialect.name == "postgresql":
         _outbox(connection).send_before(connection)
 
 
 def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
-    """By dialect: whether a column is one of the values of parameter `name`. That is one array, so that the statement
-    is the same for any number of values, and prepared."""
+    """By dialect: the condition that a column has one of the values of parameter `name`. They are one array, so that
+    the same prepared statement serves any number of values."""
     array = bindparam(name, type_=postgresql.ARRAY(column.type))
     values = func.json_each(bindparam(name, type_=_Array(column.type))).table_valued("value")
     return {"postgresql": column == any_(array), "sqlite": column.in_(select(values.c.value))}
@@ -158,7 +159,7 @@ def insert_into(session: Session, table: type[Base]) -> postgresql.Insert:
 
 @dataclass(frozen=True)
 class _Statement:
-    """`table`: what it writes, if it may be part of one with others."""
+    """A statement to be sent. `table`: the table that it writes, if it may be joined with others."""
 
     text: str
     params: Params
@@ -167,7 +168,8 @@ class _Statement:
 
 
 class Outbox:
-    """What one connection of the writer has to send before anything else, and at the latest with COMMIT."""
+    """The statements of one of the writer's connections that wait to be sent: before anything else, at the latest with
+    COMMIT."""
 
     def __init__(self) -> None:
         self._waiting: list[_Statement] = []
@@ -185,8 +187,9 @@ class Outbox:
     def send(
         self, connection: Connection, questions: Sequence[tuple[str, dict[str, Any]]] = (), *, commit: bool = False
     ) -> list[list[Any]]:
-        """Send what waits, the questions behind it, and COMMIT if asked, in one trip. Raises what SQLAlchemy would."""
-        import psycopg  # which SQLAlchemy has loaded by then
+        """Send the waiting statements, the questions, and COMMIT if asked, in one round trip. Raises what SQLAlchemy
+        would."""
+        import psycopg  # SQLAlchemy has imported it by then
 
         statements, self._waiting = _together(self._waiting), []
         driver = connection.connection.driver_connection
@@ -209,15 +212,15 @@ class Outbox:
 
     def commit(self, connection: Connection) -> None:
         if [statement.text for statement in self._waiting] == ["BEGIN"]:
-            self.clear()  # nothing was done
+            self.clear()  # nothing was done in this transaction
         elif self._waiting:
             self.make_sure(connection)
             self.send(connection, commit=True)
 
 
 def _together(waiting: list[_Statement]) -> list[_Statement]:
-    """What is written without a break becomes one statement; its parts do not see each other's rows, so each table is
-    in it once."""
+    """Join consecutive writes into one statement. Its parts do not see each other's rows, so each table is in it only
+    once."""
     groups: list[list[_Statement]] = []
     for statement in waiting:
         tables = {other.table for other in groups[-1]} if groups else {None}
@@ -256,7 +259,7 @@ def _outbox(connection: Connection) -> Outbox:
 
 
 def make_few_trips(engine: Engine) -> None:
-    """Prepare PostgreSQL's writer, whose connections are open in autocommit mode: BEGIN is ours, too."""
+    """Prepare PostgreSQL's writer. Its connections are in autocommit mode, because BEGIN is sent here, too."""
 
     @event.listens_for(engine, "connect")
     def connect(_connection: Any, record: Any) -> None:
@@ -286,7 +289,7 @@ def make_few_trips(engine: Engine) -> None:
 
 @cache
 def _compiled(question: Select[Any], dialect: Dialect) -> tuple[str, dict[str, Any]]:
-    """For psycopg: the text, and the parameters that have their value already."""
+    """A question for psycopg: its text, and the parameters that already have values."""
     compiled = question.compile(dialect=dialect)
     return str(compiled), {name: value for name, value in compiled.params.items() if value is not None}
 
@@ -299,7 +302,8 @@ def _insert(table: type[Base], names: tuple[str, ...], add: tuple[str, ...]) -> 
 
 @cache
 def _update(table: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> str:
-    """Named once more by an array, the rows are found by index whatever PostgreSQL thinks of the table's size."""
+    """The key values are passed once more as an array, so that PostgreSQL finds the rows by index whatever it thinks of
+    the table's size."""
     name = table.__tablename__
     values = ", ".join(f"{column} = new.{column}" for column in names)
     same = " AND ".join(f"{name}.{column} = new.{column}" for column in key)
@@ -308,7 +312,7 @@ def _update(table: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> 
 
 
 def _rows(table: type[Base], names: tuple[str, ...]) -> str:
-    """With these columns alone: PostgreSQL looks for each in each row."""
+    """Only these columns: PostgreSQL searches every row for each column."""
     types = ", ".join(f"{name} {table.__table__.c[name].type.compile(_POSTGRESQL)}" for name in names)
     return f"json_to_recordset(CAST(%s AS json)) AS new ({types})"
 
@@ -340,7 +344,8 @@ def _places(columns: int, rows: int) -> str:
 
 
 def _parts(table: type[Base], names: tuple[str, ...], rows: Rows) -> Iterator[tuple[int, list[Any]]]:
-    """How many rows one statement takes, and their values as SQLite stores them, row by row in the order of `names`."""
+    """For each statement: how many rows it has, and their values as SQLite stores them, row by row in the order of
+    `names`."""
     forms = _forms(table, names)
     for start in range(0, len(rows), AT_ONCE):
         part = rows[start : start + AT_ONCE]
@@ -349,7 +354,7 @@ def _parts(table: type[Base], names: tuple[str, ...], rows: Rows) -> Iterator[tu
 
 @cache
 def _forms(table: type[Base], names: tuple[str, ...]) -> list[tuple[str, Callable[[Any], Any] | None]]:
-    """How each column's type turns a value into one of SQLite's; None: it stays as it is."""
+    """How each column's type converts a value for SQLite; None if it needs no conversion."""
     return [(name, _to_sqlite(table.__table__.c[name].type)) for name in names]
 
 
@@ -359,7 +364,7 @@ def _to_sqlite(type: TypeEngine[Any]) -> Callable[[Any], Any] | None:
 
 
 class _Array(TypeDecorator[list[Any]]):
-    """Values of another type as an array of JSON, as `json_each` takes it."""
+    """A list of values of another type as a JSON array, for `json_each`."""
 
     impl = Text
     cache_ok = True
@@ -384,8 +389,8 @@ def _ask_sqlite(connection: Connection, question: Select[Any], params: dict[str,
 
 @cache
 def _in_one_row(question: Select[Any]) -> tuple[str, dict[str, Any], dict[str, Any], list[Any]]:
-    """The statement that gathers all rows of a question in one document of JSON; the parameters that have their value
-    already; what turns the others into values of SQLite's; and what turns those of each column into its type's."""
+    """The statement that gathers all rows of a question in one JSON document; the parameters that already have values;
+    the conversions of the other parameters for SQLite; and those of each column's values into its type."""
     columns = list(question.selected_columns)
     one = question.with_only_columns(func.json_group_array(func.json_array(*columns)), maintain_column_froms=True)
     compiled = one.compile(dialect=_SQLITE)

@@ -23,8 +23,8 @@ _RESTRICT = text("SELECT set_config('app.org_id', :org, true), set_config('role'
 
 @dataclass(frozen=True)
 class Caller:
-    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server; `link_by` who
-    made the link that a user has signed in with."""
+    """`org_id` None: not bound to one organisation. `actor` is user:<id>, key:<id>, operator or server; `link_by` is
+    who made the link by which a user has signed in."""
 
     org_id: str | None
     actor: str
@@ -59,8 +59,9 @@ def acting_as(who: Caller) -> Iterator[None]:
 
 @contextmanager
 def unrestricted(session: Session) -> Iterator[None]:
-    """Lift row-level security for the few reads that concern other organisations too: published checkpoints, folders
-    shared between copies, users by e-mail. Queries inside must select the rows they may show themselves."""
+    """Lift row-level security in the block, for the few reads that concern other organisations, too: published
+    checkpoints, folders shared between copies, users by e-mail. The queries must themselves select only the rows that
+    may be shown."""
     restricted = session.info.get(RESTRICTED_TO)
     if restricted is None:
         yield
@@ -73,8 +74,8 @@ def unrestricted(session: Session) -> Iterator[None]:
 
 
 def enter(session: Session) -> bool:
-    """Restrict a session that has just begun to the rows its caller may see. Returns False where nothing is
-    restricted: for the server, and on SQLite."""
+    """Restrict a new session to the rows that its caller may see. Returns False if nothing is restricted: for the
+    server, and on SQLite."""
     org_id = caller().org_id
     if org_id is None or session.get_bind().dialect.name != "postgresql":
         return False
@@ -83,12 +84,12 @@ def enter(session: Session) -> bool:
 
 
 def restrict(session: Session, org_id: str) -> None:
-    """Until the transaction (or savepoint) ends, PostgreSQL shows and takes rows of `org_id` only."""
+    """Until the transaction (or savepoint) ends, PostgreSQL shows and accepts only rows of `org_id`."""
     session.info[RESTRICTED_TO] = org_id
     session.execute(_RESTRICT, {"org": org_id, "role": APP_ROLE})
 
 
 def lift(session: Session | Connection) -> None:
-    """Undo `restrict`: show all organisations again."""
+    """Undo `restrict`: rows of all organisations are visible again."""
     session.info.pop(RESTRICTED_TO, None)
     session.execute(_RESTRICT, {"org": "", "role": "none"})

@@ -1,4 +1,4 @@
-"""The time that all who share a database agree on."""
+"""The time that all processes on one database agree on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 
 
 def clock(session: Session) -> datetime:
-    """Now, as the database says: replicas' own clocks may differ, and be set."""
-    if session.connection().dialect.name == "sqlite":  # has the clock of its one machine
+    """The database's present time: the clocks of replicas may differ, and be set."""
+    if session.connection().dialect.name == "sqlite":  # SQLite is used by one machine, whose clock it is
         return datetime.now(UTC)
     now: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
     return now.astimezone(UTC)

@@ -41,7 +41,7 @@ class CommitMark:
         return count % _MOST + 1
 
     def write(self, count: int) -> None:
-        """Write the count after a commit. If a crash loses it, the file's count is too low, which is harmless."""
+        """Write the count after a commit. If a crash prevents it, the file's count is too low, which is harmless."""
         if self._descriptor is None:
             self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
         os.pwrite(self._descriptor, f"{count:020d}\n".encode(), 0)
@@ -72,7 +72,7 @@ class CommitMark:
             )
 
     def accept(self) -> None:
-        """Accept the database as it is."""
+        """Accept the database's state as the newest."""
         self.write(self._count())
 
     def _marked(self) -> int:

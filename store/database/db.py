@@ -48,15 +48,16 @@ from store.database.works import (
 
 T = TypeVar("T")
 
-#: Works in one transaction at most: it bounds how long the first of a group waits for the last.
+#: How many works one transaction has: this bounds how long the first of a group waits for the last.
 GROUP_SIZE = 256
-#: With so many works, an event loop waits for no more before it hands them to the writer.
+#: With this many works, an event loop hands them to the writer without waiting for more.
 ENOUGH = 32
-#: Between the beginnings of two transactions of the writer on PostgreSQL, in seconds, unless ENOUGH wait.
+#: The least time between the starts of two transactions of the writer on PostgreSQL, in seconds, unless ENOUGH works
+#: wait.
 APART_S = 0.004
 
-#: How soon a PostgreSQL is given up that is gone without a word (its machine, or the network to it), in libpq's own
-#: words and units: otherwise a connection waits for a quarter of an hour, or for ever. The URL may say otherwise.
+#: How soon a PostgreSQL that disappeared silently (with its machine, or the network to it) is given up, in libpq's
+#: words and units; otherwise a connection waits for a quarter of an hour, or for ever. The URL may set these, too.
 GONE = {
     "connect_timeout": 5,
     "tcp_user_timeout": 15_000,
@@ -65,12 +66,13 @@ GONE = {
     "keepalives_count": 2,
 }
 
-#: What a database says of a statement that is wrong; nothing of its transaction is so.
+#: Errors of the database about a wrong statement; nothing of its transaction is written.
 WRONG = (IntegrityError, DataError, ProgrammingError, InternalError)
 
 
 class Transactions(Protocol):
-    """What asynchronous code may do with a database: it, or what some may do of it (`scheduler.cluster.fence`)."""
+    """What asynchronous code may do with a database: the database itself, or a restricted form of it
+    (`scheduler.cluster.fence`)."""
 
     def read(self) -> AbstractContextManager[Session]: ...
 
@@ -90,7 +92,8 @@ class Database:
         self._read_engine = create_engine(url, pool_size=8, max_overflow=56, hide_parameters=True, connect_args=gone)
         alone = {} if sqlite else {"isolation_level": "AUTOCOMMIT"}
         self._asking_engine = self._read_engine.execution_options(**alone)
-        begins = {} if sqlite else gone | {"autocommit": True}  # the writer sends BEGIN itself, with what comes first
+        # the writer sends BEGIN itself, with its first statement
+        begins = {} if sqlite else gone | {"autocommit": True}
         self._write_engine = create_engine(url, pool_size=1, max_overflow=0, hide_parameters=True, connect_args=begins)
         if sqlite:
             prepare_sqlite(self._read_engine, begin="BEGIN", durable=durable, query_only=True)
@@ -98,10 +101,11 @@ class Database:
         else:
             make_few_trips(self._write_engine)
             tell_standbys(self._write_engine)
-        self._kept: Connection | None = None  # the writer's, between two groups
+        self._kept: Connection | None = None  # the writer's connection, between two groups
         self._mark = CommitMark.of(url)
         self._works: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
-        self._turns: dict[asyncio.AbstractEventLoop, list[Work]] = {}  # works that each has not handed over
+        # by event loop: works that it has not handed over yet
+        self._turns: dict[asyncio.AbstractEventLoop, list[Work]] = {}
         self._apart_s, self._begun = 0.0 if sqlite else APART_S, 0.0
         self._closing = threading.Lock()
         self._closed = False
@@ -109,7 +113,7 @@ class Database:
         self._writer.start()
 
     def refuse_lost_commits(self) -> None:
-        """Raise LostCommits when this is not the newest state that the database has had."""
+        """Raise LostCommits if the database is not in its newest state."""
         if self._mark is not None:
             self._mark.check()
 
@@ -122,7 +126,8 @@ class Database:
 
     @contextmanager
     def ask(self) -> Iterator[Connection]:
-        """For the server's own questions, in any thread: on PostgreSQL without a transaction, so each is one trip."""
+        """A connection for the server's own queries, in any thread: on PostgreSQL without a transaction, so each is one
+        round trip."""
         if caller().org_id is not None:
             raise RuntimeError("a request asks in a session, which shows the rows of its organisation alone")
         with self._asking_engine.connect() as connection:
@@ -139,9 +144,9 @@ class Database:
         return await future
 
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
-        """Have `batch` do `item`, together with the other items that are waiting for the same `batch`, as the server
-        and for nobody in particular; return its result once that is committed. When `batch` raises, each item is done
-        alone. On PostgreSQL nobody else has `lock` (`store.database.bulk.take_locks`) meanwhile, in any process."""
+        """Have `batch` do `item` together with the other items that wait for the same `batch`, as the server and not as
+        a caller. Returns its result once that is committed. If `batch` raises, each item is done alone. On PostgreSQL
+        nobody else has `lock` (`store.database.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._submit(batched(batch, item, lock, Waiting(future, loop)))
@@ -156,7 +161,7 @@ class Database:
         return future.result()
 
     def close(self) -> None:
-        """Commit what is waiting, then refuse more."""
+        """Commit the waiting works, then refuse further ones."""
         with self._closing:
             if self._closed:
                 return
@@ -174,7 +179,7 @@ class Database:
         self._write_engine.dispose()
 
     def _submit(self, work: Work) -> None:
-        """What comes in turns of an event loop that follow each other goes to the writer together."""
+        """Queue a work. Those of consecutive turns of an event loop go to the writer together."""
         with self._closing:
             if self._closed:
                 raise RuntimeError("the database is closed")
@@ -188,9 +193,10 @@ class Database:
             loop.call_soon(self._hand_over, loop, 0)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop, before: int) -> None:
-        """Unless this turn has brought more than the `before` of the last: then the next may, too."""
+        """Hand the works of an event loop to the writer; but if this turn has brought more than the `before` there
+        were, wait for the next turn, which may bring more still."""
         with self._closing:
-            works = self._turns.get(loop, [])  # none: the database was closed meanwhile, and took them
+            works = self._turns.get(loop, [])  # empty if the database was closed meanwhile, which took them
             if before < len(works) < ENOUGH:
                 loop.call_soon(self._hand_over, loop, len(works))
             elif works:
@@ -208,7 +214,8 @@ class Database:
             del works
 
     def _next_works(self) -> tuple[list[Work], bool]:
-        """Wait for works, then take all that have gathered, up to about a group. True with the last before the end."""
+        """Wait for works, then take all that have gathered, up to about a group. The flag says that these are the last
+        ones."""
         works: list[Work] = []
         while (more := self._works.get()) is not None:
             works += more
@@ -220,18 +227,19 @@ class Database:
         return works, True
 
     def _commit(self, group: list[Work]) -> BaseException | None:
-        """Run and commit a group. An error returned is that of the transaction, and so of every work in it."""
+        """Run and commit a group. A returned error is the transaction's, and so concerns every work in it."""
         parts = parts_of(group)
         if len(group) > 1 and all(works[0].batch is not None for works in parts):
-            try:  # batches hardly ever fail: a savepoint for each would cost as much as they do
+            try:  # batches hardly ever fail: a savepoint for each would cost as much as the batches
                 return self._commit_parts(group, parts, savepoints=False)
-            except BatchFailed:  # nothing of it is so, nor what it has answered
+            except BatchFailed:  # nothing was written: forget their results, too
                 for work in group:
                     work.result, work.error, work.noted = None, None, []
         return self._commit_parts(group, parts, savepoints=len(group) > 1)
 
     def _commit_parts(self, group: list[Work], parts: list[list[Work]], *, savepoints: bool) -> BaseException | None:
-        """Without `savepoints`, raises BatchFailed and has done nothing if one of several fails."""
+        """Run and commit the parts. Without `savepoints`, if one of several fails, it raises BatchFailed and has
+        written nothing."""
         locks = sorted({work.lock for work in group if work.lock})
         batches = all(works[0].batch is not None for works in parts)
         try:
@@ -254,20 +262,20 @@ class Database:
                     count = self._mark.next(before)
                     execute(connection, f"PRAGMA user_version = {count}")
             if self._mark is not None and count is not None:
-                with suppress(OSError):  # the file stands behind, which is harmless
+                with suppress(OSError):  # the file's count is then too low, which is harmless
                     self._mark.write(count)
         except BatchFailed:
             raise
-        except BaseException as error:  # nobody may be left waiting for an answer
+        except BaseException as error:  # every caller must get an answer
             if isinstance(error, WRONG) and len(group) > 1 and not savepoints:
-                raise BatchFailed from error  # what batches have written goes out with COMMIT
+                raise BatchFailed from error  # statements of batches are sent with COMMIT, so one may fail only here
             return cause_of(error)
         return None
 
     @contextmanager
     def _connection(self, group: list[Work]) -> Iterator[Connection]:
-        """The writer's connection. It is kept for the next group unless something of this one fails: to give it back
-        to its pool, and take it out again, costs as much as the rows of several operations."""
+        """The writer's connection. It is kept for the next group unless a work of this one failed: returning it to its
+        pool and taking it out again costs as much as the rows of several operations."""
         connection, self._kept = self._kept or self._write_engine.connect(), None
         with ExitStack() as ends:
             ends.callback(connection.close)
@@ -278,7 +286,7 @@ class Database:
 
 
 def _answer(group: list[Work], error: BaseException | None) -> None:
-    """Tell who waits; all coroutines of a loop in one call, which wakes it once."""
+    """Answer the callers of a group; all coroutines of an event loop by one call, which wakes it once."""
     loops: defaultdict[asyncio.AbstractEventLoop, list[Work]] = defaultdict(list)
     for work in group:
         if work.waiting.loop is not None:

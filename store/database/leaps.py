@@ -1,9 +1,10 @@
-"""Whether the time may be believed. A clock that leaps for a moment (it is set, a machine wakes up, a database moves to
-another) would have credit taken back, checkpoints deleted and months closed, and nobody can undo that: whoever does
-such things asks here, and does none of them within an hour of a leap. A clock that stays where it is goes on then.
+"""Whether the time may be believed. If a clock leaps for a moment (it is set, a machine wakes up, a database moves to
+another), credit would be taken back, checkpoints deleted and months closed, which nobody can undo. Code that does such
+things asks here first, and does nothing within an hour of a leap. If the clock does not leap again, it is believed
+after that.
 
-The job `heartbeat` writes every half minute what time it is, and when that had leapt. What it writes last stands, so
-that no time that was ahead outlasts its clock.
+The job `heartbeat` writes every half minute the time and when it last leapt. Its last entry counts, so a time that was
+ahead is corrected with its clock.
 """
 
 from __future__ import annotations
@@ -18,35 +19,36 @@ from sqlalchemy.orm import Session
 from store.database.caller import unrestricted
 from store.tables import JobRun
 
-#: The job that writes it.
+#: The job that writes the time.
 HEARTBEAT = "heartbeat"
-#: A leap: that much more, or less, than has passed. What ends when it should, or that much sooner, harms nobody.
+#: A leap: the time has moved by this much more, or less, than has passed. Doing something this much too early harms
+#: nobody.
 LEAP = timedelta(minutes=30)
-#: Nothing that cannot be undone is done for so long after one.
+#: How long after a leap nothing irreversible is done.
 SETTLES = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class Noted:
-    """What was written last: the time, and when it last leapt, if that is not long ago."""
+    """The last entry: the time, and when it last leapt, if that is recent."""
 
     at: datetime
     leapt_at: datetime | None = None
 
     def row(self) -> dict[str, int]:
-        """In whole seconds, as the result of a job."""
+        """The entry as a job's result, in whole seconds."""
         leapt = {"leapt_at": int(self.leapt_at.timestamp())} if self.leapt_at is not None else {}
         return {"at": int(self.at.timestamp()), **leapt}
 
     def settles_at(self, now: datetime) -> datetime | None:
-        """Until when the time is not believed; None: it is."""
+        """Until when the time is not believed; None if it is."""
         if abs(now - self.at) > LEAP:
-            return now + SETTLES  # and nobody has written it yet
+            return now + SETTLES  # a leap that is not written yet
         return self.leapt_at + SETTLES if self.leapt_at is not None and now < self.leapt_at + SETTLES else None
 
 
 def noted_in(row: JobRun | None) -> Noted | None:
-    """What the row of `heartbeat` says; None: nothing yet."""
+    """The entry in the row of `heartbeat`; None if there is none."""
     if row is None or row.succeeded_at is None:
         return None
     result = row.result or {}
@@ -55,28 +57,28 @@ def noted_in(row: JobRun | None) -> Noted | None:
 
 
 def settles_by(row: JobRun | None, now: datetime) -> datetime | None:
-    """Until when nothing that cannot be undone may be done, by the row of `heartbeat`; None: it may."""
+    """Until when nothing irreversible may be done, by the row of `heartbeat`; None if it may be done."""
     noted = noted_in(row)
     return noted.settles_at(now) if noted is not None else None
 
 
 def settles_at(session: Session, now: datetime) -> datetime | None:
-    """The same, by the row as it is now."""
-    with unrestricted(session):  # no row of any organisation's
+    """The same, from the present row."""
+    with unrestricted(session):  # the row belongs to no organisation
         return settles_by(session.get(JobRun, HEARTBEAT, populate_existing=True), now)
 
 
 @dataclass
 class Watch:
-    """A process's own, by a clock that does not leap: what it wrote itself, and how long ago that is. Of what another
-    one wrote it knows no more than that it was lately; before a start that may have been long ago, or the clock leapt
-    meanwhile, which is the same from here."""
+    """One process's view, with a clock that does not leap: what it wrote last, and how long ago that is. Of another
+    process's entry it only assumes that it is recent. Before a start that may be wrong; from here that looks like a
+    leap."""
 
     ticks: Callable[[], float] = time.monotonic
     _wrote: tuple[datetime, float] | None = field(default=None, init=False)
 
     def look(self, before: Noted | None, now: datetime) -> Noted:
-        """What is to be written now, where `before` is written."""
+        """The entry to write now; `before` is the present one."""
         ticks, at = self.ticks(), now.replace(microsecond=0)
         wrote, self._wrote = self._wrote, (at, ticks)
         if before is None:

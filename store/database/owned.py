@@ -14,7 +14,7 @@ from sqlalchemy import Select, Table, select
 from store import tables
 from store.tables import Base
 
-#: In the order in which foreign keys let them go.
+#: In an order in which foreign keys allow their deletion.
 DELETED: tuple[type[Base], ...] = (
     tables.RunMetric,
     tables.RunCurve,
@@ -31,14 +31,14 @@ DELETED: tuple[type[Base], ...] = (
 )
 KEPT: tuple[type[Base], ...] = (
     tables.Alert,
-    tables.ApiKey,  # revoked, without a name; usage and audit say their numbers
+    tables.ApiKey,  # revoked, without a name; usage and audit refer to its number
     tables.AuditEntry,
     tables.Budget,
     tables.BudgetAlert,
     tables.CreditGrant,
     tables.Invoice,
     tables.LedgerEntry,
-    tables.Project,  # usage says its id
+    tables.Project,  # usage refers to its id
     tables.StorageSpan,  # until it is billed
     tables.StripeMeterCursor,
     tables.StripeOutbox,
@@ -46,12 +46,12 @@ KEPT: tuple[type[Base], ...] = (
     tables.UsageHour,
     tables.Wallet,
 )
-#: Never shown to anybody.
+#: Columns that are never shown to anybody.
 SECRETS = {"secret_sha256", "previous_sha256", "sid_sha256", "token_sha256"}
 
 
 def rows_of(org_id: str) -> Iterator[tuple[str, Select[Any]]]:
-    """(table, the query of all its rows that belong to the organisation), without secrets."""
+    """(table, the query for all its rows that belong to the organisation), without secrets."""
     for table in Base.metadata.sorted_tables:
         if "org_id" in table.c:
             yield table.name, _shown(table).where(table.c.org_id == org_id)

@@ -17,19 +17,19 @@ from sqlalchemy.exc import ProgrammingError
 from store.database.caller import APP_ROLE
 
 SERVICE_ROLE = "weft_service"
-#: SQLSTATE of what the login has no right to.
+#: SQLSTATE of an action that the login has no right to.
 _MAY_NOT = "42501"
 
 _MINE = "current_setting('app.org_id', true)"
 _BUDGET = f"EXISTS (SELECT 1 FROM budgets b WHERE b.id = budget_periods.budget_id AND b.org_id = {_MINE})"  # noqa: S608
-#: Tables whose rows belong to an organisation by another column than `org_id`.
+#: Tables whose rows belong to an organisation by a column other than `org_id`.
 _OTHERS = {
     "organisations": (f"id = {_MINE}", f"id = {_MINE}"),
     # A user may be made before the membership is.
     "users": (f"EXISTS (SELECT 1 FROM memberships m WHERE m.user_id = users.id AND m.org_id = {_MINE})", "true"),  # noqa: S608
     "budget_periods": (_BUDGET, _BUDGET),
 }
-#: Tables of all organisations together, which no request reads or writes.
+#: Tables about all organisations together, which no request reads or writes.
 SERVER_ONLY = ("alembic_version", "identities", "job_leases", "job_runs", "stripe_webhook_events")
 
 
@@ -52,8 +52,8 @@ def protect(connection: Connection) -> None:
 
 
 def make_roles(connection: Connection) -> None:
-    """Both roles, with the login as a member. Raises PermissionError, which says what an administrator has to run, for
-    a login that may not do so."""
+    """Create both roles, with the login as a member. Raises PermissionError, with the commands for an administrator, if
+    the login may not do so."""
     roles = (APP_ROLE, SERVICE_ROLE)
     try:
         for role in roles:
@@ -67,7 +67,7 @@ def make_roles(connection: Connection) -> None:
 
 
 def _make_role(connection: Connection, role: str) -> None:
-    """Roles are shared by all databases of a server."""
+    """Create a role; roles are shared by all databases of a server."""
     if connection.scalar(text("SELECT 1 FROM pg_roles WHERE rolname = :role"), {"role": role}) is None:
         made_by_another = "duplicate_object OR unique_violation"
         connection.execute(
@@ -78,8 +78,8 @@ def _make_role(connection: Connection, role: str) -> None:
 
 
 def may_use(connection: Connection, role: str) -> bool:
-    """Whether the login may become the role, and do what it may. Since PostgreSQL 16 that takes more than to be a
-    member, which who makes a role is."""
+    """Whether the login may become the role and act as it. Since PostgreSQL 16 being a member is not enough for that,
+    and the role's creator is only a member."""
     info = connection.dialect.server_version_info
     needed = ("USAGE", "SET") if info is not None and info >= (16,) else ("MEMBER",)
     has = " AND ".join(f"pg_has_role(current_user, :role, '{what}')" for what in needed)

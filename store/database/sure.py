@@ -1,4 +1,5 @@
-"""A write that is not done twice because its answer was lost: for commands, which whoever typed them would type again.
+"""A write that is not repeated because its answer was lost: for commands, which the operator would otherwise type
+again.
 
 A connection may break, or a server be restarted, between a COMMIT and its answer. PostgreSQL knows of each transaction
 whether it was committed, so it is asked, by the transaction's number. SQLite has no connection to lose. And who presses
@@ -24,17 +25,18 @@ from store.logs import in_a_line
 
 T = TypeVar("T")
 
-#: How long a PostgreSQL that was lost has to come back and say.
+#: How long to wait for a lost PostgreSQL to come back and answer.
 PATIENCE_S = 30.0
 ASK_AGAIN_S = 0.2
 
 
 class Unsure(RuntimeError):
-    """Nobody can say whether it was done."""
+    """Nobody can tell whether the write was done."""
 
 
 def write_surely(database: Database, work: Callable[[Session], T]) -> T:
-    """`Database.write_now`, which says that it failed only when it did. Raises Unsure when PostgreSQL does not say."""
+    """`Database.write_now` that reports a failure only if the write failed. Raises Unsure if PostgreSQL does not
+    tell."""
     done: list[tuple[int, T]] = []
     given_up = threading.Event()
 
@@ -58,7 +60,7 @@ def write_surely(database: Database, work: Callable[[Session], T]) -> T:
 
 
 def _unless_given_up(write: Callable[[], T], given_up: threading.Event) -> T:
-    """What `write` returns, also after Ctrl-C, if that came too late."""
+    """The result of `write`, even after a Ctrl-C that came too late."""
     with ThreadPoolExecutor(1, thread_name_prefix="writing") as pool:
         writing = pool.submit(copy_context().run, write)
         try:
@@ -74,10 +76,10 @@ def _was_committed(database: Database, number: int, lost: OperationalError) -> b
         try:
             with database.ask() as connection:
                 status = connection.scalar(select(func.txid_status(number)))
-        except DBAPIError:  # it is away; or it is another server, which has heard of no such transaction
+        except DBAPIError:  # still away; or another server, which does not know the transaction
             status = None
         if status in ("committed", "aborted"):
             return bool(status == "committed")
         if time.monotonic() > deadline:
             raise Unsure(in_a_line(lost)) from lost
-        time.sleep(ASK_AGAIN_S)  # "in progress": it has not noticed yet that nobody is there
+        time.sleep(ASK_AGAIN_S)  # "in progress": it has not noticed yet that its client is gone

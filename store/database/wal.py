@@ -1,4 +1,5 @@
-"""How SQLite is opened, with write-ahead logging, turned on while others open the same file; and asked directly."""
+"""Opening SQLite: write-ahead logging, also while other processes open the same file; and running statements without
+SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def use_wal(connection: sqlite3.Connection) -> None:
 
 
 def prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: bool) -> None:
-    """Have SQLAlchemy, not the driver, begin transactions; and set what SQLite keeps for each connection."""
+    """Make SQLAlchemy, not the driver, begin transactions; and set SQLite's options of each connection."""
 
     @event.listens_for(engine, "connect")
     def connect(connection: Any, _record: Any) -> None:
@@ -39,7 +40,7 @@ def prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: boo
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute(f"PRAGMA query_only={'ON' if query_only else 'OFF'}")
-        if not query_only:  # what undoes a statement of many rows is kept in memory, and not in a file beyond 64 KiB
+        if not query_only:  # keep the undo log of a statement with many rows in memory, instead of a file beyond 64 KiB
             connection.execute("PRAGMA temp_store=MEMORY")
 
     @event.listens_for(engine, "begin")
@@ -48,8 +49,8 @@ def prepare_sqlite(engine: Engine, *, begin: str, durable: bool, query_only: boo
 
 
 def execute(connection: Connection, statement: str, params: Sequence[Any] | dict[str, Any] = ()) -> list[Any]:
-    """The rows of a statement of SQLite's own, with values as it stores them. What SQLAlchemy does for each statement
-    takes ten times as long as most of those that come with every operation. Raises what SQLAlchemy would."""
+    """Run a statement on SQLite's own driver; values are as SQLite stores them. SQLAlchemy's work for each statement
+    takes ten times as long as most statements of an operation. Raises what SQLAlchemy would."""
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     try:

@@ -1,6 +1,5 @@
-"""Works of the database's writer (`store.database.db`), and how those of one transaction run: batches, which are many
-works as one, and single ones.
-"""
+"""Works of the database's writer (`store.database.db`), and how the works of one transaction run: batches, each of
+which does many items at once, and single works."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from store.database.caller import enter, lift
 
 @dataclass
 class Waiting:
-    """Who waits for a work, told after the commit (or the failure): a coroutine, in its event loop, or a thread. A
-    coroutine may have been cancelled since: the write happens all the same."""
+    """The caller that waits for a work and is answered after the commit (or failure): a coroutine in its event loop, or
+    a thread. A coroutine may have been cancelled since; the write happens all the same."""
 
     future: Future[Any] | asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop | None = None
@@ -37,21 +36,21 @@ class Waiting:
             self.future.set_result(result)
 
 
-#: Does many items as one work. Returns for each its result, or the exception that it alone fails with.
+#: Does many items as one work. Returns for each its result, or the exception with which it alone fails.
 Batch = Callable[[Session, list[Any]], list[Any]]
 
 
 @dataclass
 class Work:
-    """Something to run in the writer; with `batch`, an item to run together with the others of that batch."""
+    """A function to run in the writer; or, with `batch`, an item for that batch."""
 
     run: Callable[[Session], Any]
     waiting: Waiting
     batch: Batch | None = None
     item: Any = None
     lock: str = ""
-    context: Context = field(default_factory=copy_context)  # the work runs as its caller
-    noted: list[dict[str, Any]] = field(default_factory=list)  # for the audit log
+    context: Context = field(default_factory=copy_context)  # the work runs with its caller's context
+    noted: list[dict[str, Any]] = field(default_factory=list)  # entries for the audit log
     result: Any = None
     error: BaseException | None = field(default=None)
 
@@ -64,11 +63,11 @@ def batched(batch: Batch, item: Any, lock: str, waiting: Waiting) -> Work:
 
 
 class BatchFailed(Exception):
-    """A batch has failed in a transaction that it shares without a savepoint of its own."""
+    """A batch failed in a shared transaction without having a savepoint of its own."""
 
 
 def parts_of(group: list[Work]) -> list[list[Work]]:
-    """What runs together, each at the place of its first work."""
+    """Works that run together, in the order of their first works."""
     parts: list[list[Work]] = []
     batches: dict[Batch, list[Work]] = {}
     for work in group:
@@ -82,8 +81,8 @@ def parts_of(group: list[Work]) -> list[list[Work]]:
 
 
 def run_batch(batch: Batch, works: list[Work], connection: Connection, *, savepoint: bool, only: bool) -> None:
-    """Run a batch; when it fails in its own savepoint, each of its items in one of its own. Raises BatchFailed when it
-    fails without one, unless this is the `only` work of the transaction."""
+    """Run a batch. If it fails within its own savepoint, each of its items is run in a savepoint of its own. If it
+    fails without one, BatchFailed is raised, unless this is the `only` work of the transaction."""
     with _session_of_batch(connection, savepoint=savepoint) as session:
         try:
             results = works[0].context.run(batch, session, [work.item for work in works])
@@ -92,7 +91,7 @@ def run_batch(batch: Batch, works: list[Work], connection: Connection, *, savepo
             if session.in_transaction():
                 session.commit()
         except BaseException as error:
-            session.rollback()  # without a savepoint, of all
+            session.rollback()  # without a savepoint this undoes the whole transaction
             if not (savepoint or only):
                 raise BatchFailed from error
             if is_lost(connection):
@@ -114,8 +113,8 @@ def run_batch(batch: Batch, works: list[Work], connection: Connection, *, savepo
 
 
 class _Within(Session):
-    """A session within a transaction that goes on after it. What asks for the connection alone, as most batches do,
-    begins nothing, so there is nothing to end."""
+    """A session in a transaction that goes on after it. If only its connection is used, as in most batches, the session
+    begins no transaction of its own, and none has to be ended."""
 
     def connection(self, *_: Any, **__: Any) -> Connection:
         assert isinstance(self.bind, Connection)
@@ -129,15 +128,16 @@ def _session_of_batch(connection: Connection, *, savepoint: bool) -> Session:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What went wrong first: where SQLite has rolled all back (a full disk), there is no savepoint to go back to."""
+    """The first error: if SQLite has rolled back everything (a full disk), going back to the savepoint fails as
+    well."""
     while "no such savepoint" in str(error) and error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def is_lost(connection: Connection) -> bool:
-    """Whether the transaction is over by itself: its connection broke, or SQLite has rolled it back (a full disk). What
-    ran on would be written outside of it."""
+    """Whether the transaction has already ended: its connection broke, or SQLite has rolled it back (a full disk).
+    Further writes would be outside of it."""
     if connection.invalidated:
         return True
     driver = connection.connection.driver_connection
@@ -145,7 +145,7 @@ def is_lost(connection: Connection) -> bool:
 
 
 def run_alone(work: Work, connection: Connection, *, alone: bool) -> None:
-    """Run one work in its own session, and unless it is alone in the transaction, in its own savepoint."""
+    """Run one work in its own session; unless it is alone in the transaction, in its own savepoint."""
     mode: Literal["rollback_only", "create_savepoint"] = "rollback_only" if alone else "create_savepoint"
     restricted = False
     try:

@@ -1,8 +1,8 @@
 """Accounts of an OpenID provider: whose they are, and which memberships follow from their groups.
 
-An account is (issuer, subject), which never changes hands; an e-mail address may. So an account that was seen before is
-its user, whatever address it has now; one that was not is the user with its address, which the provider must have
-verified, unless another account is that user already. What is refused is a `PeopleError`, in one line.
+An account is (issuer, subject), which never changes hands; an e-mail address may. So a known account stays its user's,
+whatever its address is now. A new account belongs to the user with its address, which the provider must have verified,
+unless that user already has another account. Refusals are a `PeopleError`, in one line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from store.tables import Identity, Membership, Organisation, User
 
 @dataclass(frozen=True)
 class Account:
-    """What a provider has proved about somebody. `email` is verified; `proved_at` None: it does not tell when."""
+    """An account that a provider has proved. `email` is verified; `proved_at` is None if the provider does not tell the
+    time of the proof."""
 
     issuer: str
     subject: str
@@ -35,8 +36,8 @@ class Account:
 
 
 def roles_by_groups(session: Session, groups: frozenset[str], rules: Iterable[GroupRole]) -> dict[str, str]:
-    """Organisation's id -> role, the first in the order of ROLES where several groups give one. Organisations that are
-    not there give nothing."""
+    """Roles by organisation id. If several groups give a role, the first in the order of ROLES counts. Unknown
+    organisations are left out."""
     wanted: dict[str, set[str]] = {}
     for rule in rules:
         if rule.group in groups:
@@ -46,7 +47,7 @@ def roles_by_groups(session: Session, groups: frozenset[str], rules: Iterable[Gr
 
 
 def user_of(session: Session, account: Account) -> User | None:
-    """Whose account it is; None for a stranger. Raises PeopleError if the address is another account's."""
+    """The user of an account; None if it is new. Raises PeopleError if its address is another account's."""
     known = session.get(Identity, (account.issuer, account.subject))
     if known is not None:
         return session.get_one(User, known.user_id)
@@ -60,7 +61,7 @@ def user_of(session: Session, account: Account) -> User | None:
 
 
 def link(session: Session, account: Account) -> User:
-    """`user_of`, made if there is none; from now on the account is theirs."""
+    """The user of an account, made if there is none; from now on the account is theirs."""
     user, now = user_of(session, account), datetime.now(UTC)
     if user is None:
         user = organisations.user_with(session, check_email(account.email))
@@ -74,12 +75,12 @@ def link(session: Session, account: Account) -> User:
 
 
 def follow_groups(session: Session, user: User, issuer: str, wanted: dict[str, str]) -> dict[str, str]:
-    """Have the memberships that follow groups, of `issuer` or of a provider before it, be those of `wanted`
-    (`roles_by_groups`). What people have given stays as it is, and so does the last owner of an organisation, who is
-    not let in by it. Returns organisation's id -> why it does not let them in."""
+    """Make the memberships that follow groups (of `issuer`, or of an earlier provider) equal to `wanted`
+    (`roles_by_groups`). Memberships given by people stay as they are. So does the last owner's, but it does not let
+    them in. Returns, by organisation id, why an organisation does not let them in."""
     rows = session.scalars(select(Membership).filter_by(user_id=user.id).order_by(Membership.org_id)).all()
     for org_id in sorted(wanted.keys() - {row.org_id for row in rows}):
-        with suppress(IsMember):  # given by somebody at the same moment
+        with suppress(IsMember):  # somebody made them a member at the same moment
             organisations.add_member(session, org_id, user.email, wanted[org_id], issuer=issuer)
     refused: dict[str, str] = {}
     for row in (row for row in rows if row.issuer is not None):
@@ -95,8 +96,8 @@ def follow_groups(session: Session, user: User, issuer: str, wanted: dict[str, s
 
 
 def unlink(session: Session, email: str) -> int:
-    """Forget which accounts are the user's with that address, so that another may be, and end the user's sessions of
-    the console. Returns how many accounts there were."""
+    """Unlink all accounts from the user with that address, so that another account may be linked, and end the user's
+    sessions of the console. Returns how many accounts there were."""
     user = session.scalar(select(User).where(User.email == email.strip().lower()))
     if user is None:
         raise organisations.NoSuch(f"no user {email[:80]!r}")

@@ -19,11 +19,11 @@ from store.people.organisations import PeopleError, check_email, check_role
 from store.people.secret import digest
 from store.tables import Invitation, Organisation
 
-#: Links of one organisation that are open at a time.
+#: How many open links one organisation may have.
 MAX_OPEN = 50
-#: Links that one organisation makes in a day, whatever becomes of them.
+#: How many links one organisation may make in a day, even if it revokes them.
 MAX_PER_DAY = 200
-#: The longest that one is open, and that it is kept after it was made.
+#: The longest time that a link is open, and for which its row is kept.
 MAX_DAYS = 30
 KEPT = timedelta(days=90)
 
@@ -31,7 +31,7 @@ KEPT = timedelta(days=90)
 def make(
     session: Session, org_id: str, role: str, days: int, email: str | None = None, key_id: int | None = None
 ) -> tuple[Invitation, str]:
-    """A new invitation, and its secret, only here."""
+    """Make an invitation. Returns it with its secret, which is not stored."""
     check_role(role)
     email = check_email(email) if email is not None else None
     if not 1 <= days <= MAX_DAYS:
@@ -62,18 +62,18 @@ def make(
 
 
 def open_of(session: Session, org_id: str) -> list[Invitation]:
-    """Those that may still be used, newest first."""
+    """The open invitations, newest first."""
     query = select(Invitation).where(*_open(org_id, datetime.now(UTC)))
     return list(session.scalars(query.order_by(Invitation.created_at.desc(), Invitation.id)))
 
 
 def find(session: Session, secret: str, now: datetime) -> Invitation | None:
-    """The invitation of a link, if it may still be used. Looking does not use it up."""
+    """The invitation of a link, if it is open. This does not use it up."""
     return session.scalar(select(Invitation).where(*_good(secret, now)))
 
 
 def use(session: Session, secret: str, user_id: str, now: datetime) -> Invitation | None:
-    """Use it up for `user_id`; None for all but the first, and for one that is not open."""
+    """Use an invitation up for `user_id`; None if it is not open, or another request was first."""
     used = update(Invitation).where(*_good(secret, now)).values(used_at=now, used_by=user_id).returning(Invitation)
     row = session.scalars(used, execution_options={"synchronize_session": False}).one_or_none()
     if row is not None:
@@ -82,7 +82,7 @@ def use(session: Session, secret: str, user_id: str, now: datetime) -> Invitatio
 
 
 def revoke(session: Session, row: Invitation, key_id: int | None = None) -> None:
-    """Doing it twice is no error; what was used is not revoked by it."""
+    """Revoke an invitation. Doing it twice is no error; a used one stays as it is."""
     if row.used_at is not None:
         raise PeopleError("this invitation was used: remove the member instead")
     if row.revoked_at is None:

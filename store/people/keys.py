@@ -41,7 +41,8 @@ def new_key(
     expires_at: datetime | None = None,
     by: int | None = None,
 ) -> tuple[ApiKey, str]:
-    """A new key and its row, made with the key `by` (None: no key). The caller has checked all of it."""
+    """Make a key, with the key `by` (None: no key); returns its secret and its row. The caller has checked
+    everything."""
     now = datetime.now(UTC)
     secret = f"tml-{_random(8)}_{_random(43)}"
     row = ApiKey(
@@ -65,7 +66,8 @@ def new_key(
 
 
 def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = None) -> str:
-    """Give a key another secret; the present one stays good for `overlap`. Returns the new one, only here."""
+    """Give a key another secret; the present one stays good for `overlap`. Returns the new secret, which is not
+    stored."""
     now = datetime.now(UTC)
     secret = f"{row.prefix}_{_random(43)}"
     row.previous_sha256, row.previous_expires_at = row.secret_sha256, now + overlap
@@ -77,7 +79,7 @@ def rotate(session: Session, row: ApiKey, overlap: timedelta, by: int | None = N
 
 
 def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey | None:
-    """The key with that secret, if it is good: not revoked, not expired, not rotated away."""
+    """The key with that secret, if it is good: not revoked, expired or rotated away."""
     sha256, now = digest(secret), now or datetime.now(UTC)
     query = select(ApiKey).where(or_(ApiKey.secret_sha256 == sha256, ApiKey.previous_sha256 == sha256))
     row = session.scalars(query).one_or_none()
@@ -97,13 +99,13 @@ def secret_ends(row: ApiKey, secret: str) -> datetime | None:
 
 
 def earlier(one: datetime | None, other: datetime | None) -> datetime | None:
-    """Of two ends, where None is none."""
+    """The earlier of two ends, where None means no end."""
     return min((end for end in (one, other) if end is not None), default=None)
 
 
 def _receiver() -> str | None:
-    """Who is given a secret that is made here: in a session that began by a link, who made the link could be sitting
-    there. None for the operator, who hands it on to whom it is for."""
+    """Who is given a secret that is made here. In a session begun by a link, whoever made the link could be using it.
+    None for the operator, who hands the secret on."""
     who = caller()
     receiver = who.link_by or who.actor
     return None if receiver in ("operator", "server") else receiver
@@ -115,7 +117,7 @@ def is_good(row: ApiKey, now: datetime | None = None) -> bool:
 
 
 def good_at(now: datetime) -> ColumnElement[bool]:
-    """`is_good`, for `where`."""
+    """As `is_good`, as a condition for `where`."""
     return and_(ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
 
 

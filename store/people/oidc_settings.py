@@ -14,7 +14,7 @@ from store.people.roles import Role
 
 #: Environment variable that holds the client's secret; with _FILE behind it, the file that does.
 SECRET = "WEFT_OIDC_CLIENT_SECRET"
-#: Hosts whose addresses may be http: tests and a look around. Everything else is https.
+#: Hosts whose addresses may be http, for tests and trials. All others must be https.
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -23,7 +23,7 @@ class OidcError(ValueError):
 
 
 def safe_address(value: str) -> str:
-    """An https address, or an http one of this machine; ValueError otherwise."""
+    """A safe address: https, or http on this machine. Raises ValueError for others."""
     parts = urlsplit(value)
     good = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOCAL)
     if not (good and parts.hostname) or parts.username or parts.fragment or not value.isascii():

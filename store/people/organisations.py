@@ -1,4 +1,4 @@
-"""Organisations, their members and their projects: what changes them, each with its row in the audit log.
+"""Changes of organisations, their members and their projects, each with its entry in the audit log.
 
 Called inside writes, by the API and by `weftd`. What is wrong with a change is a `PeopleError`, in one line.
 """
@@ -21,7 +21,7 @@ from store.people.roles import ROLES
 from store.tables import ApiKey, BrowserSession, LoginLink, Membership, Organisation, Project, User
 
 _EMAIL = re.compile(r"[^@\s\x00-\x1f]{1,64}@[^@\s\x00-\x1f]{1,189}")
-#: Of one organisation: lists and pages of them are whole.
+#: How many members or projects one organisation may have: lists and pages show all of them.
 MAX_MEMBERS = 10_000
 MAX_PROJECTS = 10_000
 STATUSES = ("active", "past_due", "suspended", "closed")
@@ -37,11 +37,11 @@ class IsMember(PeopleError):
 
 
 class NoSuch(PeopleError):
-    """It names something that is not there, or not in this organisation."""
+    """A change names something that does not exist in this organisation."""
 
 
 def organisation_named(session: Session, name: str) -> Organisation:
-    """The organisation of that name, made if it is not there: two who ask at the same moment get the same one."""
+    """The organisation of that name, made if it does not exist. Two calls at the same moment get the same one."""
     query = select(Organisation).where(Organisation.name == name)
     org = session.scalar(query)
     if org is None:
@@ -62,7 +62,7 @@ def set_status(session: Session, org: Organisation, status: str) -> None:
 
 
 def set_weight(session: Session, org: Organisation, weight: int) -> None:
-    """Its fair share of the machines, relative to others'."""
+    """Set an organisation's fair share of the machines, relative to others'."""
     if org.weight != weight:
         detail = {"from": org.weight, "to": weight}
         org.weight = weight
@@ -70,8 +70,8 @@ def set_weight(session: Session, org: Organisation, weight: int) -> None:
 
 
 def require_sso(session: Session, org: Organisation, required: bool, key_id: int | None = None) -> None:
-    """Whether members sign in to the console by the OpenID provider alone. Sessions by keys and by members' links end
-    with it, for good; the operator's links are the way in when the provider is away."""
+    """Set whether members sign in to the console by the OpenID provider alone. Then sessions begun by keys and by
+    members' links end for good. The operator's links still work, for times when the provider is away."""
     if (org.sso_required_at is not None) != required:
         org.sso_required_at = datetime.now(UTC) if required else None
         if required:
@@ -92,7 +92,8 @@ def require_sso(session: Session, org: Organisation, required: bool, key_id: int
 def add_member(
     session: Session, org_id: str, email: str, role: str, key_id: int | None = None, issuer: str | None = None
 ) -> User:
-    """Make that person a member; who is unknown becomes a user. With `issuer` the membership follows its groups."""
+    """Make that person a member; an unknown person becomes a user. With `issuer` the membership follows the groups of
+    that provider."""
     check_role(role)
     user = user_with(session, check_email(email))
     if session.get(Membership, (org_id, user.id)) is not None:
@@ -101,7 +102,7 @@ def add_member(
         raise PeopleError(f"the organisation has {MAX_MEMBERS} members, which is the limit: remove some first")
     new = {"org_id": org_id, "user_id": user.id, "role": role, "issuer": issuer, "created_at": datetime.now(UTC)}
     made = insert_into(session, Membership).values(**new).on_conflict_do_nothing().returning(Membership.user_id)
-    if session.scalar(made) is None:  # somebody else has, at the same moment: an admin, or a first sign-in
+    if session.scalar(made) is None:  # an admin, or a first sign-in, did so at the same moment
         raise IsMember(user.email)
     how = {"by_groups_of": issuer} if issuer is not None else {}
     _note(session, org_id, key_id, "member_added", user.id, role=role, email=user.email, **how)
@@ -109,8 +110,8 @@ def add_member(
 
 
 def user_with(session: Session, email: str) -> User:
-    """The person with that address, made if they are not there. Organisations, and replicas, that meet somebody at the
-    same moment meet the same one."""
+    """The user with that address, made if there is none. Organisations, and replicas, that do so at the same moment get
+    the same user."""
     query = select(User).where(User.email == email)
     with unrestricted(session):
         user = session.scalar(query)
@@ -133,7 +134,7 @@ def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: 
 
 
 def set_role(session: Session, row: Membership, role: str, key_id: int | None = None) -> Membership:
-    """Another role, whoever gave the one before."""
+    """Set a member's role, whoever gave the present one."""
     if row.role == "owner" and role != "owner":
         _keep_an_owner(session, row.org_id)
     if row.role != role:
@@ -156,8 +157,8 @@ def remove_member(session: Session, org_id: str, user_id: str, key_id: int | Non
 
 
 def end_sessions(session: Session, user_id: str, org_id: str | None = None) -> None:
-    """End a user's sessions of the console, and the links that would begin one: of one organisation, or of all. They
-    would be good again if a membership came back."""
+    """End a user's sessions of the console and open sign-in links, of one organisation or of all: they would be good
+    again if a membership were restored."""
     of = {"user_id": user_id} if org_id is None else {"user_id": user_id, "org_id": org_id}
     session.execute(delete(BrowserSession).filter_by(**of))
     session.execute(delete(LoginLink).filter_by(**of))
@@ -177,7 +178,8 @@ def membership(session: Session, org_id: str, user_id: str) -> Membership:
 
 
 def _keep_an_owner(session: Session, org_id: str) -> None:
-    """Owners are read under a lock, so that the last two cannot leave at the same moment."""
+    """Raise if no owner would be left. Owners are read under a lock, so that the last two cannot leave at the same
+    moment."""
     session.scalars(select(Organisation.id).where(Organisation.id == org_id).with_for_update()).all()
     if _count(session, Membership, org_id, role="owner") <= 1:
         raise PeopleError("the last owner of an organisation stays: make somebody else an owner first")
@@ -203,7 +205,7 @@ def check_role(role: str) -> None:
 
 
 def create_project(session: Session, org_id: str, name: str, *, key_id: int | None = None) -> Project:
-    """A new project; its id is the name where that can be one and is not taken."""
+    """Make a project; its id is the name, if that is a valid id and not taken."""
     _check_name(session, org_id, name)
     if _count(session, Project, org_id) >= MAX_PROJECTS:
         limit = f"the organisation has {MAX_PROJECTS} projects, which is the limit"
@@ -225,7 +227,7 @@ def rename_project(session: Session, row: Project, name: str, key_id: int | None
 
 
 def archive_project(session: Session, row: Project, archived: bool = True, key_id: int | None = None) -> None:
-    """An archived project takes no new sessions; what is in it stays, and goes on."""
+    """Archive a project: it takes no new sessions; what is in it stays, and goes on."""
     if (row.archived_at is not None) != archived:
         row.archived_at = datetime.now(UTC) if archived else None
         _note(session, row.org_id, key_id, "project_archived" if archived else "project_restored", row.id)
@@ -239,7 +241,8 @@ def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
 
 
 def _is_id(text: str) -> bool:
-    """Of a project: what fits its column, reads as one word or several, and is as it was in the path of an address."""
+    """Whether the name can be a project's id: it fits its column, consists of words, and is unchanged in the path of a
+    URL."""
     fits = 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
     return fits and not {".", ".."} & set(text.split("/"))
 
@@ -256,7 +259,7 @@ def _note(session: Session, org_id: str, key_id: int | None, event: str, target:
 
 
 def set_quotas(session: Session, org: Organisation, values: Mapping[str, int | None]) -> None:
-    """Set quotas (None: the server's default); those that are not in `values` stay."""
+    """Set quotas (None: the server's default); quotas not in `values` stay."""
     kept = {**org.quotas, **values}
     org.quotas = {name: value for name, value in kept.items() if value is not None}
     target = f"organisation {org.id}"
@@ -265,14 +268,14 @@ def set_quotas(session: Session, org: Organisation, values: Mapping[str, int | N
 
 # ---- limits
 
-#: Rate limits, and what each may be at most.
+#: The rate limits, with the highest value of each.
 LIMITS = {"requests_per_minute": 2**31 - 1, "tokens_per_minute": 2**53, "max_in_flight": 2**31 - 1}
 
 
 def set_limits(
     session: Session, row: Organisation | Project | ApiKey, values: Mapping[str, int | None], key_id: int | None = None
 ) -> None:
-    """Set the rate limits in `values` (None: none); those that it does not name stay."""
+    """Set the rate limits in `values` (None: no limit); others stay."""
     org_id = row.id if isinstance(row, Organisation) else row.org_id
     for name, value in values.items():
         setattr(row, name, value)

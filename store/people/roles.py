@@ -1,4 +1,4 @@
-"""The scopes that a role allows at most. Each key has its own scopes; the key of a user never has more than the user's
+"""Roles, and the scopes that each allows. Each key has scopes of its own; a user's key never has more than the user's
 role allows, and loses what the role loses."""
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 
 def effective(role: str, scopes: Iterable[str]) -> frozenset[str]:
-    """The scopes of a key with `scopes` whose holder has `role`."""
+    """The scopes that a key given `scopes` has, if its holder has `role`."""
     given = frozenset(scopes)
     return ALLOWED[role] & (SCOPES if ADMIN in given else given)

@@ -32,7 +32,7 @@ def server_secret(data_dir: Path) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileExistsError):
-            os.link(temporary, path)  # unlike a rename, this never replaces the secret of another process
+            os.link(temporary, path)  # unlike a rename, this never replaces another process's secret
     finally:
         temporary.unlink()
     return _checked(path)
@@ -44,7 +44,7 @@ def secret_of(given: str) -> bytes:
 
 
 def digest(secret: str) -> str:
-    """What is kept of a secret of 256 random bits, and what it is found by: its SHA-256, in hexadecimal."""
+    """What is stored of a secret of 256 random bits, and by what it is found: its SHA-256, in hexadecimal."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -70,7 +70,7 @@ _drawn, _drawing = _ids(), threading.Lock()
 
 
 def _forked() -> None:
-    """The parent has the same block, and one of its threads may have held the lock."""
+    """After a fork: the parent has the same block of random bits, and one of its threads may have held the lock."""
     global _drawn, _drawing
     _drawn, _drawing = _ids(), threading.Lock()
 
@@ -79,7 +79,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def new_id() -> str:
-    """128 random bits as hex, for an operation or a request. Many are drawn at a time: a call of the kernel gives the
-    interpreter to another thread first, which a busy event loop then waits for."""
+    """128 random bits as hex, for an operation or a request. They are drawn in blocks: each system call gives the
+    interpreter to another thread, and a busy event loop would wait for it."""
     with _drawing:
         return next(_drawn)

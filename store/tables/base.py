@@ -30,8 +30,8 @@ class Utc(TypeDecorator[datetime]):
 
 
 def any_index_but(column: InstrumentedAttribute[str]) -> ColumnElement[str]:
-    """The column, in a condition that its index is not to be used for. SQLite, which keeps no statistics, may take the
-    index of an organisation's rows where that of a run's is meant, and look through all that it ever did."""
+    """The column, in a condition that must not use its index. SQLite, which keeps no statistics, may otherwise use an
+    organisation's index instead of a run's, and read all rows of the organisation."""
     return column.concat("")
 
 
@@ -39,13 +39,13 @@ _HALF = 1 << 32
 
 
 def halves(*columns: ColumnElement[int] | InstrumentedAttribute[int]) -> list[ColumnElement[int]]:
-    """Sums of the upper and of the lower part of each column, for `whole`: SQLite's SUM fails beyond 64 bits. In both
-    databases n == n / half * half + n % half, whatever the sign."""
+    """The sums of the upper and of the lower half of each column, for `whole`: SQLite's SUM fails beyond 64 bits. In
+    both databases n == n / half * half + n % half, whatever the sign."""
     return [func.sum(part) for column in columns for part in (column.op("/")(_HALF), column % _HALF)]
 
 
 def whole(upper: int | None, lower: int | None) -> int:
-    """The exact sum, of its `halves`; of no rows, 0. PostgreSQL's sums are of another type."""
+    """The exact sum, from its `halves`; 0 for no rows. PostgreSQL's sums are of another type."""
     return int(upper or 0) * _HALF + int(lower or 0)
 
 

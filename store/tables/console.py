@@ -15,8 +15,8 @@ from store.tables.base import Base
 class BrowserSession(Base):
     """Somebody who is signed in to the console, by a key (`key_id`), or as `user_id` by a link or by the OpenID
     provider `issuer`; what they may do is looked up at each request. `operator` shows the pages about the whole
-    service. `opened_until` is the end of the secret that opened it (None: no end), `link_by` who made the link, unless
-    the operator did. `proved_at` is when they proved to the provider who they are, as far as it told."""
+    service. `opened_until` is the end of the secret that opened it (None: no end), `link_by` who made the link (None:
+    the operator). `proved_at` is when they proved their identity to the provider, if it told."""
 
     __tablename__ = "browser_sessions"
     sid_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)

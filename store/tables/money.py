@@ -45,8 +45,8 @@ class UsageEvent(Base):
 
 
 class UsageHour(Base):
-    """Sums of usage events by the hour in which they were recorded, kept up in the commit of the events. What an event
-    has None for is "" here, or 0 for the key: columns of a primary key cannot be null."""
+    """Sums of usage events by the hour in which they were recorded, updated in the commit of the events. Fields that
+    are None in an event are "" here, or 0 for the key, since primary keys cannot contain NULL."""
 
     __tablename__ = "usage_hourly"
     __table_args__ = (Index("ix_usage_hourly_run", "org_id", "run_id"),)
@@ -69,8 +69,8 @@ class UsageHour(Base):
 
 class Wallet(Base):
     """What an organisation can spend: `balance_nusd` is the sum of its ledger, `held_nusd` that of its open holds.
-    prepaid and postpaid may spend balance + overdraft - held (postpaid: the overdraft is the credit limit);
-    unlimited is only counted."""
+    prepaid and postpaid may spend balance + overdraft - held (postpaid: the overdraft is the credit limit); for
+    unlimited the sums are only kept."""
 
     __tablename__ = "wallets"
     __table_args__ = (
@@ -86,7 +86,7 @@ class Wallet(Base):
 
 
 class WalletDefault(Base):
-    """One row: what the wallet of a new organisation is, as the server's settings said when it last started."""
+    """A single row: the wallet of a new organisation, by the settings of the server that started last."""
 
     __tablename__ = "wallet_defaults"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -108,7 +108,7 @@ class LedgerEntry(Base):
             name="type",
         ),
         Index("ix_ledger_entries_org_at", "org_id", "at"),
-        # What moved a balance beside usage, of which there is far more.
+        # For movements other than usage, of which there are far more.
         Index(
             "ix_ledger_entries_not_usage",
             *("org_id", "at", "id"),
@@ -168,7 +168,7 @@ class Budget(Base):
 
 
 class BudgetPeriod(Base):
-    """What was spent and is held of a budget by work accepted in the month that begins at `start` (always
+    """How much of a budget was spent, and is held, by work accepted in the month that begins at `start` (always
     1970-01-01 for a total)."""
 
     __tablename__ = "budget_periods"
@@ -180,7 +180,7 @@ class BudgetPeriod(Base):
 
 
 class BudgetAlert(Base):
-    """When spending reached `pct` percent of a budget in a period; once."""
+    """Spending reached `pct` percent of a budget in a period; recorded once."""
 
     __tablename__ = "budget_alerts"
     budget_id: Mapped[str] = mapped_column(ForeignKey("budgets.id"), primary_key=True)

@@ -1,4 +1,4 @@
-"""What goes to Stripe and what comes from it, invoices, alerts; and when each job last ran."""
+"""What is sent to Stripe and what comes from it, invoices, alerts; and when each job last ran."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StripeWebhookEvent(Base):
     processed_at: Mapped[datetime | None]
     attempts: Mapped[int] = mapped_column(server_default="0")
     next_attempt_at: Mapped[datetime]
-    outcome: Mapped[str | None] = mapped_column(String(512))  # what came of it, or the last error
+    outcome: Mapped[str | None] = mapped_column(String(512))  # its effect, or the last error
 
 
 class Invoice(Base):
@@ -109,7 +109,7 @@ class Alert(Base):
 
 
 class JobRun(Base):
-    """What is known of a job: when it last started and succeeded. `asked_at` makes it due before its time."""
+    """A job's history: when it last started and succeeded. `asked_at` makes it due before its time."""
 
     __tablename__ = "job_runs"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -122,14 +122,14 @@ class JobRun(Base):
     error: Mapped[str | None] = mapped_column(String(1024))
 
 
-#: The lease of the server that leads those that share a database (`scheduler.cluster.fence`).
+#: The name of the lease of the leader, among the servers that share a database (`scheduler.cluster.fence`).
 LEADS = "journal"
-#: A leader that did not renew its lease for so long may be followed by another.
+#: How long a leader may fail to renew its lease before another may follow.
 LEADS_S = 5.0
 
 
 class JobLease(Base):
-    """Who may run a job, and until when: nobody else starts it before. And who leads."""
+    """Which process may run a job, and until when: nobody else starts it before. Also which server leads."""
 
     __tablename__ = "job_leases"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -138,6 +138,6 @@ class JobLease(Base):
 
     @classmethod
     def over(cls, now: datetime, lasts_s: float) -> ColumnElement[bool]:
-        """Whether a lease is, of those that are taken for `lasts_s`. One that goes on for twice as long is from a clock
-        that was ahead."""
+        """The condition that a lease of `lasts_s` is over. One that still lasts for more than twice as long was set by
+        a fast clock, and counts as over."""
         return or_(cls.until <= now, cls.until > now + timedelta(seconds=2 * lasts_s))

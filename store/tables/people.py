@@ -12,7 +12,7 @@ from store.tables.base import Base, BigInt
 
 
 class RateLimited:
-    """What a key, a project or an organisation may ask for at most; None is no limit."""
+    """The most that a key, a project or an organisation may ask for; None is no limit."""
 
     requests_per_minute: Mapped[int | None]
     tokens_per_minute: Mapped[int | None] = mapped_column(BigInteger)
@@ -63,7 +63,7 @@ class Membership(Base):
 
 
 class Identity(Base):
-    """An account of an OpenID provider, and whose it is. `email` is the address that it was first seen with."""
+    """An account of an OpenID provider, and its user. `email` is its address when it was first seen."""
 
     __tablename__ = "identities"
     __table_args__ = (UniqueConstraint("issuer", "user_id"),)

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from store.tables.base import Base, BigInt
 
-#: Characters that may be written about a run.
+#: How many characters people may write about a run.
 MAX_NOTES = 4096
 
 
@@ -73,7 +73,7 @@ class Run(Base):
 
     @property
     def shown_state(self) -> str:
-        """For people: live | broken | closed."""
+        """For people: live, broken or closed."""
         return "broken" if self.broken is not None and self.state == "live" else self.state
 
 
@@ -129,8 +129,8 @@ class Checkpoint(Base):
     expires_at: Mapped[datetime | None] = mapped_column(index=True)
 
 
-#: Operations that may begin a run from weights, or load them into it; and samples. As they are written in an index, or
-#: SQLite does not see that the index has all that is asked for.
+#: Operations that may begin a run from weights or load weights; and samples. Written as in an index; otherwise SQLite
+#: does not see that the index has all columns.
 LOADS = text("operations.kind IN ('create', 'load_state')")
 _LOADS = text("kind IN ('create', 'load_state')")
 SAMPLES = text("operations.kind = 'sample'")
@@ -157,7 +157,7 @@ class Operation(Base):
         ),
         # A run has few of them, among all its steps.
         Index("ix_operations_loads", "lane", sqlite_where=_LOADS, postgresql_where=_LOADS),
-        # The oldest are deleted; all else that ended stays.
+        # The oldest are deleted; all other operations stay.
         Index("ix_operations_samples", "finished_at", sqlite_where=_SAMPLES, postgresql_where=_SAMPLES),
     )
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -171,9 +171,10 @@ class Operation(Base):
     kind: Mapped[str] = mapped_column(String(32))
     base_model: Mapped[str] = mapped_column(String(256))
     state: Mapped[str] = mapped_column(String(16))
-    tokens: Mapped[int] = mapped_column(BigInteger)  # what the queue counts it as
+    tokens: Mapped[int] = mapped_column(BigInteger)  # the tokens that it counts as in the queue
     hold_nusd: Mapped[int] = mapped_column(BigInteger, server_default="0")  # the most it can cost; held while queued
-    stores_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of a save: about what it will store
+    # for a save: about how many bytes it will store
+    stores_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     body: Mapped[str | None] = mapped_column(Text)
     body_ref: Mapped[str] = mapped_column(String(256))
     body_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # its length
@@ -184,14 +185,14 @@ class Operation(Base):
     result: Mapped[str | None] = mapped_column(Text)
     result_ref: Mapped[str | None] = mapped_column(String(256))
     result_type: Mapped[str | None] = mapped_column(String(64))
-    result_bytes: Mapped[int | None] = mapped_column(BigInteger)  # None: there is none, or it is no longer kept
+    result_bytes: Mapped[int | None] = mapped_column(BigInteger)  # None: there is no result, or it is no longer kept
     fetched_at: Mapped[datetime | None]  # when its client first had the result
     error: Mapped[str | None] = mapped_column(String(4096))
     error_category: Mapped[str | None] = mapped_column(String(16))
     accepted_at: Mapped[datetime]
     finished_at: Mapped[datetime | None] = mapped_column(index=True)
     timings: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # scheduler.order.timings
-    attempts: Mapped[int] = mapped_column(server_default="0")  # trainers that were lost over it, and it got no further
+    attempts: Mapped[int] = mapped_column(server_default="0")  # trainers lost over it since it last got further
     policy: Mapped[dict[str, Any] | None] = mapped_column(
         JSON(none_as_null=True)
     )  # scheduler.journal.samples.versions.row_of
