@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--link-fd", type=int, required=True, help="inherited file descriptor of the link")
     args = parser.parse_args(argv)
     _rename(f"weft-{args.role}")
-    gc.disable()  # what is imported stays: looking through it again and again takes a tenth of the time
+    gc.disable()  # imported objects stay: looking through them again and again takes a tenth of the time
     for role in ROLES if args.role == NURSERY else (args.role,):
         importlib.import_module(f"workers.{role}.process")
     gc.freeze()
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def work(role: str, link_fd: int) -> int:
-    """What a worker of that role does, to its exit code."""
+    """Do the work of a worker of that role. Returns its exit code."""
     from scheduler.links.configs import OF_ANOTHER_VERSION
     from scheduler.links.messages import FORM
     from scheduler.links.sockets import WorkerLink
@@ -64,7 +64,7 @@ def work(role: str, link_fd: int) -> int:
 
 
 def _rename(name: str) -> None:
-    """Linux only, and only for those who look."""
+    """Set the process's name, as `ps` and `top` show it. Linux only."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 

@@ -1,4 +1,4 @@
-"""What a worker was told about its log, its traces and where blobs lie, as it uses it; how it says that it loads."""
+"""A worker's log, traces and blobs, as its config describes them; and how it announces that it loads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def blobs_of(basics: Basics) -> Blobs:
 
 
 def announced(basics: Basics, role: str) -> AbstractContextManager[None]:
-    """Within it the worker loads its models, and says so over Redis. Whoever has started it over a link knows."""
+    """In the block the worker loads its models, and says so over Redis. Over a link nothing need be said: the server
+    that started the worker knows."""
     if not basics.redis_url:
         return nullcontext()
-    from scheduler.links import loading  # with the client of Redis
+    from scheduler.links import loading  # imported with the Redis client
 
     return loading.announced(basics.redis_url, role, basics.models)

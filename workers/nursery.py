@@ -25,11 +25,11 @@ import msgspec
 
 from workers.leave import leave
 
-#: Its role.
+#: The argument that names its role.
 NURSERY = "nursery"
-#: A Birth is smaller.
+#: The largest Birth, in bytes.
 BIRTH_BYTES = 1 << 16
-#: What is said on a status.
+#: The form of a number on a status.
 STATUS = struct.Struct("<i")
 
 _FOR_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,8 +59,8 @@ class Nursery:
             os.set_blocking(end, False)
 
     def serve(self) -> None:
-        """Until the door closes. What asks all processes of a service to end (systemd does) is for the workers, who end
-        what they have begun, and for the server, who closes the door."""
+        """Fork workers until the door closes. Signals sent to all processes of a service (systemd does that) are
+        ignored: workers finish what they have begun, and the server closes the door."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_OTHERS)
         signal.signal(signal.SIGCHLD, _nothing)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
@@ -89,23 +89,24 @@ class Nursery:
         os.close(output)
         if pid > 0:
             self._statuses[pid] = status
-            with suppress(OSError):  # it has ended
-                os.setpgid(pid, pid)  # before anybody knows of it: all that it starts may be reached with it
+            with suppress(OSError):  # the process has ended already
+                # before anybody knows of it: a signal to its group then reaches all that it starts
+                os.setpgid(pid, pid)
         _say(status, pid)
         if pid < 0:
             os.close(status)
 
     def _live(self, birth: Birth, link: int, output: int, parent: int) -> NoReturn:
-        """In the worker."""
+        """The life of a worker, in the forked process."""
         code = 1
         try:
             die_with_parent()
-            if os.getppid() != parent:  # it was too late for that
+            if os.getppid() != parent:  # the parent died before that call
                 leave(code)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_OTHERS)  # one that came meanwhile is obeyed now
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_OTHERS)  # a signal that came meanwhile is handled now
             for other in (self._woken, self._wakes, self._door.fileno(), *self._statuses.values()):
                 os.close(other)
             for standard in (1, 2):
@@ -133,9 +134,10 @@ class Nursery:
 
 
 def _say(status: int, number: int) -> None:
-    with suppress(OSError):  # nobody wants to know any more
+    with suppress(OSError):  # nobody reads the status any more
         os.write(status, STATUS.pack(number))
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """For a signal whose number is written to the wakeup descriptor, which is all that is wanted."""
+    """A signal handler that does nothing: the signal's number is written to the wakeup descriptor, which is all that is
+    needed."""

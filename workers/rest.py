@@ -1,7 +1,7 @@
-"""What a worker that has nothing to do gives back.
+"""Giving memory back while a worker has nothing to do.
 
-`malloc` keeps much of what a pass has taken for the next one (docs/performance.md, "Memory of the workers"), which that
-one then need not ask the system for. Between users who think, it is others' memory.
+`malloc` keeps much of the memory of a pass (docs/performance.md, "Memory of the workers"), which the next one then need
+not ask the system for. While no user sends anything, other processes should have that memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import ctypes
 import time
 from collections.abc import Callable
 
-#: So long without work, before memory goes back: longer than from one step of a loop to the next.
+#: How long a worker has no work before it returns memory: longer than from one step of a loop to the next.
 REST_S = 5.0
 
 
 class Rest:
-    """Told of all that a worker's loop does; after `REST_S` of waiting memory is given back, once."""
+    """Is told of everything that a worker's loop does. After waiting for `REST_S`, memory is returned, once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -31,7 +31,7 @@ class Rest:
 
 
 def give_back() -> None:
-    """Free memory that glibc keeps goes back to the system; other C libraries have no such call."""
+    """Return free memory that glibc keeps to the system; other C libraries have no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,6 +1,5 @@
-"""Temporary folders of workers, which go with their process. One that is killed cannot remove its own, and what kills
-it may do so again and again: the next of its kind removes those that no process has.
-"""
+"""Temporary folders of workers, which are removed with their process. A killed process cannot remove its own, and may
+be killed again and again; so the next process of the same kind removes the folders whose process is gone."""
 
 from __future__ import annotations
 
@@ -15,16 +14,17 @@ from pathlib import Path
 
 @contextmanager
 def scratch(kind: str) -> Iterator[Path]:
-    """A new folder in the system's temporary one, of a process that is there: named after the `kind` of what is in it,
-    and locked. Those of that kind whose process is gone are removed now."""
-    prefix, fresh = f"weft.{kind}-", f"weft-new-{kind}-"  # until it is locked nobody may take it for left
+    """A new folder in the system's temporary one, named after its `kind` and locked while this process lives. Folders
+    of that kind whose process is gone are removed now."""
+    # until it is locked, no other process may take it for abandoned
+    prefix, fresh = f"weft.{kind}-", f"weft-new-{kind}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix=fresh))
     folder = new.with_name(new.name.replace(fresh, prefix, 1))
     with ExitStack() as stack:
-        with suppress(OSError):  # a file system without locks, of which nobody takes it then
+        with suppress(OSError):  # on a file system without locks nobody removes it
             stack.enter_context(_locked(new))
         new.rename(folder)
         try:
@@ -35,8 +35,8 @@ def scratch(kind: str) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Within it the folder is this process's; the kernel frees it, however that ends. OSError where it is another
-    process's or user's."""
+    """In the block the folder is this process's; the kernel releases the lock, however the process ends. Raises OSError
+    if another process or user has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():

@@ -101,8 +101,7 @@ def ask(connection: Connection, *questions: tuple[Question, dict[str, Any]]) -> 
 
 
 def require(connection: Connection, question: Question, params: dict[str, Any], check: Check) -> None:
-    """Call `check`, which may raise, with the rows that `question` finds; on PostgreSQL it is sent with the next
-    statements."""
+    """Call `check`, which may raise, with the rows that `question` finds; on PostgreSQL with the next statements."""
     if connection.dialect.name == "postgresql":
         text, given = _compiled(question["postgresql"], connection.dialect)
         _outbox(connection).put(text, given | params, check=check)
@@ -168,8 +167,7 @@ class _Statement:
 
 
 class Outbox:
-    """The statements of one of the writer's connections that wait to be sent: before anything else, at the latest with
-    COMMIT."""
+    """The statements that wait on one of the writer's connections: sent before all else, at the latest with COMMIT."""
 
     def __init__(self) -> None:
         self._waiting: list[_Statement] = []
@@ -187,8 +185,7 @@ class Outbox:
     def send(
         self, connection: Connection, questions: Sequence[tuple[str, dict[str, Any]]] = (), *, commit: bool = False
     ) -> list[list[Any]]:
-        """Send the waiting statements, the questions, and COMMIT if asked, in one round trip. Raises what SQLAlchemy
-        would."""
+        """Send waiting statements, questions, and COMMIT if asked, in one round trip. Raises what SQLAlchemy would."""
         import psycopg  # SQLAlchemy has imported it by then
 
         statements, self._waiting = _together(self._waiting), []
@@ -302,8 +299,7 @@ def _insert(table: type[Base], names: tuple[str, ...], add: tuple[str, ...]) -> 
 
 @cache
 def _update(table: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> str:
-    """The key values are passed once more as an array, so that PostgreSQL finds the rows by index whatever it thinks of
-    the table's size."""
+    """An array of the key values lets PostgreSQL find the rows by index, whatever size it thinks the table has."""
     name = table.__tablename__
     values = ", ".join(f"{column} = new.{column}" for column in names)
     same = " AND ".join(f"{name}.{column} = new.{column}" for column in key)
@@ -344,8 +340,7 @@ def _places(columns: int, rows: int) -> str:
 
 
 def _parts(table: type[Base], names: tuple[str, ...], rows: Rows) -> Iterator[tuple[int, list[Any]]]:
-    """For each statement: how many rows it has, and their values as SQLite stores them, row by row in the order of
-    `names`."""
+    """For each statement: how many rows it has, and their values as SQLite stores them, in the order of `names`."""
     forms = _forms(table, names)
     for start in range(0, len(rows), AT_ONCE):
         part = rows[start : start + AT_ONCE]

@@ -4,8 +4,8 @@ One thread reads, one adapter at a time; the engine's own thread does everything
 what has been read. So only requests that need an adapter wait for its disk. Which adapters may be in memory, and which
 is read next, is decided by `requests.admission`.
 
-In memory, with what is being read, are at most `max_bytes`: or one larger adapter alone; and beside that the newer
-weights of one that is here, while they are read.
+Adapters in memory, with the one being read, take at most `max_bytes`; or there is a single larger one. Newer weights of
+an adapter in memory come on top of that while they are read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class AdapterUnusable(Exception):
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """`adapter` may be replaced between steps (`AdapterCache.install`): look it up anew for each. It is there while
-    `weights` is not 0. `users` is the number of requests that hold it."""
+    """An adapter that requests hold. `adapter` may be replaced between steps (`AdapterCache.install`), so look it up
+    for each step; it exists only while `weights` is not 0. `users` is the number of requests that hold it."""
 
     name: str
     adapter: Adapter = field(init=False, repr=False)
     size_bytes: int = 0
     version: int = 0
-    #: A number that no other weights have; 0 while none are in memory.
+    #: The number of the weights in memory, unique to them; 0 while there are none.
     weights: int = 0
-    source: Weights | None = None  # where these were read
+    source: Weights | None = None  # where the weights in memory were read from
     users: int = 0
     #: Numbers of the newest read that was requested, of the newest that has begun, and of the newest that has ended,
     #: successful or not.
@@ -51,7 +51,7 @@ class HeldAdapter:
     begun: int = 0
     ended: int = 0
     folder: Weights | None = None  # what the read `asked` is to read
-    next_bytes: int | None = None  # that this will take; None: not known before it is tried
+    next_bytes: int | None = None  # how much memory that will take; None: not known before it is tried
     failed: bool = False  # whether the read `ended` failed, so that `weights` are older than requested
 
     @property
@@ -66,14 +66,14 @@ class HeldAdapter:
 
     @property
     def needs_bytes(self) -> int | None:
-        """What it takes to be used; None: not known yet."""
+        """How much memory it takes to be used; None if not known yet."""
         return self.size_bytes if self.weights else self.next_bytes
 
 
 @dataclass(frozen=True)
 class Flight:
-    """What is being read, which takes at most `size_bytes`. The result is the adapter and its version, or how many
-    bytes it would take, if these are more."""
+    """A read under way, of at most `size_bytes`. Its result is the adapter and its version; or, if it needs more, how
+    many bytes it would take."""
 
     number: int
     held: HeldAdapter
@@ -89,13 +89,14 @@ class AdapterCache:
         """`load` reads the weights in a folder and their policy version, `size` the bytes that they will take; both in
         the reading thread."""
         self.max_bytes = max_bytes
-        #: What is being read, or has been and is not installed.
+        #: The read under way, or done and not installed yet.
         self.flight: Flight | None = None
         self._load, self._size = load, size
         self._here: OrderedDict[str, HeldAdapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
-        self._thread.submit(int)  # begins now: where a process may have no more threads, it does not serve
+        # start the thread now: a process that may have no more threads fails here and not while it serves
+        self._thread.submit(int)
 
     def __len__(self) -> int:
         return sum(held.weights > 0 for held in self._here.values())
@@ -131,14 +132,15 @@ class AdapterCache:
         self._ask(self._here.setdefault(name, HeldAdapter(name)), folder)
 
     def begin(self, held: HeldAdapter, keep: Container[HeldAdapter]) -> None:
-        """Begin to read what was asked for last, which fits beside those to `keep`, or beside its own older weights.
-        Others make room."""
+        """Begin to read the latest requested weights, which fit beside the adapters to `keep` (or beside its own older
+        weights). Other adapters make room."""
         size = held.needs_bytes or 0
         self._shrink(size, keep)
         self._read(held, size, None)
 
     def try_to_read(self, held: HeldAdapter) -> None:
-        """Begin to read what may not fit into what is free: if so, `needs_bytes` is known once that is installed."""
+        """Begin to read weights of unknown size. If they do not fit into the free memory, `needs_bytes` is known after
+        `install`."""
         free = max(0, self.max_bytes - self.size_bytes)
         self._read(held, free, free)
 
@@ -148,14 +150,14 @@ class AdapterCache:
             wait([self.flight.found], timeout_s)
 
     def install(self) -> tuple[HeldAdapter, BaseException | None] | None:
-        """Take in what has been read, if it has ended. Returns its adapter and its exception, if it failed:
-        AdapterUnusable is a fault of the files."""
+        """Install an adapter whose read has ended. Returns the adapter, and the exception if the read failed:
+        AdapterUnusable if the files are at fault."""
         flight = self.flight
         if flight is None or not flight.found.done():
             return None
         self.flight, held, error = None, flight.held, flight.found.exception()
         found = flight.found.result() if error is None else None
-        if isinstance(found, int):  # there was no room: it waits for it
+        if isinstance(found, int):  # there was no room; the size is known now
             if not held.waits:
                 held.begun, held.next_bytes = held.ended, found
         else:
@@ -173,7 +175,7 @@ class AdapterCache:
         self._thread.shutdown(cancel_futures=True)
 
     def _ask(self, held: HeldAdapter, folder: Weights | None, size_bytes: int | None = None) -> None:
-        """Have it read. An older read of it that has not begun never does."""
+        """Request a read of its weights. An older request that has not begun is dropped."""
         if not held.users:
             self._drop(held)
         held.asked, held.folder, held.next_bytes = next(self._numbers), folder, size_bytes
@@ -184,12 +186,12 @@ class AdapterCache:
         self.flight = Flight(held.asked, held, held.folder, size_bytes, found)
 
     def _from_disk(self, name: str, folder: Weights | None, most: int | None) -> tuple[Adapter, int] | int:
-        """In the reading thread. If it takes more than `most`, how much."""
+        """Read the weights, in the reading thread. If they take more than `most`, returns their size instead."""
         try:
             if folder is None:
                 raise FileNotFoundError(name)
             if isinstance(folder, Path) and (size := self._too_large(folder, most)):
-                return size  # told before all of it is read to be checked
+                return size  # before all of it is read and checked
             with reading(folder) as here:
                 size = 0 if most is None else self._size(here)
                 return size if most is not None and size > most else self._load(here)
@@ -200,14 +202,15 @@ class AdapterCache:
             raise AdapterUnusable(f"the sampler weights {name!r} are damaged or of another base model") from error
 
     def _too_large(self, folder: Path, most: int | None) -> int:
-        """Its size if that is known to be more than `most`. What is wrong with it is found when it is read."""
+        """The adapter's size if it is known to be more than `most`, else 0. Faults of the files are found when they are
+        read."""
         if most is not None:
             with suppress(ValueError, OSError):
                 return size if (size := self._size(folder)) > most else 0
         return 0
 
     def _forget(self, held: HeldAdapter) -> None:
-        """If nobody holds it, and it is not in memory."""
+        """Forget an adapter that nobody holds and that is not in memory."""
         reading = self.flight is not None and self.flight.held is held
         if not (held.users or held.weights or reading) and self._here.get(held.name) is held:
             del self._here[held.name]
@@ -218,15 +221,15 @@ class AdapterCache:
             held.weights, held.size_bytes = 0, 0
 
     def _shrink(self, size_bytes: int = 0, keep: Container[HeldAdapter] | None = None) -> None:
-        """Evict what nobody holds, and of the rest what is not to be kept (None: keep that), until `size_bytes` more
-        fit."""
+        """Evict adapters that nobody holds and, unless `keep` is None, others that are not to be kept, until
+        `size_bytes` more fit."""
         excess = self.size_bytes + size_bytes - self.max_bytes
         for held in list(self._here.values()):
             if excess <= 0:
                 return
             if held.weights and (not held.users or (keep is not None and held not in keep)):
                 excess -= held.size_bytes
-                if held.users and not held.coming:  # who waits with it reads it again
+                if held.users and not held.coming:  # requests that hold it wait until it is read again
                     self._ask(held, held.source, held.size_bytes)
                 self._drop(held)
                 self._forget(held)

@@ -1,6 +1,5 @@
-"""A decode step of the sequences that run: by a plan that is kept while these stay the same, and, where steps are
-captured, launched before the tokens of the one before have come (`gpu/ahead.py`).
-"""
+"""Decode steps of the running sequences. The plan of a step is kept while the set of sequences stays the same. Where
+steps are captured, a step is launched before the tokens of the last one have come (`gpu/ahead.py`)."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ class Decoding:
         self._decoder, self._cache, self._seating, self._context = decoder, cache, seating, context
         self.launch = _launching(decoder, cache, slots=slots, context=context)
         self.ahead = _ahead(self.launch, seating, lookup)
-        self._plan: forward.DecodePlan | None = None  # of all running sequences, while they stay the same
-        self._planned = 0  # what `seating.changes` was then
+        self._plan: forward.DecodePlan | None = None  # the plan of all running sequences, while these stay the same
+        self._planned = 0  # the value of `seating.changes` at that time
 
     @property
     def unchanged(self) -> bool:
@@ -37,23 +36,25 @@ class Decoding:
         return self._plan is not None and self._planned == self._seating.changes
 
     def replan(self) -> None:
-        """Others run from now on, or with other adapters: the plan holds those that may have to make room."""
+        """Drop the plan: other sequences run from now on, or with other adapters. A plan holds adapters, which may have
+        to make room."""
         self._plan = None
 
     def drop(self) -> None:
-        """What is under way is wanted by nobody."""
+        """Forget the step under way: nobody needs its result."""
         if self.ahead is not None:
             self.ahead.flight = None
 
     def landed(self) -> Flight | None:
-        """The step that is under way, if it was planned for others than those that run now."""
+        """The step under way, if it was planned for other sequences than those that run now."""
         if self.ahead is None or self.unchanged:
             return None
         flight, self.ahead.flight = self.ahead.flight, None
         return flight
 
     def step(self, sequences: Sequence[SequenceProgress], everyone: bool) -> tuple[forward.DecodePlan, list[Draw]]:
-        """A step of these sequences, which may be all that run, and what it has drawn for each of its rows."""
+        """One step of these sequences (`everyone`: they are all that run); returns its plan and what it drew for each
+        row."""
         plan = self._plan if everyone and self.unchanged else None
         if plan is None or not plan.valid:
             plan = forward.DecodePlan(sequences, self._decoder, self._cache, context=self._context)
@@ -71,8 +72,9 @@ def draw(rows: Sequence[Row], logits_RV: Tensor, sampling: SamplingRows | None =
 
 
 def _launching(decoder: Decoder, cache: KVCache, *, slots: int, context: int) -> Callable[..., Tensor]:
-    """How to `forward.decode` here: on a CUDA device by steps that are captured and replayed, but of latent attention
-    and of recurrent layers (whose states are other tensors after each step), launched piece by piece."""
+    """The function for `forward.decode` here. On a CUDA device steps are captured and replayed, except with latent
+    attention or recurrent layers (whose states are other tensors after each step): those are launched piece by
+    piece."""
     if cache.device.type != "cuda" or cache.latent or decoder.config.recurrence is not None:
         return partial(forward.decode, decoder, cache)
     from workers.generator.gpu.steps import DecodeSteps  # Triton: only a GPU needs it
@@ -81,7 +83,8 @@ def _launching(decoder: Decoder, cache: KVCache, *, slots: int, context: int) ->
 
 
 def _ahead(launch: Callable[..., Tensor], seating: Seating, lookup: int) -> Ahead | None:
-    """Where steps are captured. Which tokens to try needs those before: where any are, steps wait for each other."""
+    """Launching ahead, where steps are captured and there are no drafts: which tokens a draft tries depends on the last
+    ones drawn."""
     if isinstance(launch, partial) or lookup:
         return None
     from workers.generator.gpu.ahead import Ahead

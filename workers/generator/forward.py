@@ -38,15 +38,15 @@ from workers.model.lora.rows import LoraRows
 from workers.model.mixture.mixture import OnRoute
 from workers.model.planning.plan import SCORED_LOGITS
 
-#: Logits (rows x vocabulary) that are computed at a time to score a prompt, to bound memory; on a device more
-#: (SCORED_LOGITS, which are planned for), for there every chunk is a launch of each of its operations.
+#: How many logits (rows x vocabulary) are computed at a time to score a prompt, to bound memory. A device computes more
+#: (SCORED_LOGITS, which are planned for), since every chunk there is a launch of each operation.
 MAX_LOGITS = 1 << 24
 
 
 class DecodePlan:
-    """A fixed set of running sequences, sorted by adapter, so that an adapter is read from memory once: of each a row
-    for its newest token, and one for each token of its draft. Valid for as long as the set, its adapters and the
-    lengths of its drafts stay the same."""
+    """The plan of decode steps for a fixed set of running sequences, sorted by adapter, so that each adapter is read
+    from memory once. Each sequence has a row for its newest token and one for each token of its draft. It is valid as
+    long as the set, the adapters and the lengths of drafts stay the same."""
 
     def __init__(
         self, sequences: Iterable[SequenceProgress], decoder: Decoder, cache: KVCache, *, context: int
@@ -62,7 +62,7 @@ class DecodePlan:
         self.sampling = sampling_rows(self.rows, decoder.config.vocab_size, cache.device)
         self.versions = [row.owner.version for row in self.rows]
         self.routed = any(row.owner.request.return_routed_experts for row in self.rows)
-        #: The pages of each row, of each group of layers; beyond them page 0, before them the first that it has.
+        #: By group and row: the row's pages, followed by page 0, and preceded by the first page that it has.
         self.table_GRW = np.zeros((cache.groups, len(self.rows), pages_of(context)), dtype=np.int32)
         self._known = [[(0, 0)] * len(self.rows) for _ in range(cache.groups)]
         #: The states of each row after the step in progress.
@@ -79,7 +79,7 @@ class DecodePlan:
         return [Row(sequence, 1) for sequence in self.sequences]
 
     def turn_pages(self) -> None:
-        """Enter the pages that sequences have got and given back since the last call."""
+        """Update the page table with pages that sequences have got, or given back, since the last call."""
         for i, row in enumerate(self.rows):
             for group, held in enumerate(row.pages):
                 known = (held.gone, len(held.pages))
@@ -90,7 +90,7 @@ class DecodePlan:
                     own_W[held.gone : held.gone + len(held.pages)] = held.pages
 
     def take_over(self) -> None:
-        """The step has succeeded: the rows' next one continues from its states."""
+        """The step has succeeded: each row's next token continues from the new states."""
         for row, states in zip(self.rows, self.after, strict=False):
             row.sequence.states = states
         self.after = []
@@ -175,12 +175,14 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
 
 
 def attends_in_pages(cache: KVCache) -> bool:
-    """Whether a prefill attends in one launch for all prompts; of latents, and on a CPU, it does block by block."""
+    """Whether one launch attends for the prompts of a whole prefill. With latent attention, and on a CPU, it is done
+    block by block."""
     return cache.device.type == "cuda" and not cache.latent
 
 
 def _attend(decoder: Decoder, cache: KVCache, pieces: Sequence[Piece], recur: PrefillRecur) -> Attend:
-    """On a CPU in C, in float32; of latents and without a compiler block by block."""
+    """The `Attend` of a prefill. On a CPU in float32 it is C; with latent attention, or without a compiler, torch block
+    by block."""
     if attends_in_pages(cache):
         from workers.generator.gpu.prefill import PagedPrefill  # Triton: only a GPU needs it
 
@@ -193,8 +195,9 @@ def _attend(decoder: Decoder, cache: KVCache, pieces: Sequence[Piece], recur: Pr
 def _groups(
     batch: Sequence[RequestProgress], pieces: Sequence[Piece], *, together: bool
 ) -> list[tuple[RequestProgress, int]]:
-    """The LoRA groups of a prefill, for `lora_rows`: a block each. `together`: neighbours with one adapter, where
-    kernels multiply each row by itself; the fewer groups, the fuller are the blocks of an expert's rows."""
+    """The LoRA groups of a prefill, for `lora_rows`: one for each block. `together`: neighbouring blocks with one
+    adapter are one group, where kernels multiply each row by itself: the fewer groups, the fuller are the blocks of an
+    expert's rows."""
     pairs = zip(batch, pieces, strict=True)
     if not together:
         return [(progress, b - a) for progress, piece in pairs for a, b in piece.blocks()]

@@ -74,7 +74,7 @@ def main(config: GeneratorConfig, server: WorkerLink) -> int:
 
 
 def _shared(url: str, blobs: Blobs) -> SampleLink:
-    """Imported here, with the client of Redis."""
+    """The link over Redis; imported here, with the Redis client."""
     from scheduler.links.sample_link import SampleLink
 
     return SampleLink(url, blobs)

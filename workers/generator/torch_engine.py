@@ -110,7 +110,7 @@ class TorchEngine:
             dtype=weight.dtype,
             device=weight.device,
         )
-        native_kernel(self._cache)  # compiled now rather than during the first step
+        native_kernel(self._cache)  # compiled now rather than in the first step
         self._seating = Seating(self._cache, slots, groups, max(prefill_tokens, PAGE_TOKENS))
         self._drafts = Drafts(lookup if config.recurrence is None else 0, self._seating)
         self._decoding = Decoding(decoder, self._cache, self._seating, slots=slots, context=context, lookup=lookup)
@@ -256,7 +256,8 @@ class TorchEngine:
                 self._survive([progress], work)
 
     def _move(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do `work`, which may set sequences aside or bring them back: one whose pages cannot be copied fails alone."""
+        """Do `work`, which may set sequences aside or bring them back. A sequence whose pages cannot be copied fails
+        alone."""
         while True:
             try:
                 return work()
@@ -301,7 +302,7 @@ class TorchEngine:
                 self._open.starting.pop(progress.request.id, None)
 
     def _begun(self, progress: RequestProgress) -> list[Row]:
-        """Of the sequences of a request that have the prompt and no token yet."""
+        """Those of a request's sequences that have the prompt but no token yet."""
         source = next(progress.running(), None)
         while source is not None and progress.unstarted:
             beside = partial(self._seating.seat_beside, progress.sequences[progress.started], source)
@@ -340,8 +341,8 @@ class TorchEngine:
         self._counts["slots_offered"] += self._seating.rows
 
     def _land(self, _: list[RequestProgress]) -> None:
-        """Before the running set, or what it is computed with, is another: take what the step has drawn that is under
-        way (`gpu/ahead.py`), for the sequences that are still there."""
+        """Before the running set, or its adapters, change: take the draws of the step under way (`gpu/ahead.py`), for
+        the sequences that are still there."""
         flight = self._decoding.landed()
         if flight is None:
             return
@@ -351,13 +352,13 @@ class TorchEngine:
         self._accept([plan.rows[at] for at in kept], [draws[at] for at in kept], [plan.versions[at] for at in kept])
 
     def _accept(self, rows: Sequence[Row], draws: list[Draw], versions: list[int]) -> None:
-        """Take what was drawn: of a sequence with a draft, up to the first token that differs from it."""
+        """Take what was drawn; for a sequence with a draft, up to the first token that differs from it."""
         for (sequence, ahead), drawn, version in zip(list(rows), draws, versions, strict=True):
             progress = sequence.owner
             if progress.request.id not in self._open.running:
-                continue  # another of its sequences has failed it in this loop
+                continue  # another of the request's sequences has failed it in this loop
             if ahead > len(sequence.draft):
-                continue  # it follows a token that was not drawn
+                continue  # it follows a drafted token that was not drawn
             if not math.isfinite(drawn.logprob):
                 self._open.fail(progress, NotFinite(adapted=progress.adapter is not None))
                 continue

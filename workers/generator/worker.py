@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 #: Seconds between two Occupancy reports.
 REPORT_S = 0.5
 
-#: How often an idle generator looks whether it was told to stop by a signal.
+#: How often an idle generator checks whether a signal has told it to stop.
 IDLE_POLL_S = 0.5
-#: A generator that waits for nothing but bodies looks this often for other work.
+#: How often a generator that waits only for bodies checks for other work.
 COMING_S = 0.05
 #: Seconds between two attempts at a read that the disk refused.
 DISK_AGAIN_S = 0.2
@@ -69,7 +69,7 @@ class Generator:
         self._link = link
         self._slots = slots
         self._pending: dict[str, PendingSample] = {}  # samples that have not ended, by operation
-        self._coming: dict[str, SampleOp] = {}  # samples whose bodies are on their way here, by operation
+        self._coming: dict[str, SampleOp] = {}  # samples whose bodies are being fetched, by operation
         self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
         self._offered = 0  # free slots that the server was told of and has not filled yet
         self._draining = False
@@ -80,7 +80,7 @@ class Generator:
         self._rest = Rest(clock)
 
     def drain(self) -> None:
-        """Pull no more; `serve` returns when all samples that are begun, or about to be, have ended."""
+        """Pull no more; `serve` returns once all samples that have begun, or are about to, have ended."""
         self._draining = True
 
     def serve(self) -> None:
@@ -148,7 +148,7 @@ class Generator:
             if moved.adapter_ref:
                 self._follow(engine, inflight_name(moved.run_id), moved.adapter_ref)
             engine.run_moved(moved.run_id, moved.version)
-        for op_id, pending in self._pending.items():  # what is begun anew begins there
+        for op_id, pending in self._pending.items():  # samples that begin anew use these weights
             self._pending[op_id] = dataclasses.replace(pending, op=_after(pending.op, moved))
         self._aside = {op_id: _after(op, moved) for op_id, op in self._aside.items()}
         self._coming = {op_id: _after(op, moved) for op_id, op in self._coming.items()}
@@ -165,7 +165,7 @@ class Generator:
         self._begin()
 
     def _wait_for_bodies(self) -> None:
-        """Samples that are begun go on meanwhile; without any there is nothing else to do."""
+        """Wait for bodies, if there is nothing else to do; samples that have begun go on meanwhile."""
         if self._coming and not self._pending:
             self._bodies.wait(COMING_S)
         self._begin()
@@ -233,7 +233,7 @@ def _after(op: SampleOp, moved: PolicyMoved) -> SampleOp:
 
 
 def _tell(pending: PendingSample, finished: Finished) -> None:
-    """Into the log and the traces."""
+    """Write to the log and the traces."""
     op, failed = pending.op, finished.error is not None
     with logs.on(**facts_of(op)):
         log.debug("sample: %s", "failed" if failed else "generated")
@@ -241,7 +241,7 @@ def _tell(pending: PendingSample, finished: Finished) -> None:
     tracing.span("generate", op.origin, pending.taken, datetime.now(UTC), ids, failed=failed)
 
 
-#: What an `Occupancy` tells of each engine's stats.
+#: The fields of an engine's stats that an `Occupancy` reports.
 _TOTALS = ("decode_steps", "slots_busy", "slots_offered", "drafted_tokens", "accepted_tokens")
 
 

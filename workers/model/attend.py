@@ -23,14 +23,14 @@ from workers.model.recur import Packed, Recurrence, run_each
 
 @dataclass(frozen=True)
 class Reach:
-    """What a layer's queries reach: the last `window` positions, their own included (0: all), and, with `sinks_H`, a
-    score for each head that takes its share of the softmax and adds no value."""
+    """What a layer's queries reach: the last `window` positions, including their own (0: all). With `sinks_H`, each
+    head has a score that takes part in the softmax but adds no value."""
 
     window: int = 0
     sinks_H: Tensor | None = None
 
     def all_of(self, length: int) -> bool:
-        """Whether this is plain causal attention over so many positions."""
+        """Whether this is plain causal attention over that many positions."""
         return self.sinks_H is None and (self.window == 0 or self.window >= length)
 
 
@@ -48,7 +48,7 @@ class Attend(Protocol):
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, reach: Reach = ALL) -> Tensor: ...
 
 
-#: Coordinates that heads get beyond their own where there are sinks, so that rows stay aligned.
+#: How many coordinates heads get in addition if there are sinks, so that rows stay aligned.
 SINK_ROOM = 16
 
 

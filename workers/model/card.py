@@ -53,7 +53,7 @@ class ModelCard:
         return self.config.num_experts
 
     def adapter_parameters(self, rank: int, attn: bool, mlp: bool, unembed: bool) -> int:
-        """Of a run's adapter that trains these parts."""
+        """Number of parameters of a run's adapter that trains these parts."""
         return AdapterShape(self.config, rank, attn, mlp, unembed).num_parameters
 
 
@@ -82,7 +82,7 @@ def read_card(name: str, path: str | Path) -> ModelCard:
 
 
 def config_card(name: str, path: Path) -> ModelCard:
-    """The card of a model of which only config.json may be there: to plan with, not to serve."""
+    """The card of a model folder that may contain only config.json: for planning, not for serving."""
     return ModelCard(name, path, read_config(name, path), ())
 
 

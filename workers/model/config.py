@@ -42,8 +42,8 @@ class RopeConfig:
 @dataclass(frozen=True)
 class RouterConfig:
     """How a mixture chooses its experts. `scores`: "softmax" over all experts, "sigmoid" of each, or "chosen", softmax
-    over the chosen ones. With `correction` each expert has a frozen number that counts for the choice alone. Of
-    `groups` of experts, only the best `groups_per_token` are chosen from. Weights are multiplied by `scaling`."""
+    over the chosen ones. With `correction` each expert has a frozen number that affects only the choice. Experts are
+    chosen only from the best `groups_per_token` of their `groups`. Weights are multiplied by `scaling`."""
 
     scores: str = "softmax"
     correction: bool = False
@@ -64,7 +64,7 @@ class GateConfig:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What it takes."""
+        """The parts that it computes with."""
         return ("gate", "up") if self.gated else ("up",)
 
 
@@ -110,7 +110,7 @@ class DeltaConfig:
 
     @property
     def whole(self) -> dict[str, int]:
-        """What stock PEFT trains in their place: the projections as they are, where those are others."""
+        """The projections as stock PEFT trains them, if these differ: as they are."""
         return {} if self.grouped else {f"whole_{name}": width for name, width in self.projections.items()}
 
     @property
@@ -144,7 +144,7 @@ class MambaConfig:
 
     @property
     def key_dim(self) -> int:
-        """What a delta rule calls `state_dim`."""
+        """As `state_dim`, by the name that a delta rule has for it."""
         return self.state_dim
 
     @property
@@ -169,7 +169,7 @@ class MambaConfig:
 
     @property
     def whole(self) -> dict[str, int]:
-        """What stock PEFT trains in their place: the projection as it is."""
+        """The projection as stock PEFT trains it: as it is."""
         return {"whole_in": self.in_size}
 
     @property
@@ -266,11 +266,11 @@ class DecoderConfig:
         return not self.mlp_layers or layer in self.mlp_layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether it has attention, or a recurrence in its place."""
+        """Whether this layer has attention, or a recurrence in its place."""
         return layer not in self.mlp_layers
 
     def adapter_at(self, layer: int, part: str) -> str:
-        """What the names of an adapter's tensors begin with in a layer's "attn" or "mlp"."""
+        """The prefix of an adapter's tensors in a layer's "attn" or "mlp"."""
         return f"layers.{layer}.{'mixer.' if self.mlp_layers else ''}{part}."
 
     def window_of(self, layer: int) -> int:
@@ -279,7 +279,7 @@ class DecoderConfig:
 
     @property
     def recurrence(self) -> DeltaConfig | MambaConfig | None:
-        """What some layers have instead of attention."""
+        """The recurrence that some layers have instead of attention."""
         return self.delta or self.mamba
 
     @property
@@ -299,7 +299,7 @@ class DecoderConfig:
 
     @property
     def state_bytes(self) -> int:
-        """What recurrences keep of a sequence, however long it is; float32."""
+        """Bytes of all recurrences' states of one sequence, in float32; they do not grow with its length."""
         return 4 * len(self.recurrent_layers) * self.recurrence.state_numel if self.recurrence is not None else 0
 
     @property
@@ -309,7 +309,7 @@ class DecoderConfig:
 
     @property
     def shared_name(self) -> str:
-        """What the experts of every token are called in an adapter."""
+        """The name in an adapter of the experts that every token has."""
         return "shared_expert" if self.shared_gate else "shared"
 
     @property
@@ -361,7 +361,7 @@ class DecoderConfig:
 
     @property
     def gate_widths(self) -> tuple[int, ...]:
-        """The widths of the sigmoids that are gates."""
+        """The widths of all sigmoids used as gates."""
         return ((self.q_size,) if self.output_gate else ()) + ((1,) if self.shared_gate else ())
 
     @property

@@ -47,9 +47,10 @@ class Decoder(nn.Module):
         self.config, self.dtype = config, dtype
         self.isolation = "padded"  # a mode of isolation.py, set by `probe`
         self.packed = False
-        #: Bytes that a forward may keep for its backward; None: a share of the free memory (memory.py).
+        #: How many bytes a forward may keep for its backward; None: a share of the free memory (memory.py).
         self.activation_budget_bytes: int | None = None
-        #: Where experts are spread over processes (owned/): has all begin a step, and says whether any recomputes.
+        #: Set if experts are spread over processes (owned/): has all of them begin a step, and returns whether any
+        #: recomputes.
         self.begin_step: Callable[[LoraRows | None, bool], bool] | None = None
         with torch.device(device):
             self.embed = frozen(dtype, config.vocab_size, config.hidden_size)
@@ -123,7 +124,7 @@ def rotary_of(config: DecoderConfig) -> Rotary:
     return Rotary(config.rope, turning, config.context_length)
 
 
-#: What reads other tokens than its own.
+#: Parts that read tokens other than their own.
 Attention = GroupedAttention | LatentAttention | GatedDelta | Mamba2
 
 

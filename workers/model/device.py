@@ -58,6 +58,6 @@ def device_of(device: str, dtype: str) -> ModelDevice:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """What lies in the host's memory, on the device. Nobody waits for the copy: it is made from pinned memory, which
-    is not used again before."""
+    """A host tensor, copied to the device. Nobody waits for the copy: it is made from pinned memory that is not reused
+    before."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

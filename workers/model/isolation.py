@@ -58,13 +58,13 @@ MAX_ALIGNED_WIDTH = 1 << 16
 
 #: Environment variables that make matrix libraries compute in another way.
 _LIBRARIES = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "LD_PRELOAD")
-#: The parts that compute functions of single numbers, and steps of recurrences.
+#: Tests of the parts that compute functions of single numbers, and of steps of recurrences.
 _PARTS = ("steady", "gated_delta", "mamba2", "one_token", "chunks")
 _STEP = "native/recur.c"
 _NATIVE = (_STEP, "native/gemm.c", "native/gate.c", "native/products.h", "native/vectors.h")
 _CODE = ("isolation.py", "lora/base_mm.py", "mixture/gate.py", *_NATIVE, *(f"parts/{name}.py" for name in _PARTS))
 
-#: Rows of a step of a recurrence that are tested, each of which has a state.
+#: How many rows of a recurrence's step are tested; each has a state.
 STEP_ROWS = 36
 
 
@@ -94,7 +94,8 @@ def probe(decoder: Decoder, kept: Path | None = None) -> Isolation:
 
 
 def _choose_kernels(decoder: Decoder) -> None:
-    """Tried with weights of their own: those of a sharded base are not here."""
+    """Choose kernels for recurrences. They are tried with weights of their own, since those of a sharded base are not
+    here."""
     layers = [module for module in decoder.modules() if isinstance(module, GatedDelta | Mamba2)]
     if not layers or not fla.serves(decoder.embed, layers[0].config.key_dim):
         return
@@ -135,7 +136,7 @@ def choose(decoder: Decoder, shapes: list[Tensor] | None = None) -> Isolation:
 def _shapes(decoder: Decoder) -> list[Tensor]:
     """One weight [out, in] of every distinct shape; experts share theirs. A sharded one is gathered for it."""
     found: dict[tuple[int, ...], Tensor] = {}
-    gathered = hasattr(decoder.embed, "full_tensor")  # such a decoder trains: it multiplies with no parts
+    gathered = hasattr(decoder.embed, "full_tensor")  # a sharded decoder trains, and has no products in parts
     for weight in [decoder.embed, *decoder.products(), *(() if gathered else decoder.parts_of_products())]:
         if tuple(weight.shape[-2:]) not in found:
             whole = weight.full_tensor() if gathered else weight
@@ -247,7 +248,7 @@ def once(folder: Path, weights: str, trial: Callable[[], Isolation]) -> Isolatio
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(file.read_bytes(), type=Isolation)
     found = trial()
-    with suppress(OSError):  # a disk that is full costs the next start a second
+    with suppress(OSError):  # a full disk only costs the next start a second
         folder.mkdir(parents=True, exist_ok=True)
         handle, written = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as out:

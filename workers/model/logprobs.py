@@ -80,7 +80,7 @@ class _Cut:
 
 
 class _Kept(NamedTuple):
-    """Of a cut on a device: the log of each row's sum, which the backward needs, and its logits where they fit."""
+    """What a cut on a device keeps for the backward: the log of each row's sum, and its logits if they fit."""
 
     sums_R: Tensor
     logits: Logits | None
@@ -106,7 +106,7 @@ class _Head:
         ]
 
     def logprobs(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor, keep: bool) -> tuple[Tensor, _Kept | None]:
-        """Of the targets of a cut; and, on a device, what `backward` makes use of."""
+        """The log-probabilities of a cut's targets; and, on a device, what `backward` uses."""
         if lora_products.on_device(self.weight):
             logits = self._on_device(hidden_RD, cut, targets)
             found_P, sums_R = logits.logprobs()
@@ -135,7 +135,7 @@ class _Head:
         return dhidden_RD
 
     def room(self) -> int:
-        """Of how many rows a device may keep the logits, from its free memory."""
+        """For how many rows a device can keep the logits, by its free memory."""
         if not lora_products.on_device(self.weight):
             return 0
         return int(SHARE * free_bytes(self.weight.device)) // (4 * len(self.weight))
@@ -147,7 +147,7 @@ class _Head:
         return self._divide(logits_RV, cut), u
 
     def _on_device(self, hidden_RD: Tensor, cut: _Cut, targets: Tensor) -> Logits:
-        """The same, with what is added to base's logits, and divides them, still to come."""
+        """The base's logits; the adapters' part and the division are still to come."""
         from workers.model.gpu.softmax import Added, Logits  # Triton: only a GPU needs it
 
         added = Added.of(cut.rows, self._products(cut), hidden_RD, self.site)
@@ -158,7 +158,7 @@ class _Head:
         return products_of(cut.rows, self.site.a, self.weight)
 
     def _divide(self, of_RV: Tensor, cut: _Cut) -> Tensor:
-        """In place: the logits, and d lp / d logits, which has the same factor."""
+        """Divide in place: the logits, or d lp / d logits, which has the same factor."""
         return of_RV if self.divisor_U is None else of_RV.div_(self.divisor_U[cut.a : cut.b, None])
 
 

@@ -1,4 +1,5 @@
-"""What a forward keeps for its backward, and whether that fits the memory at hand; and how one that does not is seen.
+"""What a forward keeps for its backward, and whether that fits into memory; and how running out of memory is
+recognised.
 
 Three ways, none of which changes a bit of the result: keep everything; keep the input of each layer and compute the
 layer again in the backward (a third more work); and, on a device, keep those inputs in the host's memory.
@@ -18,11 +19,11 @@ from workers.model.config import DecoderConfig
 from workers.model.planning import machine
 from workers.model.planning.check import kept_bytes, kept_on_device
 
-#: Share of the free memory that what a forward keeps may fill: activations, and then, on a device, logits of what they
-#: have left. Gradients and other work need the rest.
+#: The share of the free memory that a forward may fill with what it keeps: with activations, and then, on a device,
+#: with logits in what these leave. Gradients and other work need the rest.
 SHARE = 0.5
 
-#: Up to this size the free memory is not looked up.
+#: Up to this size the free memory is not checked.
 ALWAYS_FITS_BYTES = 128 << 20
 
 #: Messages of allocators without an exception class of their own (PyTorch's on a CPU, on Linux and elsewhere).
@@ -57,11 +58,11 @@ def choose_saving(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now; of a host's, the share of one of the ranks of a trainer that are on it."""
+    """How much memory can be allocated now; of a host's memory, the share of one of a trainer's ranks on it."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return machine.free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+    return machine.free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -71,8 +72,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def with_room(make: Callable[[], ResultT], relieve: Callable[[], object]) -> ResultT:
-    """What `make` returns; where it finds no memory, once more after `relieve` has freed some. OSError when that is not
-    enough, for it may be later."""
+    """The result of `make`; if there is no memory for it, once more after `relieve` has freed some. Raises OSError if
+    that is not enough, since it may be later."""
     why = ""
     for then in (relieve, None):
         try:
@@ -81,6 +82,6 @@ def with_room(make: Callable[[], ResultT], relieve: Callable[[], object]) -> Res
             if not is_out_of_memory(error):
                 raise
             why = str(error)
-        if then is not None:  # the error is gone by now, whose frames would keep tensors alive
+        if then is not None:  # outside of the handler: the error's frames would keep tensors alive
             then()
     raise OSError(errno.ENOMEM, why)

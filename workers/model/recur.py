@@ -23,7 +23,7 @@ from workers.model.device import sent
 State = tuple[Tensor, ...]
 
 
-#: Tokens that a recurrence computes together, beginning with the first.
+#: How many tokens a recurrence computes together, beginning with the first.
 CHUNK = 64
 
 

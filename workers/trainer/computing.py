@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class Bring(Protocol):
-    """Returns when all these runs are in memory."""
+    """Returns once all these runs are in memory."""
 
     def __call__(self, *runs: RunState) -> None: ...
 
 
 class Ready(Protocol):
-    """Whether the run of an operation is in memory, with a gradient if it trains; else it is left out."""
+    """Whether the run of an operation is in memory, with a gradient if it trains; if not, the operation is left out."""
 
     def __call__(self, progress: Progress) -> bool: ...
 
@@ -41,29 +41,30 @@ class Together(Protocol):
         """Return when all ranks make a step of this kind."""
 
     def end(self, trains: bool) -> None:
-        """The step is over, whatever has become of it."""
+        """The step is over, even if this rank's work in it failed."""
 
     def collect(self, ready: Ready) -> tuple[list[Part], list[Part]]:
-        """Those of the `parts` that other ranks have computed: their results are added, in their order. And those
-        behind them, of the same operations, that they had no memory for: this rank is to compute them."""
+        """The results of this rank's parts on other ranks: they are added in their order. Returns the `parts` that were
+        computed there, and those that came back because a helper had no memory for them or an earlier one; this rank
+        has to compute these."""
 
     def give_way(self) -> bool:
-        """Free the memory of what this rank computes for others. Whether there was anything."""
+        """Free the memory of what this rank computes for others. Returns whether there was any."""
 
 
 class Others(Together, Protocol):
     """The other ranks of this trainer (workers/trainer/ranks), each of which executes its own part of the same pass."""
 
     def wait(self) -> None:
-        """Return when all ranks are ready for the next work, or have nothing more to do."""
+        """Return once all ranks are ready for the next work, or have nothing more to do."""
 
     def attend(self, work: Callable[[], object]) -> None:
-        """This rank has done its part. Take part in what the others do until they have too: `work` computes what they
-        hand out."""
+        """This rank has done its part. Take part in the other ranks' steps until they have, too: `work` computes what
+        they hand out."""
 
 
 class Alone:
-    """There are no others."""
+    """A trainer without other ranks."""
 
     def share(self, parts: Sequence[Part], bring: Bring) -> list[Part]:
         return list(parts)
@@ -148,7 +149,7 @@ class Computing:
         return True
 
     def _brought(self, parts: list[Part]) -> Iterator[list[Part]]:
-        """These parts, as many at once as have their runs in memory: all, if there is room."""
+        """These parts, in groups whose runs fit in memory together: all at once, if there is room."""
         runs = list(dict.fromkeys(part.progress.run for part in parts))
         try:
             self._bring(*runs)
@@ -241,13 +242,13 @@ class Computing:
 
 
 def _unfit(part: Part) -> None:
-    """There is no memory for a part alone."""
+    """Fail a part for which there is no memory even alone."""
     part.progress.unfit = True
     part.progress.fail(too_large(part), "user")
 
 
 def _alive(parts: list[Part]) -> list[Part]:
-    """The parts whose operations have not failed; the other parts of a microbatch stay where they are."""
+    """Parts whose operations have not failed; the others stay in the microbatch, unused."""
     return [part for part in parts if part.progress.failure is None]
 
 

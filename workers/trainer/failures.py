@@ -1,4 +1,4 @@
-"""What the user is told of an operation that has failed."""
+"""The error messages of failed operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NotResident(LookupError):
 
 
 class GradientMissing(ValueError):
-    """A step that was not taken, because something before it has failed that its client may not know of."""
+    """A step that is not taken, because an operation before it has failed that its client may not know of."""
 
 
 def failure_of(error: Exception) -> Failure:
@@ -53,7 +53,7 @@ def too_large(part: Part) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether trying again may help: a disk did not answer, or there was no memory."""
+    """Whether trying again may help: after an error of a disk, or a lack of memory."""
     return not is_lasting(error) or is_out_of_memory(error)
 
 

@@ -77,8 +77,8 @@ class _Packed:
     rows_P: Tensor  # on the host, which cuts them
     targets_P: Tensor
     positions: list[int]  # target positions of each part
-    replay_MTK: Tensor | None  # the experts to choose; None when no datum names any
-    temperature_T: Tensor | None  # what was sampled at; None when no datum says so
+    replay_MTK: Tensor | None  # the experts to choose; None if no datum names any
+    temperature_T: Tensor | None  # the sampling temperatures; None if no datum names any
 
 
 def _pack(parts: Sequence[Part], device: torch.device) -> _Packed:
@@ -147,7 +147,7 @@ def _loss(part: Part, lp_P: Tensor, trains: bool) -> _Result:
     except Exception as error:
         if part.progress.custom is None or is_out_of_memory(error):
             raise
-        # Never torch's own words: they may carry a number that the loss has computed.
+        # Never torch's own message: it may contain a number that the loss has computed.
         known = isinstance(error, CustomLossError)
         problem = (
             str(error) if known else f"custom loss {part.progress.custom.loss.name!r}: torch has no gradient of it"
@@ -209,7 +209,7 @@ def _not_finite(part: Part, lp_P: Tensor, loss: Tensor, dlp_P: Tensor) -> str:
                 said = f"datum {part.start + offset}: its {what} not finite"
                 if values_P is lp_P:
                     return f"{said}; {part.progress.about_weights()}"
-                if part.progress.custom is not None:  # the position may be one that the loss has chosen to tell us
+                if part.progress.custom is not None:  # the loss may have chosen the position to leak a value
                     return said
                 at = int((~torch.isfinite(values)).nonzero()[0, 0])
                 return f"{said} ({float(values[at])} at position {at})"

@@ -48,7 +48,7 @@ def pack(parts: Sequence[PartT], tokens_of: Callable[[PartT], int], cap_tokens: 
 
 
 def leading(queues: dict[str, deque[TrainOp]], kinds: tuple[OpKind, ...], at_most: int = sys.maxsize) -> list[TrainOp]:
-    """Take from the head of every run's queue the operations of these kinds."""
+    """Take operations of these kinds from the head of every run's queue."""
     taken: list[TrainOp] = []
     for queue in queues.values():
         count = 0

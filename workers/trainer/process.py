@@ -43,7 +43,7 @@ from workers.trainer.watchdog import Watchdog
 
 log = logging.getLogger("trainer")
 
-#: How often an idle trainer looks whether it was told to stop.
+#: How often an idle trainer checks whether it was told to stop.
 IDLE_POLL_S = 0.5
 
 
@@ -76,7 +76,7 @@ class Working(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """What its runs may take."""
+        """How much memory its runs may take."""
 
     def execute(self, pass_: Pass, send: Send) -> None: ...
 
@@ -115,7 +115,7 @@ def load_models(models: Mapping[str, str], where: ModelDevice, base_dir: str, fi
 def main(config: TrainerConfig, server: WorkerLink) -> int:
     basics, data_dir = config.basics, Path(config.basics.data_dir)
     if config.ranks * config.nodes > 1:
-        from workers.trainer.ranks.launch import launch  # with torchrun
+        from workers.trainer.ranks.launch import launch  # imported with torchrun
 
         return launch(config, server)
     stop = StopFlag()
@@ -130,7 +130,7 @@ def main(config: TrainerConfig, server: WorkerLink) -> int:
     log.info("loaded on %s, with %d threads", where, torch.get_num_threads())
     watchdog = Watchdog()
     if not basics.redis_url:
-        shutil.rmtree(data_dir / config.pages, ignore_errors=True)  # of a lost trainer: the journal rebuilds it
+        shutil.rmtree(data_dir / config.pages, ignore_errors=True)  # of a lost trainer, whose runs the journal rebuilds
     return serve_all(
         config, server, blobs, stop, lambda pages: Trainer(models, blobs, config.bounds, pages, watchdog.limit)
     )
@@ -143,7 +143,7 @@ def serve_all(
     from `begin`, which is given a folder for its pages. Returns the exit code."""
     if not config.basics.redis_url:
         return 0 if work(begin(Path(config.basics.data_dir) / config.pages), server, stop) else 1
-    from scheduler.links.train_link import TrainerLink  # with the client of Redis
+    from scheduler.links.train_link import TrainerLink  # imported with the Redis client
 
     while not stop.is_set:
         with scratch("paged") as pages:

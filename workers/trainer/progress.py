@@ -48,7 +48,7 @@ class Progress:
     measures: dict[str, Measure] = field(default_factory=dict)
     experts_LE: Tensor | None = None  # tokens per mixture layer and expert
     failure: Failure | None = None
-    unfit: bool = False  # a part of it has failed for want of memory
+    unfit: bool = False  # a part of it failed for lack of memory
     saved: bool = False  # its run's snapshot holds a part of it, behind which it would be sent again
     in_loss: InLoss = field(default=lambda part: nullcontext())  # what the loss of a part is computed within
 
@@ -89,11 +89,12 @@ class Progress:
         self.measures = {name: Measure(total, weight) for name, (total, weight) in done.measures.items()}
 
     def fail(self, message: str, category: str = "server", *, ran: bool = False) -> None:
-        """Only the first reason counts."""
+        """Mark the operation as failed; only the first reason counts."""
         self.failure = self.failure or Failure(message, category, ran)
 
     def about_weights(self) -> str:
-        """How large they have grown: a step that is far too large succeeds, and no pass after it can be computed."""
+        """A sentence about weights that have grown too large: a step that is far too large succeeds, but no pass after
+        it can be computed."""
         largest = float(self.run.adapter.flat.abs().amax())
         return (
             f"the largest of this run's weights is {largest:.3g}: if its steps were too large, load a checkpoint from "
@@ -124,8 +125,8 @@ class Progress:
         return parts
 
     def finish(self) -> tuple[bytes, Failure | None]:
-        """The encoded result of the complete operation, its gradient given to the run; or why it failed, the run
-        being as it was. Call once; again where it has run out of memory, which changes nothing."""
+        """Give the operation's gradient to the run, and return its encoded result; or the failure, if it failed, with
+        the run unchanged. Call it once, or again after running out of memory, which changes nothing."""
         grad = self.grad if self.failure is None else None
         if grad is not None and not _is_finite(grad.flat):
             said = f"the gradient that this operation gives the adapter is not finite; {self.about_weights()}"
@@ -145,13 +146,14 @@ class Progress:
         return payload, None
 
     def _spoils_the_sum(self, grad: Adapter) -> bool:
-        """Of what is repeated it is not asked: it was answered."""
+        """Whether the gradient's sum would not be finite. Not checked for replays: they were answered."""
         before = self.run.grad
         return before is not None and not self.op.replay and not _is_finite(grad.flat + before.flat)
 
 
 def _is_finite(flat: Tensor) -> bool:
-    """In one pass, and without a tensor of its size: a NaN is the largest of all numbers."""
+    """Whether all numbers are finite. In one pass, without a tensor of that size: a NaN counts as the largest
+    number."""
     return math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
 
 

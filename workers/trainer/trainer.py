@@ -62,7 +62,7 @@ from workers.trainer.watchdog import Limit, no_limit
 log = logging.getLogger(__name__)
 
 COMPUTE = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
-#: A replay has been computed before: only a machine that is slower than it was makes it long.
+#: A replay was computed in time before: it takes long only if this machine is slower.
 REPLAY_LIMIT = 10
 
 
@@ -144,7 +144,7 @@ class Trainer:
         try:
             return kind_of(spec, self._decoder(spec).config).size_bytes if spec is not None else 0
         except (StateError, NotResident, ValueError):
-            return 0  # the operation will fail
+            return 0  # the operation will fail anyway
 
     def _stages(self, queues: dict[str, deque[TrainOp]], send: Send) -> int:
         """Execute the operations of some runs. Returns the tokens computed."""
@@ -172,8 +172,8 @@ class Trainer:
             self._answer(op, send, b"", {}, failure)
 
     def _ready(self, op: TrainOp, send: Send, *, here: bool = True) -> bool:
-        """Give up what `op` has come instead of, and, if it is to be `here`, have its run in memory. False where there
-        is no memory: the run is set aside."""
+        """Give up unfinished operations before `op` and, if it is to be `here`, bring its run into memory. Returns
+        False if there is no memory: the run is then set aside."""
         try:
             self.held.abandon(op)
             if here and (run := self.held.runs.get(op.run_id)) is not None:
@@ -184,7 +184,7 @@ class Trainer:
         return True
 
     def _alone(self, op: TrainOp, send: Send) -> None:
-        """Create, load or save."""
+        """Execute a create, load or save."""
         if op.run_id in self._aside:
             return
         facts: dict[str, int] = {}
@@ -293,8 +293,7 @@ class Trainer:
 
     @contextmanager
     def _in_loss(self, custom: UploadedLoss, send: Send, part: Part) -> Iterator[None]:
-        """Within it the uploaded loss of a part is computed. The server is told whose, for this process may be ended
-        over it."""
+        """In the block an uploaded loss is computed. The server is told whose: this process may be ended over it."""
         op = part.progress.op
         limit_s = self.bounds.loss_limit_s * (1 + most_work_of(custom, part.data) / 1024)
         if op.replay:
@@ -395,6 +394,6 @@ class Trainer:
 
 
 def _lacks(op: TrainOp, run: RunState) -> str:
-    """What to tell, once, of an operation on which the step `op` counts and which failed; "" if its client knows."""
+    """The message, told once, if the step `op` depends on a failed operation; "" if its client knows of that."""
     (number, why), run.lacks = max(op.lacks, run.lacks), (0, "")
     return why if number > op.knows and not op.replay else ""

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-#: Bounds what is done within it to so many seconds.
+#: Limits the work in a block to that many seconds.
 Limit = Callable[[float], AbstractContextManager[None]]
 
 
 class Watchdog:
-    """Limits may stand in one another; the one that ends first counts."""
+    """Ends the process when a block exceeds its limit. Limits may be nested; the one that ends first counts."""
 
     def __init__(self) -> None:
         self._until = math.inf
@@ -43,5 +43,5 @@ class Watchdog:
 
 @contextmanager
 def no_limit(seconds: float) -> Iterator[None]:
-    """For a trainer within a process that does other things too."""
+    """A limit that does nothing, for a trainer in a process that does other things, too."""
     yield

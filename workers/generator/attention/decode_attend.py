@@ -33,16 +33,17 @@ from workers.model.recur import Recur, Recurrence
 #: Attention lengths are rounded up to this many positions. Larger: fewer, bigger calls; smaller: less masked work.
 LENGTH_QUANTUM = 2 * PAGE_TOKENS
 
-#: Tokens of a prompt that are computed head by head: one head of a long prompt fits in a processor's own cache.
+#: How many tokens of a prompt are computed head by head: one head of a long prompt fits in a processor core's own
+#: cache.
 TOGETHER = 16
 
 _SOURCE = Path(__file__).with_name("attend.c")
-#: Floats in a vector of attend.c.
+#: Number of floats in a vector of attend.c.
 _LANES = 16
 
 
 def native_kernel(cache: KVCache) -> ctypes.CDLL | None:
-    """attend.c, compiled at the first call; None where it cannot serve this cache."""
+    """attend.c, compiled at the first call; None if it cannot serve this cache."""
     sample = cache.k_NKDP[0]
     fits = cache.latent or sample.shape[2] % _LANES == 0
     return library(_SOURCE) if fits and sample.dtype == torch.float32 and sample.device.type == "cpu" else None
@@ -70,8 +71,8 @@ class DecodeAttend:
 
     @classmethod
     def of_prompts(cls, cache: KVCache, pieces: Sequence[Piece], recur: Recur) -> DecodeAttend:
-        """The `Attend` of a prefill: each token of each piece is a row, for which it does not matter what is computed
-        with it. Only with `native_kernel`: elsewhere rows of one sequence may not follow each other."""
+        """The `Attend` of a prefill: each token of each piece is a row, whose result does not depend on the other rows.
+        Needs `native_kernel`: elsewhere a pass may not contain several rows of one sequence."""
         lengths = [piece.stop - piece.start for piece in pieces]
         table_GPW = np.zeros((cache.groups, len(pieces), max(pages_of(piece.stop) for piece in pieces)), dtype=np.int32)
         for table_PW, held in ((table_GPW[g], [piece.pages[g] for piece in pieces]) for g in range(cache.groups)):
@@ -157,7 +158,7 @@ class _Gathered:
         cache = self._cache
         device, kv_heads = cache.device, cache.kv_heads
         own = table_RW[rows, : pages_of(length)].astype(np.int64)
-        if own.shape[1] < pages_of(length):  # the context ends before the quantum does
+        if own.shape[1] < pages_of(length):  # the context ends before the next multiple
             own = np.pad(own, ((0, 0), (0, pages_of(length) - own.shape[1])), mode="edge")
         # Table entries without a page yet name page 0, which is finite, and is masked.
         beyond_NL = np.arange(length)[None] > positions_R[rows][:, None]

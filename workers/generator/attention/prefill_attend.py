@@ -89,7 +89,7 @@ class PrefillAttend:
         return _mixed(torch.softmax(scores_KGNL, dim=-1), v_KLD)
 
     def _scores(self, q_NHD: Tensor, k_KDL: Tensor) -> Tensor:
-        """q k / sqrt(D), masked for nobody."""
+        """The scores q k / sqrt(D), without a mask."""
         (rows, heads, head_dim), (kv_heads, _, length) = q_NHD.shape, k_KDL.shape
         q_KGND = q_NHD.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
         scores_KML = torch.bmm(q_KGND.reshape(kv_heads, -1, head_dim), k_KDL).mul_(head_dim**-0.5)
@@ -110,7 +110,7 @@ class PrefillAttend:
 
 
 def softmax_beside(scores_KGNL: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """softmax over L, in which each head's sink has a share; it is given to nobody."""
+    """softmax over L and each head's sink, whose share goes to no position."""
     if sinks_H is None:
         return torch.softmax(scores_KGNL, dim=-1)
     kv_heads, groups, rows, _ = scores_KGNL.shape

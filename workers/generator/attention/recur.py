@@ -43,7 +43,7 @@ class PrefillRecur:
         return torch.cat(outs)
 
     def _together(self, layer: int, recurrence: Recurrence, x_TI: Tensor) -> Tensor:
-        """All pieces up to their first mark at once, then from there to the second, and so on."""
+        """Compute all pieces together up to their first marks, then up to the second ones, and so on."""
         states: list[State | None] = [
             before[layer] if piece.start else None for piece, before in zip(self._pieces, self._before, strict=True)
         ]
@@ -65,7 +65,7 @@ class PrefillRecur:
 
     @cached_property
     def _rounds(self) -> list[tuple[int, ...]]:
-        """How many tokens of each piece a round computes."""
+        """For each round: how many tokens of each piece it computes."""
         each = []
         for piece, marks in zip(self._pieces, self._marks, strict=True):
             cuts = [piece.start, *sorted({mark for mark in marks if piece.start < mark < piece.stop}), piece.stop]
@@ -74,7 +74,8 @@ class PrefillRecur:
 
 
 class DecodeRecur:
-    """The `Recur` of one decode step: `before[i]` are the states of row i, `after[i]` those it gets."""
+    """The `Recur` of one prefill. `before[i]` are the states at the start of piece i ({} at the start of a prompt);
+    `reached[i]` those at the block ends `marks[i]`."""
 
     def __init__(self, before: Sequence[States]) -> None:
         self._before = before

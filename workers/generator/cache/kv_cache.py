@@ -27,7 +27,7 @@ from workers.model.device import sent
 
 #: Positions of a page.
 PAGE_TOKENS = 32
-#: What lies on a device a second time while pages go out or come in: they go when there is no room.
+#: How much memory of a device the copies of pages on their way out or in take: pages go out when memory is short.
 STAGED_BYTES = 64 << 20
 
 
@@ -119,7 +119,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept, each number once."""
+        """All tensors of the cache, each once."""
         keys, values = ([pool[layer] for layer in self._own] for pool in (self.k_NKDP, self.v_NKPD))
         return [*keys, *([] if self.latent else values), self.routes_NPMC]
 
@@ -193,7 +193,7 @@ class KVCache:
             self.v_NKPD[layer][pages[page], :, rest:] = 0
 
     def _staged(self, pages: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        """The pages in parts of STAGED_BYTES at most, each with the place of its first."""
+        """The pages in parts of at most STAGED_BYTES, each with the index of its first page."""
         most = max(1, STAGED_BYTES // self._bytes_of(1))
         return ((first, pages[first : first + most]) for first in range(0, len(pages), most))
 
@@ -201,7 +201,7 @@ class KVCache:
         return sum(pages * pool[0].nbytes for pool in self.tensors)
 
     def _parted(self, flat: Tensor, pages: int) -> Saved:
-        """The tensors that so many pages of each lie in one after another."""
+        """The tensors' shares of a buffer in which this many pages of each lie one after another."""
         parts = flat.split_with_sizes([pages * pool[0].nbytes for pool in self.tensors])
         pairs = zip(parts, self.tensors, strict=True)
         return [part.view(pool.dtype).view(pages, *pool.shape[1:]) for part, pool in pairs]
@@ -212,13 +212,13 @@ class KVCache:
 
 
 def in_one_launch(device: torch.device) -> bool:
-    """Whether all layers' pages are copied together; on a CPU one call for each tensor is as good."""
+    """Whether one launch copies the pages of all layers; on a CPU a call for each tensor is as fast."""
     return device.type == "cuda"
 
 
 def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """target[b] = source[a] for each pair (a, b), of each source and its target. No page is in two pairs but as a
-    source."""
+    """target[b] = source[a] for each pair (a, b), in every source and its target. A page may be the source of several
+    pairs, but a target is in no other pair."""
     if in_one_launch(sources[0].device):
         from workers.generator.gpu import pages  # Triton: only a GPU needs it
 
@@ -236,8 +236,8 @@ def routes_of(routes_NPMC: Tensor, length: int) -> npt.NDArray[np.int64]:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU they start on a cache line, in memory that the system provides only when it is touched
-    (torch.zeros touches it all)."""
+    """Zeros. On the CPU they begin at a cache line, in memory that the system only provides when it is touched
+    (torch.zeros touches all of it)."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -1,7 +1,7 @@
 """The pages of a group of layers.
 
-A page holds keys and values of some positions for one group (`workers/model/planning/layer_groups.py`). What a group
-with a window has passed goes back to the pool, from which all groups take.
+A page holds keys and values of some positions for one group (`workers/model/planning/layer_groups.py`). Pages that lie
+before a group's window go back to the pool, which all groups share.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class PageGroup:
     window: int = 0
 
     def passed(self, position: int) -> int:
-        """How many pages at the head of a sequence are out of reach of `position` and of all after it."""
+        """How many of a sequence's first pages neither `position` nor any later one can reach."""
         return max(0, position + 1 - self.window) // PAGE_TOKENS if self.window else 0
 
     def most(self, start: int, stop: int, ahead: int) -> int:
-        """The pages to compute positions start:stop with, at most `ahead` of them at a time."""
+        """How many pages computing positions start:stop needs at most, at most `ahead` positions at a time."""
         held = pages_of(stop) - self.passed(start)
         return min(held, pages_of(self.window) + pages_of(ahead)) if self.window else held
 
 
 @dataclass
 class Held:
-    """What a sequence holds of one group: its pages but the first `gone`, which it has given back."""
+    """The pages of one group that a sequence holds: all but the first `gone`, which it has given back."""
 
     gone: int
     pages: list[int]

@@ -32,7 +32,7 @@ BLOCK_TOKENS = PAGE_TOKENS
 
 #: Where a chain begins: a tenant, and the number of its weights (`HeldAdapter.weights`; 0: the base model).
 Root = tuple[str, int]
-#: The predecessor of a block (a root, or the id of the block before) and its tokens.
+#: The key of a block: its predecessor (a root, or the id of the block before) and its tokens.
 BlockKey = tuple[Root | int, tuple[int, ...]]
 
 
@@ -101,7 +101,7 @@ class BlockIndex:
         return place
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """What `extend` has added, and was not filled."""
+        """Remove a block that `extend` has added but that was not filled."""
         self._free += [self._blocks.pop(key)[1] for key in keys]
 
     def _append(self, chain: Chain, key: BlockKey, found: tuple[int, int]) -> int:
@@ -120,8 +120,8 @@ class BlockIndex:
 
 
 class PrefixCache:
-    """A pool of at most `max_bytes` beside `cache`. With less than one block's bytes it keeps nothing. `state_bytes`:
-    of the states of a sequence, which get up to half of the memory."""
+    """Keeps blocks in a pool of at most `max_bytes`, beside `cache`. With less than one block's bytes it keeps nothing.
+    `state_bytes`: size of a sequence's states, which get up to half of the memory."""
 
     def __init__(self, cache: KVCache, max_bytes: int, state_bytes: int = 0) -> None:
         block_bytes = cache.groups * sum(pool[0].numel() * pool.element_size() for pool in cache.tensors)
@@ -132,7 +132,7 @@ class PrefixCache:
             max_bytes = max_bytes - self._states.capacity * state_bytes if self._states.capacity else 0
         self._every = -(-state_bytes // block_bytes)  # blocks between states
         self._index = BlockIndex(max_bytes // block_bytes)
-        #: Of each of the cache's tensors the pages of all groups of a block, block after block.
+        #: For each of the cache's tensors: the pages of all groups of a block, block after block.
         self._flat = [
             zeros((self._index.capacity * cache.groups, *pool.shape[1:]), pool.dtype, pool.device)
             for pool in cache.tensors
@@ -185,14 +185,14 @@ class PrefixCache:
         stop: int,
         states: Mapping[int, States] = MappingProxyType({}),
     ) -> None:
-        """Keep the whole blocks among the first `stop` tokens, which these pages hold, and of `states`, by position,
-        those at `marks`."""
+        """Keep the whole blocks within the first `stop` tokens, from the sequence's pages, and those of `states` (by
+        position) that lie at `marks`."""
         pairs: list[tuple[int, int]] = []
         new: list[BlockKey] = []
         while (len(chain.keys) + 1) * BLOCK_TOKENS <= stop:
             before = len(chain.keys)
             if any(before < held.gone for held in pages):
-                break  # there was no room for a block while it was there
+                break  # no room for a further block
             place = self._index.extend(chain, prompt)
             if place is not None:
                 at = before * BLOCK_TOKENS

@@ -23,7 +23,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def moved(states: States, device: torch.device | str) -> States:
-    """A copy on this device, which keeps no larger tensor alive."""
+    """A copy on this device that shares no memory with a larger tensor."""
     return {layer: tuple(part.to(device, copy=True) for part in state) for layer, state in states.items()}
 
 

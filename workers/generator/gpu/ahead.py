@@ -39,13 +39,13 @@ class Flight:
         self._here = numbers
         self._arrived: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            # A copy that is asked for later would wait for all that is launched by then.
+            # A copy that is started later would wait for everything launched by then.
             self._here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._here.copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.current_stream().record_event()
 
     def draws(self) -> list[Draw]:
-        """Waits for this step alone."""
+        """The tokens drawn; waits for this step alone."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return drawn(self._here.tolist(), self.plan.sampling)
@@ -62,22 +62,23 @@ class Ahead:
 
     def __init__(self, seating: Seating) -> None:
         self._seating = seating
-        #: The step that was launched before anybody knew what the one before it has drawn.
+        #: The step launched before the tokens of the last one were known.
         self.flight: Flight | None = None
 
     def step(self, plan: DecodePlan, launch: Launch) -> list[Draw]:
-        """What a step of this plan draws; the next one is under way by then, where it is sure to be wanted."""
+        """The draws of a step of this plan. By then the next step is under way, if it will certainly be needed."""
         flight, self.flight = self.flight, None
         if flight is None or flight.plan is not plan:
             flight = Flight(plan, plan.rows, launch(plan, None))
         if all(self._goes_on(sequence) for sequence in plan.sequences):
             try:
                 self.flight = Flight(plan, plan.next_rows, launch(plan, flight.tokens_R))
-            except Exception as error:  # what is wrong with it will show when it is its turn
+            except Exception as error:  # an error is raised again when that step's turn comes
                 log.warning("a decode step could not be launched ahead (%s)", error)
         return flight.draws()
 
     def _goes_on(self, sequence: SequenceProgress) -> bool:
-        """Whether its next token may not be its last, and the one after it has a place."""
+        """Whether the sequence certainly needs the next step: its next token cannot be its last, and the one after it
+        has a position."""
         room = sequence.owner.rule.limit - len(sequence.tokens)
         return room > 1 and self._seating.reach(sequence, 1) > 0

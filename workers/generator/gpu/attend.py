@@ -21,7 +21,7 @@ from workers.model.attend import ALL, Reach
 MAX_SPLITS = 32
 MIN_PAGES = 4
 
-#: The fewest rows that tensor cores take.
+#: The least number of rows that tensor cores take.
 _MIN_ROWS = 16
 
 

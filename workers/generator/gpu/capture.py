@@ -19,12 +19,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Operations whose result has a size, or is a number, that the host must know; copies, where they are between devices.
+#: Operations that the host must wait for: their result has an unknown size, or is a number, or is copied between
+#: devices.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal"}
 COPIES = {"copy_", "_to_copy"}
 
-#: Captures what a function launches. Returns a function that launches it again, and what the captured function
-#: returned, whose tensors each launch overwrites.
+#: Captures what a function launches. Returns a function that launches it again, and the captured function's result,
+#: whose tensors each launch overwrites.
 Capture = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
 
 
@@ -52,9 +53,9 @@ class Repeated(Generic[T]):
 
 
 class CudaGraphs(Generic[T]):
-    """Captures in CUDA graphs that share one memory pool: a result must be used before the next replay of any. What
-    waits for the device cannot be captured, and fails in a rehearsal: after a capture that was broken off the allocator
-    may go on as if it captured."""
+    """Captures in CUDA graphs that share one memory pool: a result must be used before the next replay of any. Work
+    that waits for the device cannot be captured. It is found in a rehearsal, since after an aborted capture the
+    allocator may go on as if it were capturing."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -70,8 +71,8 @@ class CudaGraphs(Generic[T]):
 
 
 class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, on this thread, what would wait for the device raises RuntimeError. (torch's own sync debug mode is for
-    all threads: it would fail the reading of an adapter beside.)"""
+    """In the block, on this thread, any operation that would wait for the device raises RuntimeError. (torch's own sync
+    debug mode holds for all threads, and would fail an adapter that is read meanwhile.)"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

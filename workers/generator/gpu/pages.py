@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.generator.gpu import prefill_kernels as kernels
 from workers.model.device import sent
 
-#: Times 4 bytes that a program copies at once.
+#: How many times 4 bytes a program copies at once.
 BLOCK = 1024
 _WORD = 4
 

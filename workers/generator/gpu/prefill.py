@@ -1,8 +1,8 @@
 """Attention of a prefill on a device: for each layer one launch that stores the keys and values of all prompts, and one
 that attends, over what this pass has computed and over the cached prefixes alike.
 
-Which tokens a program has is laid out on the host once for all layers and sent in one copy, from pinned memory, so that
-nothing waits for the device.
+The assignment of tokens to programs is computed on the host, once for all layers, and sent in one copy from pinned
+memory, so that nothing waits for the device.
 
 Shapes: T packed tokens, H query heads, K kv heads, D head dim, B blocks of a page, tiles of a launch.
 """
@@ -26,14 +26,15 @@ from workers.model.attend import ALL, Reach
 from workers.model.device import sent
 from workers.model.recur import Recur, Recurrence
 
-#: Numbers of a tile's sums (rows of tokens times queries that share a kv head, by columns of the head) that registers
-#: hold, in 16 bits and in float32, which no tensor core multiplies exactly.
+#: The size of a tile (rows of tokens times queries that share a kv head, by columns of the head) whose sums fit into
+#: registers, in 16 bits and in float32, which no tensor core multiplies exactly.
 SUMS, SUMS_FLOAT32 = 128 * 128, 32 * 128
 MAX_ROWS = 128
 #: The fewest rows and columns that tensor cores take.
 _MIN_ROWS = _MIN_COLUMNS = 16
 
-#: Numbers of 4 bytes at whose multiples each table begins: a kernel is compiled for how its arguments are aligned.
+#: Each table begins at a multiple of this many 4-byte numbers: kernels are compiled for the alignment of their
+#: arguments.
 _ALIGNED = 4
 
 Ints = npt.NDArray[np.int32]
@@ -55,7 +56,7 @@ class Shape(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What the kernels are told of a group of layers, row after row: see prefill_kernels."""
+    """The kernels' arguments for a group of layers, row after row: see prefill_kernels."""
 
     blocks_B3: Tensor
     tiles_B5: Tensor
@@ -114,8 +115,8 @@ class PagedPrefill:
 
 
 def _laid_out(pieces: Sequence[Piece], group: int, tile: int) -> tuple[Ints, Ints, Ints]:
-    """The blocks, tiles of `tile` positions, and pages of a group of layers. The tiles that reach farthest come first,
-    lest one begins when all others have ended."""
+    """The blocks, tiles of `tile` positions, and pages of a group of layers. The tiles that reach farthest come first:
+    one that began last would delay the end."""
     blocks: list[tuple[int, int, int]] = []
     tiles: list[tuple[int, int, int, int, int]] = []
     pages: list[int] = []

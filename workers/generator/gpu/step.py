@@ -43,7 +43,7 @@ class Step:
         self._table_GRW = torch.full((cache.groups, rows, width), cache.scratch, dtype=torch.int32, device=device)
         self._attend = PagedAttend(cache, self._table_GRW, self._inputs_2R[1])
         self._adapters = rewritable(forms, rows, device) if forms else None
-        #: What has been sent of it, row by row: a launch may fail between two.
+        #: The rows of the page table that were sent, recorded one by one: a launch may fail between two.
         self._sent_GRW = np.full((cache.groups, rows, width), cache.scratch, dtype=np.int32)
 
     def load(self, adapters: Sequence[Adapter | None]) -> None:
@@ -89,6 +89,6 @@ class Step:
 
 
 def _put(target: Tensor, values: npt.NDArray[Any]) -> None:
-    """Overwrite it, in the order of what is launched, without waiting: from pinned memory of its own."""
+    """Overwrite a tensor, in the order of launches and without waiting, from pinned memory of its own."""
     found = torch.from_numpy(values)
     target.copy_(found.pin_memory() if target.is_cuda else found, non_blocking=True)

@@ -22,7 +22,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
 
-#: Captured steps that are kept, one for each size and set of adapter forms.
+#: How many captured steps are kept, one for each size and set of adapter forms.
 MAX_STEPS = 32
 
 Computed = tuple[Tensor, list[Tensor]]

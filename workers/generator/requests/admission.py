@@ -1,13 +1,13 @@
-"""Whose adapters may be in memory, when not all fit that requests want.
+"""Decides which adapters may be in memory if not all that requests need fit.
 
-An adapter is admitted when it fits beside those that were admitted before, or when there is none, and stays until
-nobody wants it who is here. Those that wait are admitted by priority, then each tenant's in turn (start-time fair
-queueing, an adapter a turn), and none before the first: so neither does a stream of small ones keep a large one
-waiting, nor a tenant with many another with one.
+An adapter is admitted if it fits beside those admitted before, or if none is, and stays admitted until no present
+request needs it. Waiting adapters are admitted by priority, then one of each tenant in turn (start-time fair queueing,
+an adapter a turn), and strictly in that order. So a stream of small adapters does not keep a large one waiting, nor
+does a tenant with many adapters keep out a tenant with one.
 
-For the first that waits, as many others as it needs are emptied: requests that came before it still start with them,
-later ones wait until they are admitted again. Emptied are first those of the tenant that has most of the memory, and of
-these the oldest. What has started runs to its end, and everybody whose adapter is not emptied goes on.
+For the first adapter that waits, as many others as it needs are emptied: requests that came before it still start with
+them, later ones wait until they are admitted again. Emptied first are adapters of the tenant that has most of the
+memory, the oldest first. Requests that have started run to their end, and requests whose adapter is not emptied go on.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ class Admission:
         self._adapters = adapters
         #: Whether a request waits for others to release memory.
         self.short = False
-        self._admitted: dict[HeldAdapter, str] = {}  # oldest first, with the tenant that each was admitted for
-        self._fresh: set[HeldAdapter] = set()  # of these, those that nobody has started with yet
-        self._turns: dict[HeldAdapter, int] = {}  # of those that wait
-        self._turn = 0  # the newest that came
-        self._last: dict[str, int] = {}  # the last that each tenant has been given, if it has not come
-        self._unknown: HeldAdapter | None = None  # whose turn it is, but for its size, which nobody knows
+        # admitted adapters, the oldest first, with the tenant that each was admitted for
+        self._admitted: dict[HeldAdapter, str] = {}
+        self._fresh: set[HeldAdapter] = set()  # admitted adapters that no request has started with yet
+        self._turns: dict[HeldAdapter, int] = {}  # by waiting adapter: its turn
+        self._turn = 0  # the latest turn that was admitted
+        self._last: dict[str, int] = {}  # by tenant: its last turn, if that is still to come
+        self._unknown: HeldAdapter | None = None  # the adapter whose turn it is, but whose size is not known
 
     def decide(self, here: Iterable[RequestProgress]) -> None:
-        """Which of the requests `here` may start (`held_up`); and begin the next read."""
+        """Decide which of the requests `here` may start (`held_up`), and begin the next read."""
         using = [(progress, progress.adapter) for progress in here if progress.adapter is not None]
-        if all(progress.started and not held.waits for progress, held in using):  # as most steps find it
+        if all(progress.started and not held.waits for progress, held in using):  # true in most steps
             self.short = False
             return
         started = {held for progress, held in using if progress.started}
         waiting = sorted((each for each in using if not each[0].started), key=lambda each: each[0].place)
-        wanted: dict[HeldAdapter, RequestProgress] = {}  # and the first request that waits for it
+        wanted: dict[HeldAdapter, RequestProgress] = {}  # by adapter: the first request that waits for it
         for progress, held in waiting:
             wanted.setdefault(held, progress)
         here_still = {held for held in (*started, *wanted) if held.needs_bytes is not None}
@@ -49,7 +50,7 @@ class Admission:
         for progress, held in waiting:
             behind = first is not None and held in emptied and first.place < progress.place
             progress.held_up = held not in self._admitted or behind
-            if not (progress.awaits or held.weights):  # it was, and made room
+            if not (progress.awaits or held.weights):  # it was in memory, and had to make room
                 progress.awaits = held.asked
         self.short = first is not None
         self._read_next({*started, *wanted})
@@ -57,7 +58,8 @@ class Admission:
     def _admit(
         self, wanted: Mapping[HeldAdapter, RequestProgress], started: Collection[HeldAdapter]
     ) -> tuple[RequestProgress | None, Collection[HeldAdapter]]:
-        """Admit those that fit. Returns the first request whose adapter does not, and those that it waits for."""
+        """Admit adapters that fit. Returns the first request whose adapter does not fit, and the adapters that it waits
+        for."""
         line = self._line(wanted)
         while (first := self._fill(line)) is not None:
             held, progress = first
@@ -74,7 +76,7 @@ class Admission:
         return None, ()
 
     def _line(self, wanted: Mapping[HeldAdapter, RequestProgress]) -> list[tuple[HeldAdapter, RequestProgress]]:
-        """Those that wait, with their first request, in the order in which they are admitted."""
+        """Waiting adapters with their first requests, in the order of admission."""
         line = [(held, progress) for held, progress in wanted.items() if held not in self._admitted]
         turns: dict[HeldAdapter, int] = {}
         for held, progress in sorted(line, key=lambda each: each[1].number):
@@ -87,8 +89,8 @@ class Admission:
         return sorted(line, key=lambda each: (-each[1].request.priority, turns[each[0]], each[1].number))
 
     def _fill(self, line: list[tuple[HeldAdapter, RequestProgress]]) -> tuple[HeldAdapter, RequestProgress] | None:
-        """Admit by the line what fits; returns the first that does not. Behind one whose size is not known, only what
-        is in memory is."""
+        """Admit adapters in this order while they fit; returns the first that does not. After one of unknown size, only
+        adapters in memory are admitted."""
         self._unknown = None
         for held, progress in line:
             size = held.needs_bytes
@@ -107,13 +109,13 @@ class Admission:
 
     @property
     def _taken_bytes(self) -> int:
-        """By what is admitted, and what is being read for others or beside older weights."""
+        """Memory taken by admitted adapters, and by a read for another adapter or of newer weights."""
         flight = self._adapters.flight
         beside = flight is not None and (flight.held.weights or flight.held not in self._admitted)
         return sum(held.needs_bytes or 0 for held in self._admitted) + (flight.size_bytes if flight and beside else 0)
 
     def _emptied(self, first: HeldAdapter, tenant: str) -> list[HeldAdapter]:
-        """The admitted ones that are to make room, once somebody has started with them."""
+        """The admitted adapters that must make room, except those that no request has started with yet."""
         shares, excess = Counter({tenant: first.needs_bytes or 0}), -self._adapters.max_bytes
         for held, owner in self._admitted.items():
             shares[owner] += held.needs_bytes or 0
@@ -129,7 +131,8 @@ class Admission:
         return emptied
 
     def _read_next(self, held_here: Iterable[HeldAdapter]) -> None:
-        """What is admitted, or has newer weights, or is to be tried because its size is not known."""
+        """Begin the oldest requested read of an adapter that is admitted, has newer weights, or has to be tried because
+        its size is not known."""
         if self._adapters.flight is not None:
             return
         may_be = (held for held in held_here if held.weights or held in self._admitted or held is self._unknown)

@@ -1,4 +1,4 @@
-"""Between the wire and the engine: the body of a sample becomes a `PendingSample`, a Finished becomes a Done."""
+"""Translation between wire and engine: from a sample's body to a `PendingSample`, and from a `Finished` to a `Done`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PendingSample:
 
     op: SampleOp
     request: GenerateRequest
-    targets: TensorData | None  # as sent by the client: the answer has their shape and layout
+    targets: TensorData | None  # as the client sent them: the answer has their shape and layout
     record_stability: bool
     stream: bool = False
     taken: datetime = field(default_factory=lambda: datetime.now(UTC))

@@ -17,10 +17,10 @@ from workers.generator.requests.seating import Seating
 
 class OpenRequests:
     def __init__(self, queue: PrefillQueue, seating: Seating, adapters: AdapterCache) -> None:
-        self.here: dict[str, RequestProgress] = {}  # all that have not ended, by id
+        self.here: dict[str, RequestProgress] = {}  # requests that have not ended, by id
         self.queue = queue
-        self.running: dict[str, RequestProgress] = {}  # prefilled, not done
-        self.starting: dict[str, RequestProgress] = {}  # running ones with a sequence that has no token yet
+        self.running: dict[str, RequestProgress] = {}  # prefilled requests that have not ended
+        self.starting: dict[str, RequestProgress] = {}  # running requests with a sequence that has no token yet
         self.finished: list[Finished] = []
         self._seating = seating
         self._adapters = adapters
@@ -54,7 +54,8 @@ class OpenRequests:
         self._end(progress)
 
     def retire(self, sequence: SequenceProgress) -> None:
-        """A sequence has ended. A waiting sibling takes over its pages, which hold the prompt; else they are freed."""
+        """A sequence has ended. A waiting sibling takes over its pages, which contain the prompt; otherwise they are
+        freed."""
         progress = sequence.owner
         if not self._keeps_routes(progress, [sequence]):
             return
@@ -67,8 +68,8 @@ class OpenRequests:
             self._end(progress)
 
     def stop_stale(self, progress: RequestProgress) -> None:
-        """End the sequences that are too old. If their prompt is not computed and newer weights are being read, they
-        wait for those instead."""
+        """End sequences that are too old. If a request's prompt is not computed and newer weights are being read, it
+        waits for these instead."""
         stale, adapter = [] if progress.awaits else progress.too_old(), progress.adapter
         if stale and progress.prompt_version is None and adapter is not None and adapter.coming:
             progress.awaits = adapter.asked
@@ -126,8 +127,8 @@ class OpenRequests:
             self._adapters.release(progress.adapter)
 
     def _keeps_routes(self, progress: RequestProgress, ending: list[SequenceProgress]) -> bool:
-        """Keep the routes of sequences, if requested, before their pages are reused. False: that raised, and the
-        request has failed."""
+        """Keep the routes of sequences, if requested, before their pages are reused. Returns False if that raised: the
+        request has then failed."""
         try:
             for sequence in ending if progress.request.return_routed_experts else ():
                 sequence.routes = self._seating.routes(sequence) if sequence.tokens else None

@@ -20,7 +20,7 @@ class PrefillQueue:
         """`budget`: the most prompt tokens in a prefill; at least one block."""
         self._prefix = prefix
         self._budget = max(budget, BLOCK_TOKENS)
-        self._waiting: list[RequestProgress] = []  # in the order they start
+        self._waiting: list[RequestProgress] = []  # in the order in which they start
         self._begun: list[RequestProgress] = []  # seated, with a part of their prompt computed
 
     def __bool__(self) -> bool:
@@ -70,13 +70,14 @@ class PrefillQueue:
         return chosen
 
     def _wanted(self, progress: RequestProgress) -> set[Hashable]:
-        """What another request may be computing that this one would rather take from the prefix cache."""
+        """The key of the block that this request would rather take from the prefix cache: another request may be
+        computing it."""
         if self._prefix.keeps_states:
             return self._heads(progress, self._marks(progress, progress.hit_limit))
         return {progress.chain.next_key(progress.request.prompt)} if progress.may_hit_more else set()
 
     def _coming(self, progress: RequestProgress) -> set[Hashable]:
-        """What the prefix cache will have once this request's prefill is done."""
+        """Keys of the blocks that the prefix cache will have after this request's prefill."""
         if self._prefix.keeps_states:
             return self._heads(progress, self._marks(progress, progress.goal))
         key = progress.chain.next_key(progress.request.prompt)
@@ -86,7 +87,7 @@ class PrefillQueue:
         return self._prefix.marks(len(progress.request.prompt), progress.computed, stop)
 
     def _heads(self, progress: RequestProgress, marks: set[int]) -> set[Hashable]:
-        """The beginnings of its prompt at whose ends states are kept."""
+        """The beginnings of the prompt at whose ends states are kept."""
         return {(progress.cache_root, tuple(progress.request.prompt[:mark])) for mark in marks}
 
     def save(self, progress: RequestProgress) -> None:

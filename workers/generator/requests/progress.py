@@ -34,22 +34,22 @@ class SequenceProgress:
     def __init__(self, owner: RequestProgress, sample: int) -> None:
         self.owner = owner
         self.sample = sample
-        self.pages: list[Held] = []  # of each group of layers; empty while it is not seated
+        self.pages: list[Held] = []  # of each group of layers; empty while the sequence is not seated
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[tuple[list[int], list[float]]] = []
         self.stop_reason: StopReason | None = None
         self.policy: list[tuple[int, int]] = []  # (version, consecutive tokens drawn from it)
         self.stale = False
-        self.states: States = {}  # of recurrent layers, after all its tokens but the newest
+        self.states: States = {}  # of recurrent layers, after all tokens but the newest
         self.routes: npt.NDArray[np.int64] | None = None  # set when it ends, if requested
-        #: Tokens that may come next, which a decode step tries; after it those that did.
+        #: Tokens that may come next, which a decode step tries; after the step, those that came true.
         self.draft: list[int] = []
         self.lookup: Lookup | None = None
         self._watch = owner.rule.watch()
         self._rng = sequence_rng(owner.request.sampling.seed, sample, len(owner.request.prompt))
-        #: The random numbers of the next tokens, as far as they have been asked for. One goes with each token that is
-        #: accepted, so that a token's number is the same however often, and however far ahead, it was drawn.
+        #: The random numbers of the next tokens, as far as they were needed. One is used up with each accepted token,
+        #: so a token's number does not depend on how often, or how far ahead, it was drawn.
         self._uniforms: list[float] = []
 
     @property
@@ -62,7 +62,7 @@ class SequenceProgress:
         return len(self.owner.request.prompt) + len(self.tokens) - 1
 
     def uniform(self, ahead: int) -> float:
-        """The random number of the next token, or of the one that is so many after it."""
+        """The random number of the next token, or of the one `ahead` positions after it."""
         while len(self._uniforms) <= ahead:
             self._uniforms.append(float(self._rng.random()))
         return self._uniforms[ahead]
@@ -98,8 +98,7 @@ class SequenceProgress:
 
 
 class Row(NamedTuple):
-    """A row of a decode step: of a sequence the newest token, or the one in its draft that is so many positions
-    `ahead`."""
+    """A row of a decode step: a sequence's newest token, or the token of its draft `ahead` positions after that."""
 
     sequence: SequenceProgress
     ahead: int = 0
@@ -141,14 +140,16 @@ class RequestProgress:
     computed: int = 0  # prompt tokens whose keys and values are in its pages
     goal: int = 0  # the value of `computed` after the prefill in progress, or the last one
     marks: set[int] = field(default_factory=set)  # positions whose states the prefill in progress keeps
-    states: dict[int, States] = field(default_factory=dict)  # by position: where a prefill starts, or the prompt ends
+    # states by position: where a prefill starts, or the prompt ends
+    states: dict[int, States] = field(default_factory=dict)
     prompt_logits_V: Tensor = field(default_factory=lambda: torch.empty(0))
     prompt_version: int | None = None  # policy version of these logits
     given_up: bool = False  # sequences that have not started never will
     awaits: int = 0  # number of the read of its adapter that its prompt waits for; 0: none
-    held_up: bool = False  # whether its adapter is to wait for memory, or to make room (`admission`)
-    runs: Runs | None = None  # of the prompt's tokens, once something was looked up in it
-    run_version: int = 0  # the newest version of its run that it was told
+    # whether it may not start now, because its adapter waits for memory or has to make room (`admission`)
+    held_up: bool = False
+    runs: Runs | None = None  # runs of the prompt's tokens, once something was looked up in it
+    run_version: int = 0  # the newest version of its run that was reported
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.adapter.coming:
@@ -157,12 +158,12 @@ class RequestProgress:
 
     @property
     def place(self) -> tuple[int, int]:
-        """By which requests start: by priority, then in order of arrival."""
+        """The order in which requests start: by priority, then by arrival."""
         return -self.request.priority, self.number
 
     @property
     def ready(self) -> bool:
-        """Whether its adapter is there for it."""
+        """Whether its adapter is in memory for it."""
         return not (self.awaits or self.held_up)
 
     @property
@@ -183,7 +184,7 @@ class RequestProgress:
 
     @property
     def hit_limit(self) -> int:
-        """The most prompt tokens that may come from the cache: the last one, and scored ones, need logits."""
+        """How many prompt tokens may come from the cache at most: the last one, and scored ones, need logits."""
         return min(len(self.request.prompt) - 1, self.scores.first_row)
 
     @property
@@ -222,7 +223,7 @@ class RequestProgress:
 
     @property
     def facts(self) -> Facts:
-        """What was computed of it so far."""
+        """Counts of what was computed for it so far."""
         hit = self.cache_hit if self.started else 0
         return Facts(
             prefill=self.computed - hit if self.started else 0,

@@ -1,4 +1,4 @@
-"""Requests that end without a result: what is wrong with them, and what their sender is told.
+"""Requests that end without a result: what is wrong with them, and the message for their sender.
 
 Users see only messages written here: text of other exceptions may name files.
 """
@@ -28,7 +28,7 @@ class NotFinite(ArithmeticError):
 
 
 def failed(request_id: str, error: BaseException, computed: Facts = NOTHING) -> Finished:
-    """The end of a request for which `error` was raised, after so much was `computed` of it."""
+    """The end of a request for which `error` was raised after this many tokens were `computed`."""
     if isinstance(error, AdapterUnusable | NoTokenizer):
         return refused(request_id, str(error))
     log.warning("request %s failed: %s", request_id, error, exc_info=error)
@@ -37,7 +37,7 @@ def failed(request_id: str, error: BaseException, computed: Facts = NOTHING) -> 
     if isinstance(error, NotFinite):
         return Finished(request_id, error=RequestError(str(error), "server"))
     message = f"generation failed ({type(error).__name__}); the generator's log has the details"
-    if is_out_of_memory(error):  # there may be more when it is given out again, but not for ever
+    if is_out_of_memory(error):  # worth trying again with more memory, but not for ever
         return Finished(request_id, error=RequestError(message, "server", "again"))
     return Finished(request_id, error=RequestError(message, "server", "" if is_lasting(error) else "later"))
 

@@ -6,8 +6,8 @@ priority first, then youngest) is set aside: its pages are copied out, and back 
 continues from the same bits, and so are its states of recurrent layers. While a sequence is set aside, none of the same
 or lower priority starts. The first in precedence is never set aside, so some sequence always runs to its end.
 
-Siblings of one request share the whole pages of their prompt. Pages that lie before the windows of their layers
-(`page_groups`) are given back, but for those from which a sibling has yet to start.
+Siblings of one request share the whole pages of their prompt. Pages before the windows of their layers (`page_groups`)
+are given back, except those from which a sibling has still to start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.generator.requests.progress import SequenceProgress
 
 
 class Unmoved(RuntimeError):
-    """The pages of a sequence could not be copied out or in; they are where they were."""
+    """The pages of a sequence could not be copied out or in; they are still where they were."""
 
     def __init__(self, sequence: SequenceProgress, why: Exception) -> None:
         super().__init__(f"pages could not be copied ({type(why).__name__})")
@@ -80,7 +80,7 @@ class Seating:
         return True
 
     def advance(self, sequence: SequenceProgress) -> None:
-        """A piece of the prompt is computed: the pages that nothing reaches any more serve the next ones."""
+        """A piece of the prompt is computed: pages that no later position reaches are used for the next pieces."""
         self._pass(sequence, sequence.owner.goal, pages_of(len(sequence.owner.request.prompt)))
 
     def seat_beside(self, sequence: SequenceProgress, source: SequenceProgress) -> bool:
@@ -135,7 +135,7 @@ class Seating:
 
     def reach(self, sequence: SequenceProgress, most: int) -> int:
         """How many positions after its newest token a decoding sequence may write to, at most `most` (no more than a
-        page has): in its pages, and in another of each group if nobody else needs that to grow."""
+        page has): within its pages, and one further page of each group if no other sequence needs it to grow."""
         room = sequence.pages[0].stop - 1 - sequence.position
         if room < most and not self._aside and self.pool.free >= len(self._groups) + self.pages_to_grow:
             for held in sequence.pages:
@@ -163,17 +163,17 @@ class Seating:
             self._sit(sequence, brought)
 
     def clear_after(self, sequence: SequenceProgress) -> None:
-        """Wipe what lies in its pages after its newest token."""
+        """Wipe everything in a sequence's pages after its newest token."""
         for held in sequence.pages:
             self._cache.clear_from(held.pages, sequence.position + 1 - held.start)
 
     def clear(self, sequence: SequenceProgress) -> None:
-        """Wipe the pages of a sequence with values that are not finite, which no mask would hide."""
+        """Wipe the pages of a sequence with values that are not finite: no mask would hide these."""
         for held in sequence.pages:
             self._cache.clear(held.pages)
 
     def routes(self, sequence: SequenceProgress) -> npt.NDArray[np.int64] | None:
-        """The experts that its tokens but the newest were routed to; None if it is neither seated nor set aside."""
+        """The experts of all its tokens but the newest; None if it is neither seated nor set aside."""
         if sequence in self._seated:
             return self._cache.routes(sequence.pages[0].pages, sequence.position)
         saved = self._aside.get(sequence)
@@ -191,12 +191,13 @@ class Seating:
         return True
 
     def _fits(self, need: int) -> bool:
-        """Whether a row and `need` pages are free, and those to grow, lest one is set aside at once."""
+        """Whether a row and `need` pages are free, beside those that seated sequences need to grow: otherwise one would
+        be set aside at once."""
         return self.free_rows > 0 and self.pool.free >= need + self.pages_to_grow
 
     def _pass(self, sequence: SequenceProgress, position: int, whole: int = 0) -> None:
-        """Give up the pages before the windows of `position`. As many of them as are missing of `whole` follow its
-        last ones, the others are free."""
+        """Give up the pages before the windows of `position`. If pages are missing up to `whole`, these are reused
+        behind its last page; the rest is freed."""
         for group, held in zip(self._groups, sequence.pages, strict=True):
             passed = group.passed(position) - held.gone
             if passed > 0:
@@ -206,7 +207,7 @@ class Seating:
                 self.pool.release(old[again:])
 
     def _set_aside(self, sequence: SequenceProgress) -> None:
-        for held in sequence.pages:  # what it has in reserve others need more
+        for held in sequence.pages:  # pages in reserve that others need more
             needed = pages_of(sequence.position + 1) - held.gone
             self.pool.release(held.pages[needed:])
             del held.pages[needed:]

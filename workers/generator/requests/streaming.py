@@ -12,7 +12,7 @@ import msgspec
 from scheduler.links.messages import Drawn, DrawnTokens
 from workers.generator.engine import Engine, SoFar
 
-#: Between two tellings: what a reader waits for a token at most, beside its own time.
+#: Pause between two messages: a reader waits this much longer for a token, at most.
 TELL_S = 0.03
 
 
@@ -21,19 +21,19 @@ class Link(Protocol):
 
 
 class Streams:
-    """The streamed samples of a generator that have not ended. `tell` says what is new of all of them."""
+    """Streamed samples of a generator that have not ended. `tell` sends the new tokens of all of them."""
 
     def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._clock = clock
-        self._told: dict[str, tuple[Engine, list[int]]] = {}  # tokens told, of each sequence
+        self._told: dict[str, tuple[Engine, list[int]]] = {}  # by sequence: how many tokens were told
         self._last = 0.0
 
     def open(self, op_id: str, engine: Engine, num_samples: int) -> None:
         self._told[op_id] = (engine, [0] * num_samples)
 
     def close(self, op_id: str) -> None:
-        """It has ended: its `Done` says all."""
+        """The sample has ended: its `Done` contains everything."""
         self._told.pop(op_id, None)
 
     def tell(self) -> None:

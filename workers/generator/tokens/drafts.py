@@ -15,7 +15,7 @@ from workers.generator.tokens.lookup import Lookup, runs_of
 
 class Drafts:
     def __init__(self, most: int, seating: Seating) -> None:
-        """At most `most` tokens of each sequence in a step; 0: none."""
+        """At most `most` tokens are tried for each sequence in a step; 0: none."""
         self._most, self._seating = most, seating
 
     def make(self, sequences: Sequence[SequenceProgress]) -> None:
@@ -42,13 +42,13 @@ class Drafts:
 
 
 def drop(sequences: Sequence[SequenceProgress]) -> None:
-    """The step is to try nothing."""
+    """Let the step try nothing."""
     for sequence in sequences:
         sequence.draft = []
 
 
 def shared(wanted: Sequence[int], free: int) -> list[int]:
-    """Divide `free` among those that want so much each: evenly, but for what others leave."""
+    """Divide `free` among demands: evenly, where what one does not need goes to the others."""
     given = [0] * len(wanted)
     for left, one in zip(range(len(wanted), 0, -1), sorted(range(len(wanted)), key=wanted.__getitem__), strict=True):
         given[one] = min(wanted[one], free // left)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-#: Tokens that must have stood together before, for what followed them to be a draft.
+#: How many tokens must have occurred together before, so that those that followed them are a draft.
 RUN = 3
 
 #: By run of tokens: the position after its last occurrence.
@@ -35,11 +35,11 @@ class Lookup:
         self._prompt, self._of_prompt = len(prompt), of_prompt
         self._text = list(prompt)
         self._runs: dict[tuple[int, ...], int] = {}
-        self._known = len(prompt)  # how much of the text there was at the last call
+        self._known = len(prompt)  # length of the text at the last call
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may follow the prompt and `tokens`; and at most twice as many as there are new
-        ones since the last call, since what has just come true goes on to, and what has not does not."""
+        """At most `most` tokens that may follow the prompt and `tokens`; and at most twice as many as are new since the
+        last call: text that has just come true probably continues to, other text does not."""
         text = self._text
         text += tokens[len(text) - self._prompt :]
         most = min(most, 2 * (len(text) - self._known))
@@ -50,6 +50,6 @@ class Lookup:
         start = self._runs.get(run) or self._of_prompt.get(run)
         found: list[int] = []
         if start is not None:
-            for at in range(start, start + most):  # beyond the end the draft repeats itself
+            for at in range(start, start + most):  # beyond its end the draft repeats itself
                 found.append(text[at] if at < len(text) else found[at - len(text)])
         return found

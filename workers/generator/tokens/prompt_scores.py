@@ -22,12 +22,12 @@ from workers.generator.engine import AltTokens, GenerateRequest, Logprobs
 from workers.generator.tokens.sampling import draw, prompt_rng
 from workers.model.device import sent
 
-#: Numbers that were found, and where they belong: an array and an index into it.
+#: Scores still on the device, and their place: an array and an index into it.
 Coming = tuple[Tensor, npt.NDArray[Any], Any]
 
 
 def land(scores: Iterable[PromptScores]) -> None:
-    """Bring home what was filled in, with one copy for each dtype."""
+    """Copy to the host what was filled in, with one copy for each dtype."""
     coming: list[Coming] = []
     for each in scores:
         coming += each.coming
@@ -89,7 +89,8 @@ class PromptScores:
         tokens_R = sent(torch.tensor(self._request.prompt[positions], dtype=torch.long), logprobs_RV.device)
         self.coming.append((logprobs_RV.gather(1, tokens_R[:, None])[:, 0], self._logprobs_P, positions))
         if self._top:
-            best_RK = logits_RV[skipped:].topk(self._top, dim=-1).indices  # of which logprobs round neighbours to one
+            # rounding makes neighbouring logprobs equal, so logits are compared
+            best_RK = logits_RV[skipped:].topk(self._top, dim=-1).indices
             self.coming.append((best_RK, self._top_ids_PK, positions))
             self.coming.append((logprobs_RV.gather(1, best_RK), self._top_PK, positions))
 

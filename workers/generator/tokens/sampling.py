@@ -27,7 +27,7 @@ SMALLEST = -708.0
 ROUNDING = 1e-10
 
 
-#: Numbers that one step of the counter yields.
+#: How many numbers one step of the counter yields.
 BLOCK = 4
 
 
@@ -102,11 +102,11 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
 def sample(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> list[Draw]:
     """Draw one token per row; its logprob is that before any cut. A row whose logits are not finite gets a logprob that
     is not finite either, and a meaningless token."""
-    return drawn(chosen(logits_RV, rows, uniforms).tolist(), rows)  # the one wait for the device
+    return drawn(chosen(logits_RV, rows, uniforms).tolist(), rows)  # the only wait for the device
 
 
 def drawn(numbers: Sequence[float], rows: SamplingRows) -> list[Draw]:
-    """What `chosen` has found, row by row."""
+    """The draws in the result of `chosen`, row by row."""
     count, asking, most = len(rows.tops), len(rows.asking), max(rows.tops, default=0)
     tokens, logprobs, tables = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
     ids, values = iter(tables[: asking * most]), iter(tables[asking * most :])
@@ -121,8 +121,8 @@ def drawn(numbers: Sequence[float], rows: SamplingRows) -> list[Draw]:
 
 
 def chosen(logits_RV: Tensor, rows: SamplingRows, uniforms: Sequence[float]) -> Tensor:
-    """What `sample` tells, as one tensor, for which nothing waits: the token of each row, then the logprob of each,
-    then of the rows that are `asking` the ids and then the logprobs of as many likeliest tokens as any asks for.
+    """The results of `sample` as one tensor, without waiting: the token of each row, then the logprob of each, then for
+    the rows that are `asking` the ids, and then the logprobs, of as many likeliest tokens as any of them asks for.
     float64 holds all of them exactly."""
     logprobs_RV = torch.log_softmax(logits_RV.float() / rows.divisor_R[:, None], dim=-1)
     uniform_R = sent(torch.tensor(uniforms, dtype=torch.float64), logits_RV.device)
@@ -163,7 +163,7 @@ def draw(logprobs_RV: Tensor, uniform_RN: Tensor) -> Tensor:
     # The product may round up to the total; the largest float below that selects the last token with any mass.
     threshold_RN = torch.minimum(uniform_RN * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     index_RN = torch.searchsorted(cumulative_RV, threshold_RN.contiguous(), right=True)
-    return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # only for rows with NaN, which the caller drops
+    return index_RN.clamp_(max=logprobs_RV.shape[-1] - 1)  # for rows with NaN, which the caller drops
 
 
 def truncate(
@@ -171,10 +171,10 @@ def truncate(
 ) -> tuple[Tensor, Tensor]:
     """The candidates of each row, most probable first: (logprobs_CK with -inf for what is cut, token ids_CK).
 
-    Top-k keeps the k most probable tokens; top-p then keeps the smallest prefix of them whose renormalised
-    probability reaches p. The most probable token always stays. Equally probable tokens rank by id. They are ranked by
-    their logits, as a greedy row is: logprobs are larger numbers, and round neighbours to one. `most`: the largest k,
-    where the caller knows it and need not ask the device.
+    Top-k keeps the k most probable tokens; top-p then keeps the smallest prefix of them whose renormalised probability
+    reaches p. The most probable token always stays. Equally probable tokens rank by id. They are ranked by their
+    logits, as a greedy row is: logprobs are larger numbers, and round neighbours to one. `most`: the largest k; if the
+    caller gives it, the device need not be asked.
     """
     width = max(1, int(top_k_C.max()) if most is None else most)
     ids_CK = torch.sort(logits_CV, dim=-1, descending=True, stable=True).indices[:, :width]

@@ -11,10 +11,10 @@ from weft.wire.binary.sample_codec import StopReason
 
 from workers.generator.engine import SamplingParams
 
-#: Tokens of the prompt that a text is read behind.
+#: With how many of the prompt's last tokens a text is decoded, as context.
 BEFORE_TOKENS = 8
-#: A character has at most four tokens. What has not become one after so many is read as it is; otherwise each token
-#: would have all of it decoded again.
+#: A character has at most four tokens. If text has not become whole characters after this many tokens, it is read as it
+#: is; otherwise every token would decode all of it again.
 PATIENCE = 16
 
 
@@ -59,19 +59,19 @@ class StopRule:
         return self.watch().check(tokens)
 
     def _tails(self) -> list[_Tail]:
-        """Of the text with special tokens spelled out, and of that without them: who reads it has either."""
+        """The tails of the text with special tokens and of the text without them: readers get either."""
         if not self.strings or self._decode_text is None:
             return []
         before = self._before
-        if self._decode_text(before).endswith("\ufffd"):  # within a character, which the first token ends
+        if self._decode_text(before).endswith("\ufffd"):  # an unfinished character, which the first token completes
             before = ()
         kept = max(map(len, self.strings)) - 1
         return [_Tail(self._decode_text, special, before, kept) for special in (True, False)]
 
 
 class Watch:
-    """The stop conditions of a request applied to one sequence. It reads each token once, so that what one costs does
-    not grow with the stop strings: the step that it is part of is everybody's."""
+    """The stop conditions of a request applied to one sequence. It reads each token once, so that the cost of a token
+    does not depend on the number of stop strings: all sequences share the step."""
 
     def __init__(self, rule: StopRule, tails: Sequence[_Tail]) -> None:
         self._rule, self._tails = rule, tails
@@ -90,14 +90,14 @@ class Watch:
 
 
 class _Tail:
-    """The end of a text whose tokens come a few at a time, behind tokens `before` that are no part of it: its last
-    `kept` characters, and what came since."""
+    """The end of a growing text: its last `kept` characters, and what was added by the last tokens. Tokens `before` are
+    its context, but no part of it."""
 
     def __init__(self, decode_text: DecodeText, special: bool, before: Sequence[int], kept: int) -> None:
         self._decode_text, self._special, self._kept = decode_text, special, kept
-        self._tokens = list(before)  # the context of those to come, and those that are no whole characters yet
+        self._tokens = list(before)  # context tokens, and tokens that are no whole characters yet
         self._context = len(before)
-        self._waited = 0  # tokens in a row after which the text ended within a character
+        self._waited = 0  # after how many tokens in a row the text ended inside of a character
         self._text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -109,8 +109,9 @@ class _Tail:
             self._waited += 1
             return found
         self._waited = 0
-        if text == before:  # special tokens: what comes next is read behind the words before them
-            if self._context or len(self._tokens) > PATIENCE:  # at the beginning it may be a space that is left out
+        if text == before:  # special tokens only: later tokens are decoded in the context of the words before them
+            # at the beginning it may be a space that the tokenizer leaves out
+            if self._context or len(self._tokens) > PATIENCE:
                 del self._tokens[self._context :]
             return found
         del self._tokens[: self._context]

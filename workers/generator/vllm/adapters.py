@@ -25,7 +25,7 @@ from workers.model.families.table import FAMILIES as TABLE, Layout
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-#: The families whose adapters hold in vLLM (docs/vllm.md), which drops tensors whose names it does not know.
+#: Families whose adapters vLLM serves correctly (docs/vllm.md): it silently drops tensors whose names it does not know.
 FAMILIES = (
     *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"),
     *("Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"),
@@ -55,7 +55,7 @@ _EXPERT = re.compile(r"\.mlp(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)\b")
 
 
 def targets(config: DecoderConfig) -> list[str]:
-    """The modules that vLLM wraps, by its own names. Not lm_head: with it, prompt logprobs are silently others."""
+    """The modules that vLLM wraps, by its own names. Without lm_head: with it, prompt logprobs are silently wrong."""
     attention = ["query_key_value", "dense"] if config.fused_qkv else ["qkv_proj", "o_proj"]
     if config.latent:
         attention = ["o_proj", *(["fused_qkv_a_proj"] if config.latent.q_rank else ["q_proj", "kv_a_proj_with_mqa"])]
@@ -65,7 +65,7 @@ def targets(config: DecoderConfig) -> list[str]:
 
 
 def convert(name: str, source: Weights | None, target: Path, config: DecoderConfig, limits: LoraLimits) -> int:
-    """Write the adapter in `source` to the folder `target`; its policy version. Raises AdapterUnusable."""
+    """Write the adapter in `source` to the folder `target`; returns its policy version. Raises AdapterUnusable."""
     try:
         if source is None:
             raise FileNotFoundError(name)
@@ -88,19 +88,18 @@ def convert(name: str, source: Weights | None, target: Path, config: DecoderConf
         write_peft(fresh, arrays, base_model="base", rank=adapter.rank, alpha=adapter.rank, named=named)
         os.replace(fresh, target)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)  # on a full disk
+        shutil.rmtree(fresh, ignore_errors=True)  # for example on a full disk
     return version_of(loaded.details)
 
 
 def _named(layout: Layout, key: str) -> str:
-    """What vLLM calls a tensor: experts are named as in the family's checkpoints."""
+    """vLLM's name of a tensor: experts are named as in the family's checkpoints."""
     names = dict(zip(("gate_proj", "up_proj", "down_proj"), layout.expert, strict=True))
     return _EXPERT.sub(lambda found: f".{layout.mixture}{found[1]}{names[found[2]]}", key)
 
 
 def other_rotation(config: DecoderConfig) -> str | None:
-    """Why vLLM's latent attention would give other numbers, whether with an adapter or without; None where it does
-    not."""
+    """Why vLLM's latent attention would give other numbers, with or without an adapter; None if it would not."""
     if config.latent is not None and not config.latent.interleaved:
         return "rope_interleave is false in the model's config.json, which vLLM does not heed"
     if config.latent is not None and config.rope.kind != "yarn":

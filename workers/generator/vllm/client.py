@@ -10,8 +10,8 @@ import orjson
 
 #: No read timeout: a request may be queued and generated for long, and a dead process closes the connection.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
-#: vLLM closes an idle connection after five seconds (the default of uvicorn): a request that was sent on one at that
-#: moment would be taken for lost, and computed anew.
+#: vLLM closes a connection that is idle for five seconds (uvicorn's default). A request sent at that moment would be
+#: taken for lost, and computed anew.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
 
 
@@ -51,7 +51,7 @@ class VllmClient:
         return {model["id"]: int(model.get("max_model_len") or 0) for model in found["data"]}
 
     async def about(self) -> dict[str, Any]:
-        """What Weft's plugin says about this server; empty without the plugin."""
+        """What Weft's plugin reports about this server; empty without the plugin."""
         try:
             (about, *_) = await self.rpc("weft_about")
         except VllmRefused:
@@ -59,7 +59,7 @@ class VllmClient:
         return dict(about)
 
     async def options(self) -> dict[str, Any]:
-        """Of those of its options that change what it answers, the ones that are set; empty where it does not tell."""
+        """The set options that change its numbers; empty if the server does not tell its options."""
         try:
             config = (await self._ask("GET", "/server_info", None, {"config_format": "json"}))["vllm_config"]
         except VllmRefused:

@@ -62,8 +62,8 @@ class VllmEngine:
         rounds: str = "",
     ) -> None:
         """vLLM as a child (`launch`) or at `url`. Adapters are written to `folder`, which a vLLM at a URL must see
-        under the same path; it is emptied at the start and deleted at the end. None: to a temporary one. `rounds`: what
-        of the model it rounds and the trainer does not. `lossy_adapters`: adapters also then, or where its options
+        under the same path; it is emptied at the start and deleted at the end. None: to a temporary one. `rounds`:
+        which weights it rounds that the trainer does not. `lossy_adapters`: serve adapters even then, or if its options
         round weights or keys."""
         self._config, self._eos, self._slots, self._context = config, eos_token_ids, slots, context
         self._decode_text, self._lossy_adapters = decode_text, lossy_adapters
@@ -158,7 +158,7 @@ class VllmEngine:
         return self._call(self._serving.cancel(request_id)).result()
 
     def so_far(self, request_id: str) -> list[SoFar]:
-        return []  # vLLM is asked for whole sequences
+        return []  # vLLM is asked for whole sequences, so there is nothing to stream
 
     def swap_adapter(self, name: str, folder: Weights) -> None:
         self._call(self._serving.swap(name, folder)).result()

@@ -4,8 +4,8 @@ vLLM is several processes, which the kernel does not end with the one that start
 when the command ends or the pipe closes (the parent is gone, however it went), all are killed. Should this process
 itself be killed, the kernel ends the command with it.
 
-Python's trackers of shared memory are left: they end by themselves when nobody is there whose memory they track, and
-remove what has not been removed.
+Python's trackers of shared memory are not killed: they end by themselves once the processes that they track are gone,
+and remove what those have left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
     def end_with_guard() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # which has died before that
+        if os.getppid() != guard:  # the parent died before that call
             os._exit(1)
 
     command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=end_with_guard)
@@ -45,13 +45,13 @@ def main() -> None:
 
 
 def is_to_end(process: int) -> bool:
-    """One of this process's group that is alive and no tracker."""
+    """Whether a process of this group is alive and no tracker."""
     try:
         if process == os.getpid() or os.getpgid(process) != os.getpgid(0):
             return False
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
         return state != "Z" and b"multiprocessing.resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 

@@ -89,7 +89,7 @@ class Policies:
             raise
 
     async def _acquire(self, name: str, source: Weights | None) -> Pushed:
-        """With the lock, which it lets go."""
+        """`acquire` with the lock held, which it releases at the end."""
         try:
             pushed = self._current.get(name) or await self._push(name, source)
             self._current.move_to_end(name)
@@ -167,7 +167,7 @@ class Policies:
 
 
 def _unwanted(acquiring: asyncio.Task[Pushed]) -> None:
-    """Nobody waits for it any more."""
+    """The adapter was pushed, but nobody waits for it any more."""
     if not acquiring.cancelled() and acquiring.exception() is None:
         acquiring.result().users -= 1
 

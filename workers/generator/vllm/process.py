@@ -23,7 +23,7 @@ def vllm_engine(
     card: ModelCard, config: VllmConfig, where: ModelDevice, *, context: int, slots: int, threads: int
 ) -> VllmEngine:
     """An engine whose vLLM has answered its first requests. Raises VllmFailed."""
-    # Its HTTP client is imported where there is a vLLM only.
+    # The HTTP client is imported only where there is a vLLM.
     from workers.generator.vllm.engine import VllmEngine
     from workers.generator.vllm.server import Launch, VllmFailed
 
@@ -74,6 +74,7 @@ def not_on_cpu(config: DecoderConfig, dtype: torch.dtype) -> str | None:
 
 
 def quantised(fields: Mapping[str, Any]) -> str:
-    """What vLLM computes with as a checkpoint has it, for people; the trainer has the same weights in bfloat16."""
+    """The form in which vLLM computes with a quantised checkpoint, for people; the trainer has the same weights in
+    bfloat16."""
     method = (fields.get("quantization_config") or {}).get("quant_method", "")
     return f"the checkpoint's {method} weights" if method else ""

@@ -42,8 +42,8 @@ class VllmFailed(RuntimeError):
 class Launch:
     """How to start it. `program` is the `vllm` command of an environment that `make vllm` made, or of a GPU machine's
     with Weft's plugin (deploy/vllm/plugin); `context` the longest sequence, `slots` the sequences in one batch.
-    `options` are more of vLLM's own (`workers.model.planning.vllm_options`). `gpus`: the numbers of those that it
-    may see."""
+    `options` are further options of vLLM (`workers.model.planning.vllm_options`). `gpus`: the numbers of the GPUs that
+    it may see."""
 
     program: Path
     model: Path
@@ -74,15 +74,15 @@ class Launch:
         words += ["--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(2 * adapters)]
         words += ["--max-lora-rank", str(limits.max_rank), "--lora-target-modules", *self.targets]
         words += option_words(self.options)
-        if Layout.of(self.options).data > 1:  # one front, or adapters could not be loaded while it runs
+        if Layout.of(self.options).data > 1:  # a single front: with several, adapters could not be loaded while it runs
             words += ["--api-server-count", "1"]
         return words + (["--enforce-eager"] if self.cpu else [])
 
     def environment(self, place: Path) -> dict[str, str]:
-        """Its temporary files are in `place`, but for what it has compiled, which the next one finds."""
+        """Its environment. Temporary files are in `place`, except for compiled code, which the next vLLM can use."""
         folder = self.program.parent
         found = {**os.environ, "PATH": f"{folder}:{os.environ.get('PATH', '')}", "HF_HUB_OFFLINE": "1"}
-        found.pop("PYTHONPATH", None)  # it names this environment's packages, not vLLM's
+        found.pop("PYTHONPATH", None)  # it names packages of this environment, not of vLLM's
         found |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         found["TMPDIR"] = str(place)
         found.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
@@ -101,8 +101,9 @@ class Launch:
 
 class VllmServer:
     """With `launch`, a child that listens on a socket of its own; without, whatever answers at `url`. `place` is a
-    temporary folder (the path of a UNIX socket may have about a hundred bytes, which a data folder's may exceed), with
-    all that vLLM leaves behind in such. `rounds`: why its numbers are not the trainer's with any options."""
+    temporary folder, also for everything that vLLM leaves in temporary folders (the path of a UNIX socket may have
+    about a hundred bytes, which a data folder's may exceed). `rounds`: why its numbers differ from the trainer's with
+    any options."""
 
     def __init__(self, place: Path, launch: Launch | None = None, url: str = "", rounds: str = "") -> None:
         self._launch, self._place = launch, place
@@ -112,10 +113,10 @@ class VllmServer:
         self.ready = asyncio.Event()
         self.lives = 0
         self.base = BASE
-        self.longest = sys.maxsize  # tokens of the longest sequence that it takes, with the prompt
+        self.longest = sys.maxsize  # the longest sequence that it takes, in tokens, prompt included
         self.swaps = self.tempered = False  # its plugin replaces weights in place; computes logprobs at the temperature
         self._always_rounds = rounds
-        self.rounds = ""  # the options, and the like, by which its numbers are not the trainer's, for people
+        self.rounds = ""  # why its numbers differ from the trainer's (its options, for example), for people
         self.failure: VllmFailed | None = None
         self._lost = asyncio.Event()
 
@@ -183,7 +184,7 @@ class VllmServer:
                 return False
             self.rounds = ", ".join(filter(None, (other_numbers(options), self._always_rounds)))
             self.swaps = bool(about)
-            # Tokens that were guessed are scored outside of the sampler that the plugin knows.
+            # Speculated tokens are scored outside of the sampler that the plugin knows.
             self.tempered = bool(about.get("tempered_logprobs")) and "speculative_config" not in options
             await self._warm_up()
         except (VllmLost, VllmRefused) as error:
@@ -221,7 +222,7 @@ class VllmServer:
 
 
 async def _kill(process: asyncio.subprocess.Process | None) -> None:
-    """Close the guard's pipe, upon which it kills itself and all processes of vLLM."""
+    """Close the guard's pipe: it then kills itself and all processes of vLLM."""
     if process is None or process.stdin is None:
         return
     process.stdin.close()

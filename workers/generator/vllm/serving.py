@@ -124,7 +124,7 @@ class Serving:
                 progress.pushed = await self._policies.acquire(request.adapter, request.adapter_folder)
             progress.work = [asyncio.create_task(self._sequence(progress, one)) for one in progress.sequences]
             for fault in await asyncio.gather(*progress.work, return_exceptions=True):
-                if isinstance(fault, Exception):  # and not the CancelledError of a waiting sequence
+                if isinstance(fault, Exception):  # not for the CancelledError of a waiting sequence
                     raise fault
         except VllmLost:
             if life == self._server.lives:
@@ -133,8 +133,8 @@ class Serving:
         return progress.finished()
 
     async def _synchronise(self) -> int:
-        """Forget the adapters of vLLM before its last restart. Returns the present `server.lives`. Callers leave in
-        order of arrival, so that requests and swaps reach `policies` in their order."""
+        """Forget the adapters that vLLM had before its last restart. Returns the present `server.lives`. Callers leave
+        in order of arrival, so requests and swaps reach `policies` in their order."""
         async with self._renewing:
             if self._life != self._server.lives:
                 self._life = self._server.lives
@@ -179,7 +179,7 @@ class Serving:
         progress.take(sequence, answer)
 
     async def _abort(self, sequences: list[SequenceProgress]) -> None:
-        """Tell vLLM until it has ended them: a request may still be on its way there."""
+        """Abort a sequence's requests, again and again until vLLM has ended them: one may still be on its way there."""
         try:
             while ids := [sequence.vllm_id for sequence in sequences if sequence.vllm_id]:
                 await self._server.client.abort(ids)

@@ -19,7 +19,7 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 
 def beyond(request: GenerateRequest, *, tempered: bool) -> str | None:
-    """Why vLLM cannot serve a request, or None. `tempered`: its logprobs are those at the temperature."""
+    """Why vLLM cannot serve a request, or None. `tempered`: its logprobs are taken at the request's temperature."""
     if request.prompt_alt_tokens_k:
         return "other draws for prompt tokens (prompt_alt_tokens_k) are not served by vLLM"
     if request.return_routed_experts:
@@ -40,7 +40,7 @@ def params_of(request: GenerateRequest, sample: int, limit: int, eos: Sequence[i
     sampling = request.sampling
     stops = [*(eos if sampling.stop_at_eos else ()), *sampling.stop_token_ids]
     params: dict[str, Any] = {
-        "max_tokens": max(1, limit),  # vLLM draws one at least, which `sequence_of` leaves out
+        "max_tokens": max(1, limit),  # vLLM draws at least one token, which `sequence_of` leaves out
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": max(sampling.top_k, 0),

@@ -38,12 +38,12 @@ class Adapter:
         if flat.shape != (shape.numel,) or flat.dtype != torch.float32:
             raise ValueError(f"an arena of float32 [{shape.numel}] is needed, got {flat.dtype} {list(flat.shape)}")
         self.shape, self.flat, self.scale = shape, flat, scale
-        #: As stored: contiguous, B factors [.., r, out].
+        #: Views as stored: contiguous, B factors [.., r, out].
         self.stored: dict[str, Tensor] = {
             slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.stored_shape)
             for slot in shape.slots.values()
         }
-        #: In the usual orientation: B factors [.., out, r].
+        #: Views in the usual orientation: B factors [.., out, r].
         self.views: dict[str, Tensor] = {
             slot.name: self.stored[slot.name].transpose(-1, -2) if slot.turned else self.stored[slot.name]
             for slot in shape.slots.values()
@@ -127,9 +127,9 @@ def load_adapter(folder: Path, config: DecoderConfig, *, device: str | torch.dev
 
 
 def adapter_bytes(folder: Path, config: DecoderConfig) -> int:
-    """What the adapter in a folder takes in memory. AdapterFileError where its shape cannot be told."""
+    """How much memory the adapter in a folder takes. Raises AdapterFileError if its shape cannot be told."""
     fields = _fields(folder)
-    if fields.get("peft_type") == "LORA":  # what it trains is what it has tensors for
+    if fields.get("peft_type") == "LORA":  # it trains the parts that it has tensors for
         return 4 * _load_export(folder, fields, config, "meta").adapter.shape.numel
     return 4 * _shape(folder, fields, config).numel
 
@@ -155,7 +155,7 @@ def _shape(folder: Path, fields: Mapping[str, Any], config: DecoderConfig) -> Ad
 def _load_export(
     folder: Path, fields: Mapping[str, Any], config: DecoderConfig, device: str | torch.device
 ) -> LoadedAdapter:
-    """An adapter as peft_format writes it; what it trains is what it has tensors for."""
+    """An adapter written by peft_format; it trains the parts that it has tensors for."""
     file = folder / WEIGHTS_FILE
     arrays: dict[str, Array] = {name: tensor.float().numpy() for name, tensor in _read_all(file).items()}
     try:

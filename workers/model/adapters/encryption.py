@@ -14,7 +14,7 @@ import pyrage
 from workers.model.adapters.writing import writing
 
 SUFFIX = ".age"
-#: pyrage has no types of its own.
+#: The functions of pyrage that are used; it has no type stubs.
 Recipient = Any
 
 
@@ -39,10 +39,10 @@ def _parse(index: int, text: str) -> Recipient:
 
 
 def encrypt_folder(folder: Path, recipients: Sequence[Recipient]) -> None:
-    """Put in place of every file under `folder` one with SUFFIX that any of the recipients can read."""
+    """Replace every file under `folder` by one with SUFFIX that any of the recipients can read."""
     for file in [path for path in folder.rglob("*") if path.is_file()]:
         target = file.with_name(file.name + SUFFIX)
-        # pyrage.encrypt_file drops what it could not write at the end of a file, and says nothing.
+        # pyrage.encrypt_file silently drops the end of a file that it could not write.
         with writing(pyrage.EncryptError), file.open("rb") as plain, target.open("wb") as out:
             pyrage.encrypt_io(plain, out, list(recipients))
         file.unlink()

@@ -22,7 +22,7 @@ from workers.model.adapters.shape import AdapterShape, adapter_config
 from workers.model.adapters.writing import writing
 from workers.model.config import DecoderConfig
 
-#: A larger file is not taken for an adapter.
+#: A larger file is not accepted as an adapter.
 MAX_BYTES = 64 << 30
 
 #: Fields of PEFT's configuration that change what the factors mean, with the only value that Weft supports.
@@ -38,8 +38,8 @@ _EMPTY = (
     "arrow_config",
     "kasa_config",
 )
-#: Initial values with which PEFT leaves the base as it is. With others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) it takes
-#: from the base what the adapter begins with, so the factors are not those of the base that is served.
+#: Initial values with which PEFT leaves the base unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) PEFT
+#: subtracts the adapter's initial product from the base, so the factors do not fit the base that is served.
 _PLAIN_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -114,7 +114,8 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 def _check_patterns(fields: Mapping[str, Any], rank: int, alpha: float) -> None:
-    """Both have the parted modules alone, as many times the usual as they have parts."""
+    """Check that rank and alpha patterns name only modules in parts, each with as many times the usual value as it has
+    parts."""
     for pattern, usual, number in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
         found = fields.get(pattern) or {}
         wanted = {name: len(PARTED.get(name, ("",))) * number for name in found}
@@ -134,7 +135,7 @@ def _arrays(file: Path) -> dict[str, Array]:
 
 def _array(name: str, tensor: Mapping[str, Any]) -> Array:
     data, kind = tensor["data"], tensor["dtype"]
-    if kind == "BF16":  # the upper half of a float32
+    if kind == "BF16":  # bfloat16 is the upper half of a float32
         found = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     elif kind in ("F32", "F16"):
         found = np.frombuffer(data, np.float32 if kind == "F32" else np.float16).astype(np.float32)

@@ -41,16 +41,16 @@ CONFIG_FILE = "adapter_config.json"
 PEFT_FOLDER = "peft"
 
 _PREFIX = "base_model.model."
-#: Tinker's names of an expert's products, where it has a gate and where it has none.
+#: Tinker's names of an expert's products, with a gate and without.
 _GATED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _UNGATED = {"up_proj": "w1", "down_proj": "w2"}
 _OF_EXPERT = re.compile(r"\.mlp(\.experts\.\d+\.)(\w+_proj)")
-#: What names of Nemotron's modules have.
+#: A part of the names of Nemotron's modules.
 MIXER = ".mixer."
-#: The projections into a gated delta rule, in the order in which they are fused: of Qwen3-Next, of Qwen3.5 as Tinker
-#: trains it, and as stock PEFT does.
+#: The projections into a gated delta rule, in the order in which they are fused: in Qwen3-Next; in Qwen3.5 as Tinker
+#: trains it; and as stock PEFT does.
 DELTA = (("qkvz", "ba"), ("q", "k", "v", "z"), ("qkv", "z", "b", "a"))
-#: Linears of which parts have a pair of factors each, and those parts, in order: of a gated delta rule, and of Mamba-2.
+#: Linears whose parts have a pair of factors each, and those parts in order: of a gated delta rule, and of Mamba-2.
 PARTED = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "in_proj": ("gate_proj", "x_proj"),
@@ -104,7 +104,7 @@ def write_peft(
 
 
 def _other_ranks(peft: Mapping[str, Array], rank: int) -> dict[str, int]:
-    """The ranks of modules, by name, that have another: those of PARTED."""
+    """By name: the ranks of modules that differ from the adapter's, which are those of PARTED."""
     ranks = {_module_of(key): len(x) for key, x in peft.items() if key.endswith(".lora_A.weight")}
     return {name: own for name, own in ranks.items() if own != rank}
 
@@ -145,7 +145,7 @@ def _config(
 
 
 def _pairs(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array, Array]]:
-    """(transformers' name of the module, A, B); 3-D for experts, [1, ...] where they share the factor."""
+    """(transformers' name of the module, A, B); 3-D for experts, [1, ...] if they share the factor."""
     for name, a in tensors.items():
         if name == "unembed_A":
             yield "lm_head", a, tensors["unembed_B"]
@@ -185,8 +185,8 @@ _OF_MLP = re.compile(r"(?P<at>.+\.mlp\.(?:shared\.|shared_expert\.)?)(?P<each>ea
 
 
 def _module(at: str, kind: str) -> str:
-    """What modules' names begin with where tensors' names begin with `at`; `kind` is what the family calls it, except
-    where a layer is one thing."""
+    """The prefix of modules' names whose tensors' names begin with `at`; `kind` is the family's word for it, except
+    where a layer is only one thing."""
     layer = at.removesuffix("attn.").removesuffix("mlp.")
     return f"model.{layer}" if layer.endswith(MIXER) else f"model.{layer}{kind}."
 
@@ -217,7 +217,7 @@ def _fused(pairs: Sequence[tuple[str, Array, Array]], in_size: int) -> Iterator[
 
 
 def _diagonal(factors: Sequence[Array], rows: int) -> Array:
-    """[rows, ranks together], with `factors` as blocks on the diagonal."""
+    """[rows, all ranks together], with `factors` as blocks on the diagonal."""
     whole = np.zeros((rows, sum(factor.shape[1] for factor in factors)), factors[0].dtype)
     row = column = 0
     for factor in factors:
@@ -268,7 +268,7 @@ def _each_pairs(at: str, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Ar
 
 
 def _parts(at: str, tensors: Mapping[str, Array]) -> list[str]:
-    """What an MLP computes with: gate and up, or up alone."""
+    """The factors of an MLP's input: gate and up, or up alone."""
     return [part for part in ("gate", "up") if f"{at}{part}_B" in tensors]
 
 

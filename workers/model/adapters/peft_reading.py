@@ -17,7 +17,7 @@ from workers.model.adapters.peft_format import DELTA, PARTED, Array, PeftFormatE
 from workers.model.adapters.shape import AdapterShape
 from workers.model.families.table import plain_name
 
-#: Of all experts, as Tinker's layout has it, or of one, as Mixtral's adapters have it.
+#: Names of experts' factors: of all experts, as in Tinker's layout; or of one, as in Mixtral's adapters.
 _SHORT = re.compile(r"(\.experts\.(?:\d+\.)?)(w[123])")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<mlp>.+\.(?:mlp|mixer)\.experts)\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)")
@@ -25,11 +25,11 @@ _PART = (
     r"(?P<part>self_attn|attention|linear_attn|mlp\.experts|mlp\.shared_experts?|mlp|mixer\.(?:shared_)?experts|mixer)"
 )
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
-#: What Mixtral's checkpoints call a mixture, and so adapters that were trained on it.
+#: The name of a mixture in Mixtral's checkpoints, and so in adapters trained on it.
 _MIXTRAL = ".block_sparse_moe."
 #: What Tinker's archives of gpt-oss call attention (its cookbook's weights/_merge_gpt_oss.py).
 _GPT_OSS = ".attn."
-#: The modules of each part; attention's are those of one of its kinds.
+#: The modules of each part; attention has those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
 _LATENT = tuple(f"{queries} kv_a_proj_with_mqa o_proj" for queries in ("q_a_proj", "q_proj"))
 _PARTS = {"self_attn": ("q_proj k_proj v_proj o_proj", *_LATENT)}
@@ -142,7 +142,7 @@ def _whole_in(pairs: Mapping[str, Mapping[str, Array]]) -> bool:
 
 
 def with_zeros(tensors: Mapping[str, Array], shape: AdapterShape) -> dict[str, Array]:
-    """What `read_layout` has read, with what stock PEFT cannot have, or need not."""
+    """The result of `read_layout`, with zeros for factors that stock PEFT cannot have, or need not have."""
     missing = [slot for name, slot in shape.slots.items() if name not in tensors and _MAY_BE_MISSING.search(name)]
     return {**tensors, **{slot.name: np.zeros(slot.shape, np.float32) for slot in missing}}
 
@@ -151,11 +151,11 @@ def _by_module(found: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     modules: dict[str, dict[str, Array]] = {}
     for key, tensor in found.items():
         match = _KEY.fullmatch(key)
-        if match is None and key.endswith(".base_layer.weight"):  # which PEFT adds to what it trains of a head
+        if match is None and key.endswith(".base_layer.weight"):  # a frozen copy that PEFT adds to a trained head
             raise PeftFormatError(f"tensor {key} is the base's own: have PEFT save it with save_embedding_layers=False")
         if match is None:
             raise PeftFormatError(f"tensor {key} is no LoRA factor")
-        if not tensor.size:  # of a product that the experts do not have
+        if not tensor.size:  # for a product that the experts do not have
             continue
         long = {short: name for name, short in short_names(match["module"]).items()}
         module = _SHORT.sub(lambda short, long=long: f"{short[1]}{long.get(short[2], short[2])}", match["module"])

@@ -20,7 +20,8 @@ from workers.model.config import DecoderConfig
 #: Format tag in adapter_config.json.
 FORMAT = "weft-shared-outer-1"
 
-#: In float32 elements: every tensor starts on a cache line, so kernels see the same alignment at any rank.
+#: Every tensor starts at a multiple of this many float32 elements, a cache line, so that kernels see the same alignment
+#: at any rank.
 ALIGNMENT = 16
 
 
@@ -184,7 +185,7 @@ class AdapterShape:
             yield from self._mlp(f"{at}{config.shared_name}.", config.shared_intermediate_size)
 
     def _mlp(self, at: str, f: int, per: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        """`per` is the number of experts, if any."""
+        """The tensors of an MLP; `per` is the number of experts, if any."""
         r, d, parts = self.rank, self.config.expert_size if per else self.config.hidden_size, self.config.gate.parts
         each, stacked, rows = per and not self.shared, "_".join(parts), len(parts) * self.rank
         yield (f"{at}each_{stacked}_A", (*per, rows, d), d) if each else (f"{at}{stacked}_A", (rows, d), d)

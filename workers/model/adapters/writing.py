@@ -1,5 +1,5 @@
-"""What the disk says while a library writes a file for us. Libraries in Rust have errors of their own for it, which
-nobody would take for ones that may pass, as a full disk does."""
+"""Errors of the disk while a library writes a file for us. Libraries in Rust raise errors of their own for them, which
+would not be recognised as temporary, like a full disk."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
-#: As Rust says it, and as it repeats what Python has said.
+#: A disk's error as Rust words it, or as it repeats Python's.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 
 
 @contextmanager
 def writing(own: type[Exception] = SafetensorError) -> Iterator[None]:
-    """Within it a library writes, whose `own` error is an OSError if it tells what the disk has said."""
+    """In the block a library writes; its `own` error is raised as an OSError if it reports an error of the disk."""
     try:
         yield
     except own as error:

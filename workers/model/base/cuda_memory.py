@@ -37,24 +37,26 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_M
 
 
 def environment() -> dict[str, str]:
-    """Of the process that allocates: torch's plain caching allocator, whatever the workers use."""
+    """Environment variables for the process that allocates: torch's plain caching allocator, whatever the workers
+    use."""
     kept = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
     return {**kept, "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
 def identity(device: torch.device) -> str:
-    """Of the piece of hardware, in every process."""
+    """A name of the device that is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def room(size_bytes: int, device: torch.device) -> Tensor:
-    """Bytes that can be shared. Raises torch.OutOfMemoryError."""
+    """Allocate that many bytes that can be shared. Raises torch.OutOfMemoryError."""
     torch.cuda.set_device(device)
     return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 def handle(whole: Tensor) -> list[Any]:
-    """What other processes open it with: of ints, bytes and a bool. What was written is there."""
+    """The handle with which other processes open it, as ints, bytes and a bool. Everything written before is visible to
+    them."""
     torch.cuda.synchronize(whole.device)
     return list(whole.untyped_storage()._share_cuda_()[1:])  # type: ignore[no-untyped-call]
 

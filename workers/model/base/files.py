@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: Behind the weights, once they are complete.
+#: The mark written after the complete weights.
 _MARK = b"weft base, complete"
 
-#: Until it is looked again whether another process fills a file.
+#: Pause between looks whether another process still fills a file.
 _SOON_S = 0.01
 
-#: Files that this process maps: descriptors, each with a lock, until `leave_files`.
+#: The files that this process maps: descriptors, each with a lock, until `leave_files`.
 _held: list[int] = []
 
 
@@ -65,15 +65,16 @@ def hold(folder: Path, name: str, size_bytes: int, fill: Callable[[int], None]) 
 
 
 def leave_files(folder: Path) -> None:
-    """At the end of a process: let go of its files, and remove those that nobody maps. It may go on reading them."""
+    """At the end of a process: release its files, and remove those that nobody maps. The process may go on reading
+    them."""
     while _held:
         _let_go(_held.pop())
     remove_unused(folder)
 
 
 def remove_unused(folder: Path, but: str = "", within_s: float = 0.0) -> None:
-    """Remove the files that no process maps, except `but` and what cannot be removed; and have holders end that nobody
-    uses. For so long it is waited until they have, and their memory is free."""
+    """Remove the files that no process maps, except `but` and those that cannot be removed; and ask unused holders to
+    end, waiting at most `within_s` until they have and their memory is free."""
     asked: list[socket.socket] = []
     with suppress(CannotShare, OSError):
         for path in own_folder(folder).iterdir():
@@ -99,7 +100,8 @@ def remove_unused(folder: Path, but: str = "", within_s: float = 0.0) -> None:
 
 
 def _ask_to_leave(path: Path) -> socket.socket:
-    """By an empty message. The connection ends with the holder, or at once when that stays."""
+    """Ask a holder to end, by an empty message. The connection is closed when the holder ends, or at once if it
+    stays."""
     link = socket.socket(socket.AF_UNIX)
     try:
         with at_folder(path.parent) as folder:
@@ -114,7 +116,7 @@ def _ask_to_leave(path: Path) -> socket.socket:
 
 @contextmanager
 def at_folder(folder: Path) -> Iterator[str]:
-    """A short path of it, since a socket's has at most 108 bytes."""
+    """A short path to the folder, since the path of a socket has at most 108 bytes."""
     descriptor = os.open(folder, os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -123,7 +125,7 @@ def at_folder(folder: Path) -> Iterator[str]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """What the files that are there already take of the memory: nothing on a disk, whose cache the kernel gives up."""
+    """How much memory the existing files take; 0 on a disk, whose cache the kernel gives up."""
     with suppress(CannotShare, OSError):
         if _in_memory(folder):
             return sum(path.stat().st_size for path in own_folder(folder).iterdir())
@@ -138,14 +140,14 @@ def _in_memory(folder: Path) -> bool:
 
 
 def _let_go(descriptor: int) -> None:
-    """Unlock it, too: a mapping has a duplicate, which would keep the lock."""
+    """Close a file and unlock it: a mapping holds a duplicate descriptor, which would keep the lock."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def own_folder(folder: Path) -> Path:
-    """This user's folder in a folder that may be everybody's."""
+    """This user's folder inside of a folder that several users may share."""
     own = folder / f"weft-{os.geteuid()}"
     try:
         with suppress(FileExistsError):
@@ -159,8 +161,8 @@ def own_folder(folder: Path) -> Path:
 
 
 def _alone(descriptor: int) -> bool:
-    """Have the exclusive lock instead of the shared one; else none. It is not waited for: of two that both find a file
-    incomplete the one that fills it keeps a lock for its whole life. Others may have had it in between."""
+    """Exchange the shared lock for an exclusive one, or for none, without waiting: if two processes find a file
+    incomplete, the one that fills it keeps a lock for its whole life. Others may have had the lock in between."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,14 +177,14 @@ def _complete(descriptor: int, size_bytes: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether the file is still the one of that name."""
+    """Whether the open file is still the one at that path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
 
 
 def _reserve(descriptor: int, folder: Path, size_bytes: int) -> None:
-    """Take the room before anything is written: a mapped file that finds none later would kill its writer."""
+    """Reserve the disk space before writing: if a mapped file finds none later, its writer is killed."""
     os.ftruncate(descriptor, 0)
     whole, room = size_bytes + len(_MARK), os.statvfs(folder)
     free = room.f_bavail * room.f_frsize

@@ -16,7 +16,7 @@ from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder
 from workers.model.parts.frozen import weights_from
 
-#: In bytes: where torch's own tensors start. Kernels are chosen by it, so it decides bits.
+#: In bytes, as for torch's own tensors. Kernels are chosen by alignment, so it affects bits.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 
 
@@ -36,7 +36,7 @@ def layout_of(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -
         nonlocal start
         places.append(f"{start} {dtype} {shape}")
         start += _room(dtype, shape, device)
-        return torch.empty((), dtype=dtype).expand(shape)  # no memory; meta tensors would import half of torch
+        return torch.empty((), dtype=dtype).expand(shape)  # takes no memory; meta tensors would import half of torch
 
     with weights_from(add):
         Decoder(config, dtype, "cpu")
@@ -63,9 +63,9 @@ def _room(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> i
 
 
 def name_of(layout: Layout, files: Sequence[Path], where: str = "") -> str:
-    """Of all that decides the bytes: the checkpoint, by what the file system says of its files; layout and dtype; and
-    the code, for a server of another version may run beside. The boot, because a file on a disk that was being
-    written when the machine stopped is worth nothing. `where`: what else tells copies apart."""
+    """A name for the bytes, from everything that determines them: the checkpoint (by the file system's facts about its
+    files), layout and dtype; the code, since another version may run beside; and the boot, since a file that was being
+    written when the machine stopped is worthless. `where` tells copies in different places apart."""
     found = [file.stat() for file in files]
     stored = [(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for at in found]
     code = [source.read_bytes() for source in sorted(Path(__file__).parents[1].rglob("*.py"))]

@@ -50,23 +50,23 @@ from workers.model.families.read import read_config
 
 log = logging.getLogger("base")
 
-#: A holder that nobody uses ends after so long: a worker that was killed is back sooner.
+#: How long a holder without users goes on: a killed worker is restarted sooner.
 GRACE_S = 60.0
-#: How long a holder waits for memory that processes still have which are just ending.
+#: How long a holder waits for memory of processes that are just ending.
 MEMORY_WITHIN_S = 20.0
-#: How long one that is ending may take until its successor may start.
+#: How long an ending holder may delay its successor's start.
 ENDS_WITHIN_S = 60.0
-#: What `ps` and `top` call it.
+#: Its name in `ps` and `top`.
 TITLE = "weft-weights"
 _PEER = struct.Struct("3i")  # pid, uid, gid
-#: By type of device, the modules whose memory is shared in this way.
+#: By type of device: the module whose memory can be shared.
 MEMORY = {"cuda": "workers.model.base.cuda_memory"}
-#: Holders that this process has started.
+#: The holders that this process has started.
 _started: list[subprocess.Popen[bytes]] = []
 
 
 class Memory(Protocol):
-    """A module that has memory which processes can share; see `cuda_memory.py`."""
+    """The interface of a module whose memory processes can share; see `cuda_memory.py`."""
 
     def identity(self, device: torch.device) -> str: ...
 
@@ -90,7 +90,8 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a holder has: a model folder's weights in this dtype on this device. `module`: of its memory."""
+    """What a holder loads: a model folder's weights, in this dtype on this device. `module`: the module of the device's
+    memory."""
 
     path: str
     dtype: str
@@ -115,10 +116,10 @@ def _memory(module: str) -> Memory:
 
 
 def held(folder: Path, load: Load) -> tuple[Tensor, str]:
-    """All the weights (`flat.decoder_over`), and for the log how. When they are gone, this process ends. Raises
+    """The weights (`flat.decoder_over`), and for the log how they came. If the holder dies, this process ends. Raises
     CannotShare."""
     own = own_folder(folder)
-    for _ in range(3):  # a holder may end just as we come, or be killed while it loads
+    for _ in range(3):  # a holder may end just when we connect, or be killed while it loads
         link, started = _reach(own, load)
         try:
             link.send_bytes(load.name.encode())
@@ -148,7 +149,7 @@ def _watch(link: Connection, lost: Callable[[], None]) -> None:
 
 def _end() -> NoReturn:
     log.error("the process that held the weights is gone, and they with it: leaving")
-    os._exit(1)  # all that it has may be rebuilt, as after any crash
+    os._exit(1)  # everything in this process can be rebuilt, as after any crash
 
 
 def _reach(own: Path, load: Load) -> tuple[Connection, bool]:
@@ -177,7 +178,7 @@ def _start(lock_path: Path, address: str, load: Load, link: socket.socket) -> bo
     """Start a holder with `link` as its first connection, unless another process is about to."""
     lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the holder's, too, which inherits it
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # inherited by the holder, which keeps the lock
         if not is_at(lock, lock_path):
             return False
         Path(address).unlink(missing_ok=True)
@@ -199,7 +200,7 @@ def _start(lock_path: Path, address: str, load: Load, link: socket.socket) -> bo
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:
-    """Process, 0 if it is none that can be seen from here, and user."""
+    """The process id at the other end (0 if it is not visible from here), and its user."""
     pid, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, user
 
@@ -214,12 +215,13 @@ def main(argv: Sequence[str]) -> int:
     with suppress(OSError):
         Path("/proc/self/comm").write_text(TITLE)
     grace = Grace(GRACE_S)
-    signal.signal(signal.SIGTERM, lambda signum, frame: grace.end())  # of a service manager, as long as workers drain
+    # at a service manager's signal it ends only once no worker is connected: they may still drain
+    signal.signal(signal.SIGTERM, lambda signum, frame: grace.end())
     answer: Here | Refused
     try:
-        _whole, handle = _loaded(load, _memory(load.module))  # it lasts as long as this process
+        _whole, handle = _loaded(load, _memory(load.module))  # kept alive for as long as this process lives
         answer = Here(handle)
-    except Exception as error:  # whatever it is: each worker meets it again where it loads its own
+    except Exception as error:  # each worker will meet the error again when it loads its own weights
         answer = Refused(f"{type(error).__name__}: {error}")
         log.warning("%s: not held for all: %s", load.path, answer.why)
         grace.end()
@@ -230,14 +232,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _forget_output() -> None:
-    """Whoever reads what the worker prints would else wait for the end of this process, too."""
+    """Close the inherited output: whoever reads the worker's output would otherwise wait for the end of this process,
+    too."""
     with open(os.devnull, "r+b") as nothing:
         for number in range(3):
             os.dup2(nothing.fileno(), number)
 
 
 def _loaded(load: Load, memory: Memory) -> tuple[Tensor, list[Any]]:
-    """The weights, and what all workers open them with: nothing that could fail is left for when one comes."""
+    """The weights and the handle that all workers open. Everything that could fail is done here, before a worker
+    connects."""
     path, dtype, device = Path(load.path), DTYPES[load.dtype], torch.device(load.device)
     config, files, began = read_config(path.name, path), weight_files(path.name, path), time.monotonic()
     layout = layout_of(config, dtype, device)
@@ -272,14 +276,14 @@ class Grace:
 
 
 def serve(listener: socket.socket, name: str, answer: Here | Refused, grace: Grace) -> None:
-    """Until nobody is connected, and nobody has been for the time of grace, or somebody asks to end it."""
+    """Serve until nobody has been connected for the time of grace, or somebody asks the holder to end."""
     listener.setblocking(False)
     links: list[Connection] = []
-    askers: list[int] = []  # who asks to end it waits for that, or to hear that it stays
+    askers: list[int] = []  # connections that asked it to end: they wait for its end, or are told that it stays
     used = time.monotonic()
     while True:
         ready = wait([listener, *links], timeout=1)
-        links += _accepted(listener)  # first of all, so that a request to end it finds who has just come
+        links += _accepted(listener)  # first, so that a request to end it sees those who have just connected
         asked = False
         for link in [link for link in links if link in ready]:
             message = _received(link)
@@ -294,11 +298,11 @@ def serve(listener: socket.socket, name: str, answer: Here | Refused, grace: Gra
             while askers:
                 os.close(askers.pop())
         elif asked or time.monotonic() - used >= grace.seconds:
-            return  # the kernel closes those of `askers`, after the memory
+            return  # the kernel closes the connections of `askers` after the memory is freed
 
 
 def _accepted(listener: socket.socket) -> list[Connection]:
-    """Those of this user."""
+    """New connections, of this user only."""
     found = []
     with suppress(BlockingIOError):
         while True:
@@ -311,7 +315,7 @@ def _accepted(listener: socket.socket) -> list[Connection]:
 
 
 def _received(link: Connection) -> bytes | None:
-    """None when it has ended."""
+    """A message; None if the connection has ended."""
     try:
         return link.recv_bytes(1 << 10)
     except (EOFError, OSError):
@@ -319,7 +323,7 @@ def _received(link: Connection) -> bytes | None:
 
 
 def _answered(link: Connection, message: bytes, name: str, answer: Here | Refused) -> bool:
-    """Whether it now uses the weights."""
+    """Answer a connection; returns whether it uses the weights now."""
     reply = answer if message == name.encode() else Refused("the process holds other weights")
     if isinstance(reply, Here):
         with socket.socket(fileno=os.dup(link.fileno())) as peer:
@@ -334,7 +338,7 @@ def _answered(link: Connection, message: bytes, name: str, answer: Here | Refuse
 
 
 def _sees(pid: int) -> bool:
-    """Whether a process shares the namespaces that shared memory takes."""
+    """Whether a process shares the namespaces that shared memory needs."""
     try:
         return pid > 0 and os.readlink(f"/proc/{pid}/ns/ipc") == os.readlink("/proc/self/ns/ipc")
     except OSError:

@@ -34,9 +34,9 @@ from workers.model.config import DecoderConfig
 from workers.model.decoder import Decoder, rotary_of
 from workers.model.families.read import read_config
 
-#: Of what is gathered on a CPU; other messages between ranks have 0.
+#: The tag of gathered data on a CPU; other messages between ranks have 0.
 _TAG = 1
-#: Layers that a forward leaves to its backward.
+#: How many layers a forward leaves gathered for its backward.
 _KEPT = 2
 
 
@@ -51,7 +51,7 @@ class Sharded:
             unit.set_custom_all_gather(self._gathers)
         for layer in self._layers[-_KEPT:]:
             layer.set_reshard_after_forward(False)
-        if decoder.device.type == "cpu":  # on a GPU streams have the next gathered while one computes
+        if decoder.device.type == "cpu":  # on a GPU, streams gather the next layer while one computes
             self._root._set_unshard_async_op(True)
             for unit, following in pairwise((self._root, *self._layers)):
                 unit.set_modules_to_forward_prefetch([following])
@@ -104,13 +104,13 @@ def _reset(root: FSDPModule) -> None:
 
 
 class _Exchange(dist.Work):
-    """The parts of all, on their way."""
+    """A gathering under way."""
 
     def __init__(self, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
         parts, ranks = whole.chunk(group.size()), range(group.size())
         others = [rank for rank in ranks if rank != group.rank()]
-        # Sent first: gloo's thread holds what a send needs for as long as it reads what has come.
+        # Sends come first: gloo's thread holds what a send needs while it reads what has arrived.
         going = [dist.isend(own, group=group, group_dst=rank, tag=_TAG) for rank in others]
         coming = [dist.irecv(parts[rank], group=group, group_src=rank, tag=_TAG) for rank in others]
         self._works = [work for work in (*going, *coming) if work is not None]
@@ -146,7 +146,7 @@ def load_sharded(path: str | Path, dtype: torch.dtype, device: torch.device, mes
     config = read_config(folder.name, folder)
     decoder = empty(config, dtype, device, mesh)
     copy_shards(decoder, weight_files(folder.name, folder), mesh)
-    with torch.no_grad():  # the first forward puts up what later ones find
+    with torch.no_grad():  # the first forward sets up what later ones use
         decoder(*torch.zeros(2, 1, dtype=torch.long, device=device), PackedAttend([1]))
     sharded = Sharded(decoder)
     sharded.finish(trains=True)
@@ -154,7 +154,7 @@ def load_sharded(path: str | Path, dtype: torch.dtype, device: torch.device, mes
 
 
 def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh) -> Decoder:
-    """A decoder whose weights are to be copied in. One unit at a time is whole, and is not written."""
+    """A decoder for weights to be copied into. One unit at a time is whole, and is not written."""
     decoder = Decoder(config, dtype, "meta")
     with torch.device(device):
         decoder.rotary = rotary_of(config)
@@ -204,8 +204,8 @@ def copy_parts(decoder: Decoder, files: Sequence[Path], part_of: Callable[[str, 
 
 
 def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> None:
-    """Copy the rows of a stored tensor that this process keeps. `place` says which rows the tensor is of a parameter
-    whose rows are `stride` apart. Where it is arranged across rows it is read whole."""
+    """Copy the rows of a stored tensor that this process keeps. `place` says where the tensor's rows go in a parameter,
+    whose rows are `stride` apart. If it is arranged across rows it is read whole."""
     shape = stored.shape(name)
     if not place.fits(shape):
         raise does_not_fit(stored, name, list(shape), place)
@@ -216,7 +216,8 @@ def _copy(stored: Stored, name: str, place: Place, stride: int, part: Part) -> N
     if begin >= end:
         return
     as_it_is = place.arranged is Place.arranged
-    by_rows = as_it_is or len(shape) == place.target.dim() == 3  # of a stack of experts each is arranged by itself
+    # in a stack of experts each expert is arranged by itself
+    by_rows = as_it_is or len(shape) == place.target.dim() == 3
     rows = stored.rows(name, begin, end) if by_rows else place.arranged(stored.read(name))[begin:end]
     if not rows.is_floating_point():
         raise does_not_fit(stored, name, f"{rows.dtype} {list(shape)}", place)
@@ -232,7 +233,7 @@ def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def held_bytes(decoder: Decoder) -> int:
-    """Of the base, on this process, while nothing is gathered."""
+    """How many bytes of the base this process holds while nothing is gathered."""
     parameters = decoder.parameters()
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in parameters)
 

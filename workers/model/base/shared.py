@@ -29,14 +29,14 @@ from workers.model.families.read import read_config
 
 log = logging.getLogger("base")
 
-#: What an operator can do where workers do not share.
+#: What an operator can do if workers do not share.
 COPIES = 'the plan of memory has one copy of them: with base_dir = "" it has one for each worker'
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A decoder over the file that all ranks on this host map. Of its memory each has an equal share, as it would of a
-    base in parts (`sharded.py`), and nothing has to be gathered."""
+    """A decoder over the file that all ranks on this host map. Each rank is counted an equal share of its memory, as it
+    would have with a sharded base (`sharded.py`), and nothing has to be gathered."""
 
     decoder: Decoder
 
@@ -51,9 +51,11 @@ def base_decoder(path: Path, where: ModelDevice, folder: Path | None) -> tuple[D
         return load_decoder(path, where.dtype, where.device), "loaded, a copy of its own"
     try:
         return (_held if where.device.type in MEMORY else mapped)(path, where, folder)
-    except (CannotShare, OSError) as error:  # of a file system without locks; of the checkpoint, then raised again
-        log.warning("%s: weights are not shared: %s; %s", path.name, error, COPIES)  # before one that may not fit
-        remove_unused(folder, within_s=MEMORY_WITHIN_S)  # of a holder that nobody else uses: it is wanted now
+    # of a file system without locks; an error of the checkpoint is raised again below
+    except (CannotShare, OSError) as error:
+        # logged before loading a copy that may not fit
+        log.warning("%s: weights are not shared: %s; %s", path.name, error, COPIES)
+        remove_unused(folder, within_s=MEMORY_WITHIN_S)  # a holder that nobody else uses: its memory is needed now
         return load_decoder(path, where.dtype, where.device), f"loaded, a copy of its own: {error}"
 
 

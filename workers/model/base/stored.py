@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-#: Rows and columns of a block of FP8.
+#: Rows and columns of an FP8 block.
 FP8_BLOCK = 128
-#: Neighbours in a row that share a scale of int4.
+#: How many neighbours in a row share a scale in int4.
 INT4_GROUP = 32
 #: Sizes of the numbers of MXFP4 (e2m1) by their lower three bits; the fourth is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -36,8 +36,8 @@ _BIAS = 127
 
 
 class Stored:
-    """All tensors of these files. ValueError names a file that is no safetensors, a tensor that is there twice, and one
-    whose parts do not belong together."""
+    """All tensors of these files. Raises ValueError naming a file that is no safetensors file, a tensor that occurs
+    twice, or one whose parts do not belong together."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
@@ -53,7 +53,7 @@ class Stored:
                 self._files[name] = file
 
     def names(self) -> list[str]:
-        """What the tensors are called once they are dequantised."""
+        """The tensors' names after dequantisation."""
         found = []
         for name in self._files:
             part_of_fp8 = name.endswith(_INVERSE) and name.removesuffix(_INVERSE) in self._files
@@ -67,7 +67,7 @@ class Stored:
         return next(self._files[name + part] for part in ("", _PACKED, _BLOCKS) if name + part in self._files)
 
     def read(self, name: str) -> Tensor:
-        """KeyError names the scales of a quantised tensor that are not there."""
+        """A tensor, dequantised. Raises KeyError if the scales of a quantised tensor are missing."""
         with self._named(name):
             return self._read(name)
 
@@ -81,7 +81,7 @@ class Stored:
         return from_fp8(tensor, self._tensor(name + _INVERSE)) if of_one_byte else tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor once it is dequantised."""
+        """A tensor's shape after dequantisation."""
         if name in self._files:
             return tuple(self._slice(name).get_shape())
         with self._named(name):
@@ -91,7 +91,7 @@ class Stored:
             return experts, groups * half * 2, out
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """`read(name)[begin:end]`, of which no more is read than is needed."""
+        """`read(name)[begin:end]`, reading no more than needed."""
         with self._named(name):
             return self._rows(name, begin, end)
 
@@ -131,14 +131,14 @@ class Stored:
 
 
 def from_fp8(weight_OI: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16, of a weight whose blocks have a scale each; blocks at the edges may be smaller."""
+    """A bfloat16 weight, from FP8 blocks with a scale each; blocks at the edges may be smaller."""
     _check(scales, [-(-size // FP8_BLOCK) for size in weight_OI.shape])
     each_OI = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return (weight_OI.float() * each_OI[: weight_OI.shape[0], : weight_OI.shape[1]]).to(torch.bfloat16)
 
 
 def from_int4(packed_OP: Tensor, scales_OG: Tensor, shape: Tensor) -> Tensor:
-    """bfloat16 [O, I] of this shape; the last group of a row may be smaller."""
+    """A bfloat16 weight [O, I] of this shape; the last group of a row may be smaller."""
     rows, columns = shape.tolist()
     _check(packed_OP, [rows, -(-columns // 8)])
     _check(scales_OG, [rows, -(-columns // INT4_GROUP)])
@@ -149,7 +149,8 @@ def from_int4(packed_OP: Tensor, scales_OG: Tensor, shape: Tensor) -> Tensor:
 
 
 def from_mxfp4(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:
-    """bfloat16 [E, I, O]. Expert by expert, because what lies between is four times as large."""
+    """A bfloat16 weight [E, I, O]. Computed expert by expert, because the intermediate values are four times as
+    large."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
     experts, out, groups, half = blocks_EOGB.shape
     _check(scales_EOG, [experts, out, groups])

@@ -24,7 +24,7 @@ from workers.model.families.table import FAMILIES, plain_name
 
 #: Tensors that some checkpoints carry and the decoder computes from its config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-#: Rows of a head and an embedding that are compared at a time.
+#: How many rows of head and embedding are compared at a time.
 TIED_ROWS = 4096
 
 
@@ -46,7 +46,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _centred(weight: Tensor) -> Tensor:
-    """The factors of a norm that is stored as what they are beyond one."""
+    """The factors of a norm that is stored as its difference from one."""
     return weight.float() + 1.0
 
 
@@ -61,7 +61,7 @@ class Place:
         """Whether a tensor of this shape has that of the place, once it is arranged."""
         try:
             return self.arranged(torch.empty(tuple(shape), device="meta")).shape == self.target.shape
-        except (IndexError, RuntimeError):  # it has not the dimensions for that
+        except (IndexError, RuntimeError):  # it lacks dimensions that the arrangement needs
             return False
 
 
@@ -86,7 +86,7 @@ def reading(files: Sequence[Path]) -> Iterator[Stored]:
 
 
 def does_not_fit(stored: Stored, name: str, found: object, place: Place) -> ModelWeightsError:
-    """Of a stored tensor that cannot go to its place, for what was found of it."""
+    """The error for a stored tensor that does not fit its place."""
     need = f"floating point {list(place.target.shape)}"
     return ModelWeightsError(f"{stored.file(name)}: tensor {name} is {found}, the config needs {need}")
 
@@ -118,8 +118,8 @@ def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, P
 
 
 def _check_tied(decoder: Decoder, stored: Stored, names: Mapping[str, str]) -> None:
-    """A head of its own in spite of `tie_word_embeddings`, as some tools leave, must be the embedding: libraries differ
-    in which of the two they take."""
+    """Raise if a head of its own, which some tools leave in spite of `tie_word_embeddings`, differs from the embedding:
+    libraries differ in which of the two they use."""
     head = names.get("lm_head.weight")
     if head is None:
         return
@@ -265,7 +265,7 @@ def _interleaved_places(at: str, layer: nn.Module) -> Iterator[tuple[str, Place]
 def _mlp_places(
     at: str, layer: nn.Module, mlp: str, names: tuple[str, ...], expert: int | None = None
 ) -> Iterator[tuple[str, Place]]:
-    """`names`: of gate, if there is one, up and down."""
+    """Places of an MLP. `names`: those of gate (if there is one), up and down."""
     both = (_param(layer, f"{mlp}.{product}") for product in ("gate_up", "down"))
     gate_up, down = both if expert is None else (product[expert] for product in both)
     for name, part in zip(names, (*gate_up.chunk(len(names) - 1), down), strict=True):

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from workers.model.config import UnsupportedModel
 
-#: Fields that say nothing about what a frozen decoder computes: tokens' ids, files, libraries, losses of pretraining
-#: and what dropout would do in it.
+#: Fields that do not affect what a frozen decoder computes: tokens' ids, files, libraries, losses of pretraining, and
+#: dropout.
 _NEUTRAL = """
 architectures model_type auto_map name_or_path dtype torch_dtype transformers_version tokenizer_class
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
@@ -24,12 +24,12 @@ initializer_range initializer_factor attention_dropout hidden_dropout embd_pdrop
 output_dropout router_aux_loss_coef router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux
 pretraining_tp ep_size initial_context_length
 """
-#: Beginnings of such names.
+#: Prefixes of such fields.
 _NEUTRAL_PREFIXES = ("_", "unsloth")
-#: Characters that a message shows of what is wrong: a value may be of any length.
+#: How many characters of a wrong value a message shows: a value may be of any length.
 _SHOWN = 500
-#: The most that a whole number may be, and of what is counted one by one; the most that any other number may be. What
-#: is more is a mistake, or meant to exhaust memory.
+#: The largest whole number; the largest count of things enumerated one by one; and the largest other number. More is a
+#: mistake, or meant to exhaust memory.
 MOST, _MOST_LAYERS, _MOST_EXPERTS, _MOST_NUMBER = 1 << 24, 1 << 12, 1 << 16, 1e12
 _MOST_OF = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), _MOST_LAYERS),
@@ -87,14 +87,14 @@ class Fields:
         return value
 
     def object(self, key: str) -> Mapping[str, Any]:
-        """What an object holds; nothing where it is missing."""
+        """The contents of an object; empty if it is missing."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             self.refuse(f"config.json has {key}={value!r}", "an object there")
         return value
 
     def within(self, *keys: str) -> Fields:
-        """The fields of these objects together; the last one counts. Objects in them are refused."""
+        """The fields of these objects together; the last one counts. Objects inside of them are refused."""
         for key in keys:
             if any(isinstance(own, Mapping) for own in self.object(key).values()):
                 self.refuse(f"config.json has {key}={self.get(key)!r}", "one set of numbers there, for all layers")
@@ -105,14 +105,14 @@ class Fields:
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
-        if default and self.is_null(key):  # which libraries take for false
+        if default and self.is_null(key):  # libraries take null for false
             value = None
         if not isinstance(value, bool):
             self.refuse(f"config.json has {key}={value!r}", "true or false there")
         return value
 
     def number(self, key: str, default: float | None, *, above: float = 0.0) -> float:
-        """A number above that, which must be there where there is no default."""
+        """A number above that; it must be there unless there is a default."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= _MOST_NUMBER:
             self.refuse(f"config.json has {key}={value!r}", f"a number above {above:g} there")
@@ -125,7 +125,7 @@ class Fields:
             self.refuse(f"{key}={value!r}", f"{supported!r}")
 
     def same(self, one: str, value: float, other: str, found: float) -> None:
-        """Refuse numbers of two fields that mean the same and differ."""
+        """Refuse two fields that mean the same number but differ."""
         if found != value:
             self.refuse(f"{one}={value}, {other}={found}", "the same number in both")
 

@@ -89,13 +89,13 @@ def qwen3_5_moe(fields: Fields) -> DecoderConfig:
 
 
 def _known(fields: Fields) -> None:
-    """What their configs say besides."""
+    """Other fields of these families' configs, marked as read."""
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")
     fields.only("norm_topk_prob", True)
     fields.unset("mlp_only_layers", "the same MLP in every layer")
     for prediction in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
-        fields.get(prediction)  # of layers that are not loaded
+        fields.get(prediction)  # about layers that are not loaded
 
 
 #: What a layer of Nemotron is, by its letter in `hybrid_override_pattern`, and by its names in `layers_block_type`.
@@ -106,15 +106,15 @@ _BLOCKS = {
     "mlp": _MLP,
     "moe": _EXPERTS,
 }
-#: Of initial values, of libraries, of what rounds, of layers that are not loaded; and what its attention, which has no
-#: rotary embedding, does not use.
+#: Fields about initial values, libraries, rounding, and layers that are not loaded; and those that its attention, which
+#: has no rotary embedding, does not use.
 _UNUSED = """
 time_step_min time_step_max time_step_floor rescale_prenorm_residual expand
 num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype chunk_size residual_in_fp32 moe_shared_expert_overlap
 mtp_layers_block_type mtp_hybrid_override_pattern num_nextn_predict_layers keep_mtp_spec_in_bf16
 rope_theta rope_scaling rope_parameters partial_rotary_factor
 """
-#: What says nothing where no layer has experts.
+#: Fields that have no effect if no layer has experts.
 _OF_EXPERTS = """
 n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size n_group
 topk_group norm_topk_prob routed_scaling_factor n_shared_experts

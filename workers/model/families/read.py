@@ -35,7 +35,7 @@ def read_config(name: str, path: Path) -> DecoderConfig:
     return config
 
 
-#: What the config.json of a model that sees says of seeing.
+#: Fields of a vision model's config.json about vision.
 _SEEING = """
 vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
 media_placeholder_token_id video_placeholder use_unified_vision_chunk projection_hidden_size projection_layer_norm_eps
@@ -43,12 +43,12 @@ ignore_index
 """
 
 
-#: What stands outside of the text model's fields and counts for the whole.
+#: Fields outside of the text model's that hold for the whole model.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 
 
 def _check_outside(fields: Fields, text: Mapping[str, Any]) -> None:
-    """Refuse what is said of the text model outside of its fields, where libraries do not read it."""
+    """Refuse fields about the text model that lie outside of its section, where libraries do not read them."""
     for key, value in fields.items():
         elsewhere = key in (*_SEEING.split(), *_OF_THE_WHOLE, "text_config") or is_neutral(key)
         if value and not elsewhere and value != text.get(key):

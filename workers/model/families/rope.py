@@ -30,7 +30,7 @@ _COMMON = {
     "mrope_interleaved",
 }
 
-#: Beyond any share of a head.
+#: More than any share of a head.
 _MOST_TURNED = 1e6
 
 
@@ -39,14 +39,14 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float | None =
     this family, and nothing else is supported."""
     numbers = fields.within("rope_scaling", "rope_parameters")
     spelt = [dict(fields.object(key)) for key in ("rope_scaling", "rope_parameters")]
-    if all(spelt) and spelt[0] != spelt[1]:  # of which libraries take one
+    if all(spelt) and spelt[0] != spelt[1]:  # libraries use one of the two
         fields.refuse(f"rope_scaling={spelt[0]!r} beside rope_parameters={spelt[1]!r}", "one of the two")
     kind = _kind(numbers)
     theta = numbers.number("rope_theta", fields.number("rope_theta", theta, above=1.0), above=1.0)
     share = numbers.get("partial_rotary_factor", fields.get("partial_rotary_factor", partial or 1.0))
     own = numbers.get("partial_rotary_factor")
     if partial is not None and own is None and fields.is_null("partial_rotary_factor"):
-        share = None  # the whole head to libraries, whatever the family has
+        share = None  # libraries take the whole head, whatever the family has
     if type(share) not in (int, float) or not 0 < abs(share) < _MOST_TURNED:  # a share of this head: decoder()
         fields.refuse(f"partial_rotary_factor={share!r}", "the share of a head that turns, above 0 and at most 1")
     if partial is None and share != 1.0:
@@ -102,7 +102,7 @@ def _attention_factor(factor: float, numbers: Fields) -> float:
 def score_scale(fields: Fields) -> float:
     """What YaRN makes scores larger by in latent attention, beside what cos and sin carry (DeepSeek-V2's code)."""
     numbers = fields.within("rope_scaling", "rope_parameters")
-    if _kind(numbers) != "yarn":  # numbers of YaRN may be left behind where it was turned off
+    if _kind(numbers) != "yarn":  # YaRN's numbers may be left behind although it was turned off
         return 1.0
     return _mscale(numbers.number("factor", 1.0), _of_scores(numbers, "mscale_all_dim")) ** 2
 

@@ -13,9 +13,9 @@ from workers.model.gpu import fused_kernels
 from workers.model.gpu.launch import Tile, TritonProducts, where
 from workers.model.lora.products import Added
 
-#: Columns that a block has at a time, and how many numbers it copies.
+#: How many columns a block has at a time, and how many numbers it copies.
 WIDTH, COPIED = 1024, 8192
-#: Where adapters add to it (bench/gpu_tiles.py).
+#: The same, if adapters add to the result (bench/gpu_tiles.py).
 ADDED = Tile(128, 8)
 
 

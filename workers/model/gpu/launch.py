@@ -23,7 +23,7 @@ from workers.model.routing import Routing
 #: block's work for each few rows.
 MAX_SPLIT = 4096
 
-#: Sums of a block, ranks by columns, that four warps keep in registers (tests/workers/model/test_gpu_compile.py).
+#: How many sums of a block, ranks by columns, four warps keep in registers (tests/workers/model/test_gpu_compile.py).
 SUMS = 4096
 
 
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     warps: int
 
     def beside(self, rank_block: int) -> Tile:
-        """Beside ranks of this block: as many columns as keep the sums in registers."""
+        """The tile for ranks in blocks of this size: as many columns as keep the sums in registers."""
         columns = SUMS // rank_block
         return self if rank_block <= 32 and columns >= self.columns else Tile(min(columns, self.columns), 4)
 

@@ -54,8 +54,8 @@ _replayed: ContextVar[bool] = ContextVar("replayed", default=False)
 
 @contextmanager
 def replayed() -> Iterator[None]:
-    """Within, experts on a device are multiplied by a kernel that a CUDA graph may hold: the library's grouped product
-    is reported to read illegal memory in graphs, and where there is none the host must know the experts' rows."""
+    """In the block, experts on a device are multiplied by a kernel that a CUDA graph may contain: the library's grouped
+    product is reported to read illegal memory in graphs, and without one the host must know each expert's rows."""
     before = _replayed.set(True)
     try:
         yield

@@ -38,7 +38,7 @@ class Site:
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """The name of each B, and the width of its output."""
+        """For each part: the name of its B, and the width of its output."""
         return tuple(zip(self.b, self.sizes, strict=True))
 
     @classmethod
@@ -66,7 +66,7 @@ def lora_linear(
 
 
 class Then(Protocol):
-    """What is computed of a linear's y, float32, and of nothing else."""
+    """A function of a linear's y, float32, whose only use it is."""
 
     def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
         """May write to y."""
@@ -152,10 +152,11 @@ class _LoraLinear(torch.autograd.Function):
         x_TI, y_TO, weight_OI, *shrunk = ctx.saved_tensors
         dy_TO = grads[0].contiguous() if ctx.then is None else ctx.then.backward(y_TO, *grads)
         if on_device(weight_OI):
-            dy_TO = dy_TO.to(weight_OI.dtype)  # once: the products of base and adapters take it
+            dy_TO = dy_TO.to(weight_OI.dtype)  # rounded once, for the products of base and adapters
         dx_TI = None
         if ctx.needs_input_grad[0]:
-            # What is taken in 16 bits is given in these: float32 between two products would be written and read twice.
+            # An input in 16 bits gets its gradient in 16 bits: float32 between two products would be written and read
+            # twice.
             short = ctx.dtype == weight_OI.dtype != torch.float32
             out = dy_TO.new_empty(len(dy_TO), weight_OI.shape[1], dtype=ctx.dtype) if short else None
             dx_TI = base_mm(dy_TO, weight_OI, transposed=True, out=out)

@@ -290,7 +290,7 @@ class _ExpertBlock(torch.autograd.Function):
         routing, experts, adapters = plan.routing, plan.experts, plan.adapters
         dout_TD = dout_TD.contiguous()
         if lora_products.on_device(dout_TD):
-            dout_TD = dout_TD.to(experts.down_EDF.dtype)  # once: the products of base and adapters take it
+            dout_TD = dout_TD.to(experts.down_EDF.dtype)  # once, for the products of base and adapters
         weights_P1 = weights_TK.reshape(-1)[routing.order][:, None]
         dv_P = None
         if adapters is not None:

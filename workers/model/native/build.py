@@ -27,11 +27,12 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).absolute().parent
-#: Of one library, as one calls the others.
+#: The sources of one library, since they call each other.
 _TOGETHER = tuple(_HERE / name for name in ("kernels.c", "outer.c", "gemm.c", "gate.c", "joined.c"))
-#: Included by kernels, the generator's too.
+#: Headers that kernels include, the generator's too.
 _HEADERS = tuple(_HERE / name for name in ("products.h", "segments.h", "vectors.h"))
-#: What is computed is what is written: nothing is reordered, and products are fused with sums where `fused` says so.
+#: Results are those of the code as written: nothing is reordered, and products are fused with sums only where `fused`
+#: says so.
 _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=off", "-fno-fast-math", "-fPIC", "-shared")
 
 
@@ -69,7 +70,7 @@ def _compiled(compiler: str, files: Sequence[Path]) -> Path:
 
 
 def _seal(file: Path) -> None:
-    """Add the checksum of all before it. Loaders do not look at what is beyond the last section."""
+    """Add a checksum over everything before it. Loaders ignore bytes after the last section."""
     body = file.read_bytes()
     with file.open("ab") as out:
         out.write(hashlib.sha256(body).digest())
@@ -78,7 +79,7 @@ def _seal(file: Path) -> None:
 
 
 def _whole(file: Path) -> bool:
-    """Whether this is what was compiled, to the bit: a library that is not may end the process that loads it."""
+    """Whether the file is exactly what was compiled: a damaged library may end the process that loads it."""
     try:
         found = file.read_bytes()
     except OSError:
@@ -105,10 +106,10 @@ def processor() -> str:
 
 
 def _cache_folder() -> Path:
-    """A folder that only this user can write: the files in it are loaded and run. Where the user has none, one that
-    all their processes find in the temporary folder."""
+    """A folder that only this user can write, since its files are loaded and run. If the user has no cache folder, one
+    in the temporary folder that all processes of the user find."""
     for choose in (_of_the_user, _of_temporary_files):
-        with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where this user is at home
+        with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
             folder = choose()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.lstat()

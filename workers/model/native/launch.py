@@ -37,7 +37,7 @@ Parts = Sequence[tuple[str, int]]
 
 
 class _Array:
-    """Numbers for the kernels, with their address kept: NumPy takes as long to tell it as a small kernel runs."""
+    """An array for the kernels, with its address kept: NumPy takes as long to return it as a small kernel runs."""
 
     def __init__(self, values: Sequence[float] | NDArray[Any], dtype: type[np.generic] = np.int64) -> None:
         self.values = np.ascontiguousarray(values, dtype=dtype)
@@ -60,7 +60,7 @@ class Table:
         self.scales_G = _Array(scales, np.float32)
         self.segment = rows.group_of_row(torch.device("cpu"))
         self._addresses: dict[tuple[str, bool], _Array] = {}
-        #: Of `NativeProducts.linear` and `factor`, by their arguments.
+        #: The prepared arguments of `NativeProducts.linear` and `factor`, by what these were called with.
         self.linears: dict[tuple[object, ...], ctypes.Array[Factor]] = {}
         self.factors: dict[tuple[object, ...], Factor] = {}
         self._arenas: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}

@@ -36,14 +36,14 @@ from workers.model.owned.travel import Travel
 
 log = logging.getLogger(__name__)
 
-#: How an owner has fared in a layer.
+#: How a layer went on an owner.
 FINE, NO_MEMORY, FAILED = range(3)
-#: The adapter of a group without inner factors.
+#: The adapter number of a group without inner factors.
 NOBODY = -1
 
 
 class OwnerFailed(RuntimeError):
-    """Another process could not compute pairs that this one had sent."""
+    """Another process could not compute pairs that this one sent."""
 
 
 class Brought(NamedTuple):
@@ -307,7 +307,7 @@ class Exchange:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """What is raised within leaves the others waiting, which `finish` cannot make good."""
+        """In the block: an error leaves the other processes waiting in a way that `finish` cannot repair."""
         self._between = True
         yield
         self._between = False

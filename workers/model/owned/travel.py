@@ -36,8 +36,8 @@ class Travel:
         return got
 
     def counts(self, place: int, out: list[list[int]], sizes: list[int]) -> list[list[int]]:
-        """A list of numbers to each process, all equally long; of each, as many as `sizes` says. All are at the same
-        `place`, or RuntimeError."""
+        """Send a list of numbers to each process, all equally long; from each come as many as `sizes` says. All
+        processes must be at the same `place`; else RuntimeError."""
         own = torch.tensor([[place, *each] for each in out])
         splits = [1 + size for size in sizes]
         got = torch.empty(sum(splits), dtype=torch.int64)
@@ -48,7 +48,7 @@ class Travel:
         return [each[1:] for each in came]
 
     def objects(self, own: Any) -> list[Any]:
-        """One of each process."""
+        """One object from each process."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self._control)
         return found

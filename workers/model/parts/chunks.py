@@ -1,5 +1,5 @@
-"""What recurrences whose state is a matrix for each head share: the short causal convolution before them, chunks of a
-sequence, and reading a state.
+"""Common parts of recurrences whose state is a matrix for each head: the short causal convolution before them, cutting
+a sequence into chunks, and reading a state.
 
 Shapes: H heads, N tokens, C chunks, L tokens of a chunk, R rows, D of what a state is read by, V of what it gives, M
 channels of the convolution, J its taps.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def convolved(taps: Sequence[Tensor], weight_MJ: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """Of each channel by itself, the sum of each position's J taps [.., M], the oldest first."""
-    weight_JM = weight_MJ.t().contiguous()  # torch's vectors need neighbours
+    """For each channel: the sum of each position's J taps [.., M], the oldest first."""
+    weight_JM = weight_MJ.t().contiguous()  # torch's vectorised code needs neighbouring elements
     total = taps[0] * weight_JM[0]
     for tap, own in zip(taps[1:], weight_JM[1:], strict=True):
         total = total + tap * own

@@ -1,4 +1,4 @@
-"""What layers with a recurrence in place of attention share: the products before and behind it, and who runs it."""
+"""Common parts of layers with a recurrence in place of attention: the products before and after it, and who runs it."""
 
 from __future__ import annotations
 

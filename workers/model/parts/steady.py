@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.model.lora.linear import own_rows
 from workers.model.lora.rows import LoraRows
 
-#: Numbers that torch computes at a time, at most: several vectors of the widest kind.
+#: How many numbers torch computes at a time, at most: several vectors of the widest kind.
 _VECTORS = 64
 #: A thread's share of a tensor is at least so many numbers (at::internal::GRAIN_SIZE).
 _GRAIN = 32768

@@ -9,10 +9,10 @@ from workers.model.card import ModelCard
 from workers.model.config import DecoderConfig
 from workers.model.families.table import FAMILIES
 
-#: Bytes of a number, by the names that the settings have for them.
+#: Bytes of a number, by the settings' names of dtypes.
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 RANKS = (8, 16, 32, 64)
-#: A run in training has its weights, their gradient and two moments, float32 each.
+#: Bytes of a parameter in training: weight, gradient and two moments, float32 each.
 TRAINING_BYTES = 16
 
 
@@ -115,7 +115,7 @@ def experts_numel(config: DecoderConfig) -> int:
 
 
 def unequal(config: DecoderConfig, ranks: int) -> str:
-    """Why so many ranks cannot own the experts in equal shares; "" where they can."""
+    """Why that many ranks cannot own the experts in equal shares; "" if they can."""
     if not config.num_experts:
         return "it has no experts that ranks could own"
     if config.num_experts % ranks:

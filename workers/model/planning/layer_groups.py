@@ -11,7 +11,7 @@ import math
 
 from workers.model.config import DecoderConfig
 
-#: More groups cost each sequence more than they save; then all layers are one, which keeps everything.
+#: With more groups, each sequence costs more than they save; then all layers are one group, which keeps everything.
 MOST_GROUPS = 4
 
 

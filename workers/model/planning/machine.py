@@ -9,15 +9,15 @@ from pathlib import Path
 
 from store.cgroups import number_in, own_groups
 
-#: Where nothing is known (not Linux).
+#: The value where nothing is known (not on Linux).
 UNKNOWN_BYTES = 1 << 62
 #: By the version of cgroups: the files of limit and use, and what stands before the names in memory.stat.
 _FILES = {2: ("memory.max", "memory.current", ""), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}
 
 
 def free_bytes() -> int:
-    """Of the host's memory, what can be allocated now. The limits of this process's cgroup, and of those that it is
-    within, apply as well."""
+    """How much of the host's memory can be allocated now, within the limits of this process's cgroup and those around
+    it."""
     return max(0, min([_available_bytes(), *_left_in_cgroups()]))
 
 
@@ -50,7 +50,7 @@ def _available_bytes() -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Of each that has a limit."""
+    """What is left in each cgroup that has a limit."""
     for group, of in own_groups("memory"):
         limit, used, stat = _FILES[of]
         if (most := number_in(group / limit)) is not None and (now := number_in(group / used)) is not None:
@@ -58,8 +58,8 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def _cached_bytes(group: Path, stat: str) -> int:
-    """Of what a cgroup uses, pages of files: the kernel gives them up for whoever allocates, and counts them as
-    available on a host, too. Reading a checkpoint fills all of a limit with them."""
+    """How much of a cgroup's memory is pages of files: the kernel gives them up for whoever allocates, and counts them
+    as available on a host, too. Reading a checkpoint fills a whole limit with them."""
     try:
         found = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(found[f"{stat}active_file"]) + int(found[f"{stat}inactive_file"])

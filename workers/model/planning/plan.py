@@ -18,20 +18,20 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.planning.check import ITEM_BYTES, TRAINING_BYTES, Check, experts_numel, kept_bytes, unequal
 from workers.model.planning.layer_groups import layer_groups
 
-#: Left alone.
+#: The share of memory that is left alone.
 SPARE = 0.1
-#: What one of our processes takes with torch imported, and on a CUDA device with its context and libraries.
+#: How much one of our processes takes with torch imported; and on a CUDA device, with its context and libraries.
 PROCESS_BYTES = {"cpu": 320 << 20, "cuda": 768 << 20}
-#: Beside the workers on a CPU: the server, and what forks the workers.
+#: How much the processes beside the workers take on a CPU: the server, and the nursery.
 SERVER_BYTES, NURSERY_BYTES = 256 << 20, 160 << 20
 #: The most tokens that are chosen to be trained at once: beyond some 2k a CPU gets slower, a GPU has then as much to do
 #: as its launches take. A GPU that has not an eighth of its memory for them takes fewer.
 MOST_TRAINED, LEAST_TRAINED = {"cpu": 2048, "cuda": 8192}, 2048
-#: The most slots that are chosen: beyond, a step takes longer for everybody in it.
+#: The most slots that the plan chooses: with more, a step takes longer for all in it.
 MOST_SLOTS = {"cpu": 32, "cuda": 64}
 #: Slots are chosen for sequences of this length; the youngest make way when they all grow longer.
 USUAL_TOKENS = 1024
-#: For adapters that are sampled from, of each model in each generator, if there is room.
+#: Memory for adapters that are sampled from, for each model in each generator, if there is room.
 LEAST_ADAPTER_BYTES = 2 << 30
 ADAPTERS = "adapters in use"
 #: Positions of a page of the cache.
@@ -44,7 +44,7 @@ SCORED_LOGITS, SCORE_BYTES = 1 << 25, 28
 
 
 class DoesNotFit(ValueError):
-    """The message names the setting, its size, what there is, and the way out."""
+    """The model does not fit. The message names the setting, its size, the memory, and a way out."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
 
 
 class _Room:
-    """What is taken so far. What must be there may take all that the device has, what is chosen leaves a part alone."""
+    """The memory taken so far. Required parts may take everything that the device has; chosen ones leave a part
+    alone."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -158,21 +159,21 @@ class _Room:
 
     @property
     def free_bytes(self) -> int:
-        """For what is chosen."""
+        """What is left for chosen parts."""
         return max(0, int(self.device.size_bytes * (1 - SPARE)) - sum(part.size_bytes for part in self.parts))
 
     @property
     def unused_bytes(self) -> int:
-        """The part that is left alone, too."""
+        """What is left, including the part that is left alone."""
         return max(0, self.device.size_bytes - sum(part.size_bytes for part in self.parts))
 
     @property
     def left_bytes(self) -> int:
-        """For what must be there."""
+        """What is left for required parts."""
         return self.device.size_bytes - self._must_bytes
 
     def take(self, name: str, size_bytes: int, note: str = "", *, must: str = "", way_out: str = "") -> None:
-        """`must`: the setting that asks for it, in words."""
+        """Take memory for a part. `must`: the setting that requires it, in words."""
         if must and size_bytes > self.left_bytes:
             there = f"{self.device.name} has {gib(self.device.size_bytes)}, of which {gib(self._must_bytes)} are taken"
             raise DoesNotFit(f"{must} takes {gib(size_bytes)} for {name}; {there}: {way_out}")
@@ -182,7 +183,8 @@ class _Room:
 
 
 def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Room) -> bool:
-    """Whether the generators, too, hold parts of a base that no device could hold whole."""
+    """Take memory for the weights. Returns whether the generators, too, hold parts of a base that no device could hold
+    whole."""
     whole = sum(model.weight_bytes for model in models)
     must, way_out = f"models: {', '.join(model.card.name for model in models)}", "more devices, or fewer models"
     if wanted.one_base and not (wanted.ranks > 1 and wanted.owned) and device.count == 1:
@@ -203,7 +205,7 @@ def _weights(models: Sequence[Check], device: Device, wanted: Wanted, room: _Roo
 
 
 def _of_parts(models: Sequence[Check], device: Device) -> tuple[int, str]:
-    """A trainer's on one device, or in parts over several."""
+    """A trainer's weights on one device, or in parts over several."""
     whole = sum(model.weight_bytes for model in models)
     if device.count == 1:
         return whole, ""
@@ -212,7 +214,7 @@ def _of_parts(models: Sequence[Check], device: Device) -> tuple[int, str]:
 
 
 def _of_owners(models: Sequence[Check], device: Device, wanted: Wanted) -> tuple[int, str]:
-    """Of a trainer whose ranks own the experts, one on each device or all on the host."""
+    """The weights of a trainer whose ranks own the experts, one rank on each device or all on the host."""
     ranks, size = max(device.count, wanted.ranks), 0
     for model in models:
         if problem := unequal(model.card.config, ranks):
@@ -223,7 +225,7 @@ def _of_owners(models: Sequence[Check], device: Device, wanted: Wanted) -> tuple
 
 
 def _gathered_bytes(model: Check) -> int:
-    """Of a base in parts, what a device has whole at a time: two layers, the embedding and the head."""
+    """What a device has whole at a time of a base in parts: two layers, the embedding and the head."""
     config = model.card.config
     ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     return ITEM_BYTES[model.dtype] * (ends + 2 * (model.parameters - ends) // config.num_layers)

@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: What an option does to log-probabilities: the same up to rounding; those of other weights or keys.
+#: The effect of an option on log-probabilities: none but rounding; or those of other weights or keys.
 Numbers = Literal["same", "others"]
 #: Methods of speculation that need no second model, and were measured.
 GUESSERS = ("ngram",)
 #: What `quantization` may be for weights that are stored in bfloat16: vLLM rounds them as it loads them.
 QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_block")
-#: Those that know keys and values by vLLM's hashes of blocks, in which the organisation's salt and the adapter are.
+#: Connectors that identify keys and values by vLLM's hashes of blocks, which include the organisation's salt and the
+#: adapter.
 CONNECTORS = ("OffloadingConnector",)
-#: Between a vLLM that prefills and one that decodes: these move the blocks that a request names, and none without.
+#: Connectors between a vLLM that prefills and one that decodes: they move the blocks that a request names, and no
+#: others.
 TRANSFERS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
-#: What may be set of it.
+#: The settings of such a connector that may be set.
 OFFLOADING = {"cpu_bytes_to_use", "block_size", "blocks_per_chunk", "eviction_policy", "store_threshold"}
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -60,8 +62,8 @@ def _guesses(value: Any) -> bool:
 
 
 def _offloads(value: Any) -> bool:
-    """Others (ExampleConnector) know keys and values by the tokens alone, so that organisations and adapters would get
-    each other's; and some settings of this one name modules to import, or other machines."""
+    """Whether this connector keeps organisations and adapters apart. Others (ExampleConnector) identify keys and values
+    by tokens alone; and some settings of this one name modules to import, or other machines."""
     return (
         isinstance(value, dict)
         and value.keys() <= {"kv_connector", "kv_role", "kv_connector_extra_config"}
@@ -125,7 +127,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
         if option is None:
             raise BadOption(f"generator.vllm.options.{name} is not known here; known are {', '.join(OPTIONS)}")
         if not option.fits(value):
-            given = json.dumps(value, default=str)  # TOML has dates, JSON has none
+            given = json.dumps(value, default=str)  # TOML has dates, JSON does not
             raise BadOption(f"generator.vllm.options.{name} is {given}; it may be {option.may_be}")
     layout = Layout.of(found)
     if layout.by_expert and layout.gpus == 1:
@@ -134,7 +136,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words(options: Mapping[str, Any]) -> list[str]:
-    """As vLLM's command line has them."""
+    """The options in the form of vLLM's command line."""
     said: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -21,11 +21,11 @@ from workers.model.planning.check import Check, kept_bytes
 from workers.model.planning.plan import PAGE_TOKENS, PROCESS_BYTES, Device, DoesNotFit, Part, gib
 from workers.model.planning.vllm_options import Layout
 
-#: Of a GPU's memory, unless `gpu_memory_utilization` says otherwise (vLLM's own default).
+#: The share of a GPU's memory, unless `gpu_memory_utilization` says otherwise (vLLM's own default).
 UTILIZATION = 0.9
-#: Tokens of a step, for which vLLM keeps room (its max_num_batched_tokens for a server).
+#: How many tokens a step has room for (vLLM's max_num_batched_tokens for a server).
 STEP_TOKENS = 8192
-#: Of logits, copies in float32 that a step has.
+#: How many float32 copies of the logits a step has.
 LOGIT_COPIES = 3
 
 
@@ -96,7 +96,7 @@ def plan_vllm(
 
 
 def kv_bytes(model: Check, layout: Layout, options: Mapping[str, Any]) -> int:
-    """Of a token, on each GPU."""
+    """Bytes of a token's keys and values, on each GPU."""
     heads = model.card.config.num_kv_heads if model.card.config.latent is None else 1
     whole = model.kv_bytes_per_token // (2 if str(options.get("kv_cache_dtype", "")).startswith("fp8") else 1)
     return whole * max(1, heads // layout.tensor) // heads

@@ -78,7 +78,7 @@ def _run(node: Node, values: Mapping[str, Any], planned: Any) -> Any:
 
 
 def _check_as_planned(value: Any, planned: Any) -> None:
-    """That nothing is larger than it was foretold, nor a mask for an index: what is behind it was bounded by that."""
+    """Check that no result is larger than planned, and that a mask is no index: later nodes are bounded by the plan."""
     if isinstance(planned, Shape):
         good = isinstance(value, Tensor) and value.device == _CPU and value.numel() <= planned.elements
         if (
@@ -106,7 +106,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _to(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The dtype of `.to(...)`; where the tensor lies is not the loss's to say."""
+    """The dtype of `.to(...)`; a loss may not choose the tensor's device."""
     for arg in [*args, *kwargs.values()]:
         if isinstance(arg, torch.dtype):
             return value.to(arg)
@@ -126,7 +126,7 @@ _ATTRIBUTES: dict[str, Call] = {
     "indices": lambda value: value[1],
 }
 
-#: Where torch's own function would take more than a loss may say, such as inplace.
+#: Functions for which torch's own take arguments that a loss may not give, such as inplace.
 _OWN: dict[str, Call] = {
     "getattr": _attribute,
     "operator.getitem": _getitem,

@@ -88,7 +88,7 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     low, high = _bounds("gspo", inputs, config)
     log_ratio_P = torch.where(marked_P, lp_P.detach() - inputs["logprobs"], torch.zeros_like(lp_P.detach()))
     lengths_S = inputs["lengths"] if "lengths" in inputs else torch.tensor([len(lp_P)], device=lp_P.device)
-    # Of a sequence in its own order, on a GPU too, where `index_add` takes any.
+    # Each sequence is summed in its own order, on a GPU too, where `index_add` takes any.
     sums_S = torch.segment_reduce(log_ratio_P, "sum", lengths=lengths_S)
     sizes_S = torch.segment_reduce(marked_P.to(sums_S.dtype), "sum", lengths=lengths_S)
     mean_P = (sums_S / sizes_S.clamp(min=1)).repeat_interleave(lengths_S, output_size=len(lp_P))
@@ -97,7 +97,7 @@ def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str
     ratio_P = _clipped_exp(mean_P + (lp_P - lp_P.detach()), advantages_P)
     free_P, clamped_P = ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P
     loss = -torch.minimum(free_P, clamped_P).sum()
-    # The q of a position that is not marked is nothing that this loss reads.
+    # The q of an unmarked position is not read by this loss.
     metrics = {"loss:sum": _total(loss), **_ratio_metrics(log_ratio_P, inside_P & marked_P)}
     metrics["tokens:sum"] = _total(inside_P.sum())
     metrics["sequence_ratio:mean"] = _mean_over_loss(_told(mean_P).exp(), inside_P)
@@ -191,7 +191,7 @@ def _ratio_metrics(log_ratio_P: Tensor, inside_P: Tensor) -> dict[str, Measure]:
 
 
 def _told(log_ratio_P: Tensor) -> Tensor:
-    """log r as metrics tell it, float64 [P]: a loss that clips a ratio beyond float32 succeeds, and JSON knows no
+    """log r as reported in metrics, float64 [P]: a loss that clips a ratio beyond float32 succeeds, and JSON has no
     infinity."""
     return log_ratio_P.detach().double().clamp(max=MAX_TOLD_LOG_RATIO)
 
@@ -201,5 +201,5 @@ def _total(value: Tensor) -> Measure:
 
 
 def _mean_over_loss(values_P: Tensor, inside_P: Tensor) -> Measure:
-    # A product with 0 would be NaN where a value outside has overflown.
+    # A product with 0 would be NaN if a value outside has overflowed.
     return Measure(float(torch.where(inside_P, values_P, 0).sum(dtype=torch.float64)), float(inside_P.sum()))

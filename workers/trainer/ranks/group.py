@@ -31,12 +31,12 @@ from workers.model.owned.load import Owned
 #: This rank's part of a base.
 Base = Sharded | Owned | Mapped
 
-#: What may be waited for without end: the next pass, or word. All else is within a limit of the watchdog.
+#: Waits without a limit: for the next pass, or a word from rank 0. All others are limited by the watchdog.
 FOR_EVER = timedelta(days=365)
 
 
 class Want(IntEnum):
-    """In the order in which they are granted."""
+    """What a rank wants next, in the order in which wishes are granted."""
 
     FORWARD = 1
     TRAIN = 2
@@ -51,7 +51,7 @@ class Group:
 
     def __init__(self, control: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.base: Base | None = None  # of the pass in progress
+        self.base: Base | None = None  # the base of the pass in progress
         self.send: Callable[[msgspec.Struct], None] = lambda message: None
         self.said: list[msgspec.Struct] = []
         self.control = control
@@ -61,7 +61,7 @@ class Group:
         return self.rank == 0
 
     def say(self, *messages: msgspec.Struct) -> None:
-        """To the server."""
+        """Send messages to the server."""
         if not self.leads:
             self.said += messages
             return
@@ -94,7 +94,7 @@ class Group:
         self.base.finish(trains)
 
     def tell(self, words: list[Any] | None = None) -> Any:
-        """Rank 0 gives each rank its word; everyone returns with its own."""
+        """Rank 0 sends each rank its word; every rank returns its own."""
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, words, src=0, group=self.control)
         return mine[0]

@@ -1,10 +1,11 @@
 """Parts of operations that are computed away from their run's home, to keep the ranks evenly busy (`spread`).
 
 The home sends the adapter and the operation, the helper computes each part into a gradient of its own that begins with
-zero, and sends back what came of it. The home adds gradients and results in the order of the data. A part's gradient
-is one sum over its own rows that is added once (`workers.model.lora.products`), so the bits are those of one process.
-What a helper has no memory for, beside its own runs, comes back: from there on the home computes the operation itself.
-Where that does not hold a part stays at home: the head adds to its adapter once for each `HEAD_ROWS` rows of a part.
+zero, and sends back what came of it. The home adds gradients and results in the order of the data. A part's gradient is
+one sum over its own rows that is added once (`workers.model.lora.products`), so the bits are those of one process. If a
+helper lacks memory for a part, beside its own runs, it and the operation's later parts come back: the home computes
+them itself. A part whose gradient is not one such sum stays at home: the head adds to its adapter once for each
+`HEAD_ROWS` rows of a part.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from workers.trainer.ranks.spread import Move, Piece, spread
 from workers.trainer.runs.arena import Arena, ArenaKind
 from workers.trainer.runs.state import RunState
 
-#: The chunk of workers.model.logprobs.
+#: The chunk size of workers.model.logprobs.
 HEAD_ROWS = 1024
-#: Numbers of a gradient that travel at once: the home needs no memory for a second whole one.
+#: How many numbers of a gradient travel at a time: the home then needs no memory for a second whole gradient.
 AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a helper is sent before the adapter's weights. `parts` are (start, stop, tokens) in the batch."""
+    """The message to a helper before the adapter's weights. `parts` are (start, stop, tokens) in the batch."""
 
     op: TrainOp
     spec: RunSpec
@@ -51,7 +52,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one part; its gradient, if it trains and has not failed, follows by itself."""
+    """The result of one part; its gradient follows separately, if it trains and has not failed."""
 
     failure: Failure | None
     outputs: list[dict[str, Any]]
@@ -61,8 +62,8 @@ class Outcome:
 
 @dataclass
 class _Sent:
-    """A move as this rank sees it: of its own parts, of which the helper has taken so many, or of another's as
-    guests."""
+    """A move as one rank sees it: with its own parts, of which the helper has taken `taken`; or with another rank's
+    parts as `guests`."""
 
     move: Move
     own: list[Part] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Ranks:
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
         self._sent: list[_Sent] = []
-        #: Has this rank's trainer make a guest ready.
+        #: Makes a guest ready on this rank's trainer.
         self.welcome: Callable[[Progress], None] = lambda guest: None
         #: Frees memory of this rank's runs.
         self.relieve: Callable[[], None] = lambda: None
@@ -97,7 +98,7 @@ class Ranks:
             by_op.setdefault(part.progress.op.op_id, []).append(part)
         everyone = self._group.exchange([_piece(part) for own in by_op.values() for part in own])
         self._sent = [_Sent(move) for move in spread(everyone)]
-        refused: set[str] = set()  # operations of which something comes back: what is behind it does, too
+        refused: set[str] = set()  # operations that are not sent completely: their later parts stay here, too
         for sent in self._sent:
             move = sent.move
             if move.home == self._group.rank:
@@ -131,7 +132,7 @@ class Ranks:
             if sent.guests:
                 self._give_back(sent)
                 for guest in sent.guests:
-                    guest.progress.run.arena = None  # whoever else still knows the guest
+                    guest.progress.run.arena = None  # in case somebody still refers to the guest
         self._sent = []
         return came, back
 
@@ -144,7 +145,8 @@ class Ranks:
         return bool(here)
 
     def _send(self, sent: _Sent, bring: Bring, wanted: bool) -> bool:
-        """Whether the helper has taken all of it; it is told if there is nothing to take."""
+        """Send a move to its helper. Returns whether the helper has taken all of it. The helper is also told if nothing
+        comes."""
         progress = sent.own[0].progress
         run, op, helper = progress.run, progress.op, sent.move.helper
         order: Order | None = None
@@ -172,7 +174,7 @@ class Ranks:
             dist.recv(weights, src=home)
 
     def _take_in(self, sent: _Sent, order: Order) -> Tensor:
-        """Make guests of as many parts as there is memory for. Returns where their weights are to be."""
+        """Make guests of as many parts as there is memory for. Returns the tensor for their weights."""
         kind, weights = order.kind, torch.empty(0)
         with suppress(OSError):
             weights = with_room(lambda: torch.empty(kind.shape.numel, device=self._device), self.relieve)
@@ -186,7 +188,7 @@ class Ranks:
         return weights
 
     def _give_back(self, sent: _Sent) -> None:
-        """What has become of guests, up to the first that there was no memory for, if it is wanted."""
+        """Send the results of guests, up to the first that there was no memory for, if the home wants them."""
         if not self._group.take(sent.move.home):
             return
         done = [part.progress for part in takewhile(lambda part: not part.progress.unfit, sent.guests)]
@@ -198,7 +200,7 @@ class Ranks:
                     dist.send(piece, dst=sent.move.home)
 
     def _add(self, sent: _Sent, ready: Ready, wanted: bool) -> int:
-        """What a helper has made of parts of an operation, in their order. Returns how many."""
+        """Add a helper's results for parts of an operation, in order. Returns how many."""
         progress, helper = sent.own[0].progress, sent.move.helper
         if not sent.taken:
             return 0
@@ -222,7 +224,7 @@ class Ranks:
         return len(outcomes)
 
     def _buffer(self, progress: Progress) -> Tensor | None:
-        """For what comes of a gradient; None where there is no memory."""
+        """A buffer for pieces of a gradient; None if there is no memory."""
         size = min(AT_ONCE, progress.run.kind.shape.numel) if progress.trains else 0
         with suppress(OSError):
             return with_room(lambda: torch.empty(size, device=self._device), self.relieve)

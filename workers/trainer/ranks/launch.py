@@ -27,7 +27,7 @@ from workers.scratch import scratch
 
 log = logging.getLogger("trainer")
 
-#: A config is smaller.
+#: The largest config, in bytes.
 CONFIG_BYTES = 1 << 20
 
 
@@ -54,7 +54,7 @@ def launch(config: TrainerConfig, server: WorkerLink) -> int:
 
 
 def _places(config: TrainerConfig) -> list[str]:
-    """torchrun's own arguments. It starts nothing again itself: who supervises this process does."""
+    """The arguments of torchrun. It restarts nothing itself: whoever supervises this process does."""
     places = [f"--nproc-per-node={config.ranks}", "--max-restarts=0", "--signals-to-handle=SIGHUP"]
     if config.nodes == 1:
         return [*places, "--standalone"]
@@ -76,7 +76,7 @@ def _hand_out(listening: socket.socket, config: TrainerConfig, server: WorkerLin
 
 
 def _stop(leader: list[int]) -> None:
-    """SIGTERM: rank 0 finishes its pass and has all leave. Before it is there nothing has begun."""
+    """SIGTERM: rank 0 finishes its pass and makes all ranks leave. Before rank 0 exists nothing has begun."""
     if not leader:
         leave(0)
     with suppress(ProcessLookupError):
@@ -84,7 +84,7 @@ def _stop(leader: list[int]) -> None:
 
 
 def handed(door: str) -> tuple[TrainerConfig, int | None]:
-    """In a rank: its config, and for rank 0 the descriptor of the link."""
+    """In a rank: its config, and on rank 0 the descriptor of the link."""
     with socket.socket(socket.AF_UNIX) as parent:
         parent.connect(door)
         parent.sendall(f"{os.environ['RANK']} {os.getpid()}".encode())

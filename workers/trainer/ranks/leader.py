@@ -1,5 +1,5 @@
-"""What the server meets as one trainer: rank 0 takes passes, hands each rank its share, and the answers of all leave
-through it. The others follow.
+"""Several ranks as one trainer towards the server: rank 0 takes passes, hands each rank its share, and sends the
+answers of all. The other ranks follow it.
 
 A run lives on one rank, its home, from its creation on: there lie weights, moments and gradient, there it is stepped,
 saved and paged. It is placed where runs take the least memory; what a pass then asks of a rank beyond its fair share,
@@ -29,17 +29,17 @@ from workers.trainer.watchdog import Limit
 
 
 class Word(Enum):
-    """What rank 0 says besides passes."""
+    """What rank 0 tells the other ranks besides passes."""
 
     BEGIN = "drop what you hold: another server"
     DRAIN = "save what has changed"
     STOP = "leave"
 
 
-#: Between passes a rank hears at once what it is told; one that does not is lost, and the group with it.
+#: Between passes a rank must hear its word at once; one that does not is lost, and the group with it.
 HEARS_WITHIN_S = 60.0
 
-#: A trainer of this rank's, with empty hands.
+#: Makes a trainer for this rank that holds no runs.
 MakeTrainer = Callable[[Others], Trainer]
 
 
@@ -59,21 +59,21 @@ class Member:
         self.trainer.execute(share, self.group.say)
 
     def drain(self) -> None:
-        """It may take as long as the last pass might: what is not saved by then is replayed."""
+        """Snapshot the runs. It may take as long as the last pass might; what is not saved by then is replayed."""
         with self.trainer.limit(self._limit_s):
             self.trainer.drain(self.group.say)
-            self.group.vote(Want.NOTHING)  # with which the messages leave
+            self.group.vote(Want.NOTHING)  # messages leave with the vote
 
 
 class Homes:
-    """Where runs live: a new one where runs take the least memory."""
+    """The home rank of each run: a new run goes where runs take the least memory."""
 
     def __init__(self, ranks: int) -> None:
         self._of: dict[str, tuple[int, int]] = {}
         self._used_bytes = [0] * ranks
 
     def of(self, run_id: str) -> int:
-        """Rank 0 for a run that is nowhere: it says so."""
+        """The home of a run; rank 0 if it has none, which then reports that."""
         return self._of.get(run_id, (0, 0))[0]
 
     def place(self, run_id: str, size_bytes: int) -> None:
@@ -88,8 +88,8 @@ class Homes:
 
 
 class Leader:
-    """Rank 0's trainer and those of all others, as one. An EOFError of `send` (the server is gone) is raised when all
-    ranks have come to the end of what they do: they cannot be left in the middle of it."""
+    """The trainers of all ranks, as one, on rank 0. If `send` raises EOFError (the server is gone), it is raised only
+    once all ranks have finished what they do: they cannot be left in the middle of it."""
 
     def __init__(self, member: Member) -> None:
         self._member, self._group = member, member.group
@@ -101,7 +101,7 @@ class Leader:
 
     @property
     def residency(self) -> Residency:
-        """Of rank 0; the others' are as large."""
+        """Rank 0's residency; those of the others are as large."""
         return self._member.trainer.residency
 
     @property
@@ -114,7 +114,7 @@ class Leader:
     def execute(self, pass_: Pass, send: Send) -> None:
         began, overs = time.monotonic(), list[PassOver]()
         shares = self._shares(pass_)
-        with self._member.trainer.limit(pass_.limit_s or math.inf):  # a rank may take nothing that it is told
+        with self._member.trainer.limit(pass_.limit_s or math.inf):  # a rank may be stuck before it reads its word
             self._group.tell(list(shares))
             self._speaking(send, overs, lambda: self._member.execute(shares[0]))
         seconds = time.monotonic() - began
@@ -125,7 +125,7 @@ class Leader:
         self._speaking(send, [], self._member.drain)
 
     def _speaking(self, send: Tell, overs: list[PassOver], work: Callable[[], None]) -> None:
-        """Do `work`, while what ranks say goes to the server, except that their passes are over."""
+        """Do `work` while messages of all ranks go to the server, except the ends of their passes."""
         lost: list[EOFError] = []
 
         def out(message: msgspec.Struct) -> None:
@@ -170,7 +170,7 @@ class Leader:
 
 
 def announce(group: Group, word: Word, limit: Limit) -> None:
-    """On rank 0: say what is no pass. Returns when all have heard it."""
+    """On rank 0: tell all ranks a word other than a pass. Returns once all have heard it."""
     with limit(HEARS_WITHIN_S):
         group.tell([word] * group.size)
         group.exchange(None)
@@ -184,7 +184,7 @@ def _heard(group: Group) -> Pass | Word:
 
 
 def follow(group: Group, begin: Callable[[], Member]) -> None:
-    """What every rank but 0 does, until it is told to stop. `begin` gives it empty hands."""
+    """The loop of every rank but 0, until it is told to stop. `begin` makes its trainer."""
     member: Member | None = None
     while (word := _heard(group)) is not Word.STOP:
         if word is Word.BEGIN:

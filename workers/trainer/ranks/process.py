@@ -42,8 +42,8 @@ log = logging.getLogger("trainer")
 
 
 def main(door: str, parent: int) -> int:
-    die_with_parent()  # torchrun's children are in sessions of their own
-    if os.getppid() != parent:  # it was too late for that
+    die_with_parent()  # torchrun's children have sessions of their own
+    if os.getppid() != parent:  # the parent died before that call
         leave(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config, link = handed(door)
@@ -86,7 +86,8 @@ def main(door: str, parent: int) -> int:
 
 
 def mesh_of(config: TrainerConfig, where: ModelDevice) -> DeviceMesh:
-    """All ranks keep a part each; or, of several nodes, each node keeps the whole among its ranks."""
+    """The mesh of ranks: each keeps a part of the base; or, with several nodes, each node keeps the whole base among
+    its ranks."""
     if config.nodes > 1 and config.shard == "node":
         return init_device_mesh(where.device.type, (config.nodes, config.ranks), mesh_dim_names=("nodes", "ranks"))
     return init_device_mesh(where.device.type, (config.nodes * config.ranks,))
@@ -116,8 +117,8 @@ def load(config: TrainerConfig, where: ModelDevice, mesh: DeviceMesh, group: Gro
 
 
 def map_together(path: Path, config: TrainerConfig, where: ModelDevice, group: Group) -> Mapped | None:
-    """The base as one file that the ranks of a host map, where that is what each host is to have of it: on a CPU, and
-    if all ranks can."""
+    """The base as one file mapped by the ranks of a host, if each host is to have the whole base: on a CPU, and only if
+    all ranks can."""
     folder, whole = config.basics.base_dir, config.nodes == 1 or config.shard == "node"
     if where.device.type != "cpu" or not folder or not whole:
         return None
@@ -134,7 +135,7 @@ def map_together(path: Path, config: TrainerConfig, where: ModelDevice, group: G
 
 
 def _pages(config: TrainerConfig, temporary: Path) -> Path:
-    """A folder of this rank's own; in it may be what a lost trainer has left."""
+    """A folder for this rank alone, emptied of what a lost trainer has left."""
     if config.basics.redis_url:
         return temporary
     pages = Path(config.basics.data_dir) / f"{config.pages}-{dist.get_rank()}"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """One part as the other ranks see it. `movable`: its sums have the same bits if they begin with zero elsewhere.
-    `uploaded`: its loss is."""
+    """One part as other ranks see it. `movable`: its sums have the same bits if they begin with zero on another rank.
+    `uploaded`: its loss is an uploaded one."""
 
     op_id: str
     tokens: int

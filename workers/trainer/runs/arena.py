@@ -46,8 +46,8 @@ class Arena:
 
     @classmethod
     def of_guest(cls, kind: ArenaKind, weights: Adapter, *, trains: bool) -> Arena:
-        """With the `weights` of a run that is at home on another rank, and no moments. Its gradient is one of its own
-        where it `trains`, and takes no memory where it does not."""
+        """An arena with the `weights` of a run whose home is another rank, and no moments. If it `trains` it has a
+        gradient of its own, otherwise one that takes no memory."""
         arena = cls.__new__(cls)
         arena.kind, arena.weights = kind, weights
         arena.flat = torch.empty_like(weights.flat, device=None if trains else "meta")
@@ -56,7 +56,7 @@ class Arena:
         return arena
 
     def used(self, with_gradient: bool) -> Tensor:
-        """The part that a page must hold."""
+        """The part of the arena that a page must contain."""
         return self.flat if with_gradient else self.flat[: self.flat.numel() - self.gradient.flat.numel()]
 
 
@@ -70,7 +70,7 @@ class Arenas:
 
     def __init__(self, budget_bytes: int, device: torch.device) -> None:
         self.budget_bytes, self.device = budget_bytes, device
-        self.size_bytes = 0  # of all that exist
+        self.size_bytes = 0  # of all existing arenas
         self.peak_bytes = 0
         self._free: list[Arena] = []
 

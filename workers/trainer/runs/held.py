@@ -1,4 +1,5 @@
-"""The runs that a trainer holds, in memory or paged out: what is open of them, when they are saved, how they leave."""
+"""The runs that a trainer holds, in memory or paged out: their open operations, when they are saved, and how they
+leave."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from workers.trainer.runs.residency import resident_within, waves
 from workers.trainer.runs.state import RunState, save_snapshot
 
 log = logging.getLogger(__name__)
-#: While a run is rebuilt, and until the operations that were pending when its trainer was lost are done, its state is
-#: saved this often, so that even trainers which die again soon make progress; but for a tenth of the time at most.
+#: How often the state of a run is saved while it is rebuilt, and until the operations that were pending when its
+#: trainer was lost are done: so that even trainers which die again soon make progress. Saving takes at most a tenth of
+#: the time.
 SAVE_AGAIN_S, SAVING_SHARE = 2.0, 0.1
 
 #: Tells the server one thing.
@@ -44,8 +46,8 @@ class HeldRuns:
         self.open: dict[str, Progress] = {}  # operations with slices still to come, by their id
         self.residency = resident_within(bounds, pages_dir or blobs.root.with_name("pages"), device)
         self._blobs, self._bounds = blobs, bounds
-        self._saved_in_s = 0.0  # the last time that one was saved
-        #: Frees what is in memory for other ranks; whether there was anything.
+        self._saved_in_s = 0.0  # how long the last save took
+        #: Frees memory that is used for other ranks; returns whether there was any.
         self.give_way: Callable[[], bool] = lambda: False
 
     def add(self, run: RunState) -> None:
@@ -69,12 +71,12 @@ class HeldRuns:
             run.part = None
 
     def give_up(self, run_id: str, why: str) -> bool:
-        """The run takes no further part in this pass: its open operations end with it. Whether it is still what it was
-        before them, and what they would go on from."""
+        """The run takes no further part in this pass, and its open operations end here. Returns whether the run is
+        still what it was before them, which is what they would continue from."""
         begun = [progress for progress in self.open.values() if progress.op.run_id == run_id]
         for progress in begun:
             progress.fail(why)
-            progress.abandon()  # a gradient may be spoilt, and the operation begins anew
+            progress.abandon()  # its gradient may be spoilt: the operation begins anew
             del self.open[progress.op.op_id]
         return not any(progress.parts or progress.saved for progress in begun)
 
@@ -89,7 +91,7 @@ class HeldRuns:
             self.residency.need(own)
 
     def make_room(self, *runs: RunState) -> None:
-        """Free all that is in memory beside these runs."""
+        """Free everything in memory except these runs."""
         self.residency.hold_only(runs)
         self.give_way()
 
@@ -122,7 +124,7 @@ class HeldRuns:
                 self.snapshot(run, send)
 
     def hand_over(self, run_id: str, send: Tell) -> None:
-        """Save a run and forget it; what cannot be saved stays."""
+        """Save a run and forget it; a run that cannot be saved stays."""
         run = self.runs.get(run_id)
         kept = False
         if run is not None and self._is_changed(run):
@@ -138,9 +140,9 @@ class HeldRuns:
         self.residency.forget(run_id)
 
     def is_due(self, run: RunState, again: bool) -> bool:
-        """Whether the run's state is to be saved; `again`: it is being rebuilt after a trainer was lost."""
+        """Whether the run's state has to be saved now. `again`: it is being rebuilt after a trainer was lost."""
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
-            return False  # the failed operation is about to end and leaves nothing to save
+            return False  # a failed operation is about to end, and leaves nothing to save
         apart_s = max(SAVE_AGAIN_S, self._saved_in_s * len(self.runs) / SAVING_SHARE)
         often = again and time.monotonic() - run.saved_at >= apart_s
         return self._is_changed(run) and (often or run.unsaved_tokens >= self._bounds.snapshot_every_tokens)
@@ -149,13 +151,14 @@ class HeldRuns:
         return run.unsaved or self._half_done(run) is not None
 
     def _half_done(self, run: RunState) -> Progress | None:
-        """The run's open operation of which something is computed. One that has failed already is none: whoever went on
-        behind it would not know, so the next trainer begins it anew, and has it fail again."""
+        """The run's open operation of which a part is computed. A failed one does not count: a trainer that continued
+        it would not know of the failure, so the next trainer begins it anew, and it fails again."""
         begun = self._begun(run.spec.run_id)
         return next((progress for progress in begun if progress.parts and progress.failure is None), None)
 
     def snapshot(self, run: RunState, send: Tell) -> bool:
-        """False when it could not be written, or there is no memory for the run: the older one still holds."""
+        """Save a snapshot. Returns False if it could not be written, or there is no memory for the run: then the older
+        one still holds."""
         run_id = run.spec.run_id
         progress = self._half_done(run)
         part = progress.part_done() if progress is not None else run.part

@@ -30,7 +30,8 @@ from workers.trainer.runs.state import RunState
 
 log = logging.getLogger(__name__)
 
-#: A run paged in: its arena, the separate gradients of open operations, and whether its page still holds the same.
+#: A run that was paged in: its arena, the separate gradients of open operations, and whether its page is still up to
+#: date.
 Loaded = tuple[Arena, list[Tensor], bool]
 ResultT = TypeVar("ResultT")
 
@@ -49,14 +50,14 @@ class Residency:
     def __init__(self, budget_bytes: int, store: PageStore, device: torch.device) -> None:
         self.budget_bytes = budget_bytes
         self.page_ins = self.page_outs = self.write_backs = 0
-        self.waited_s = 0.0  # for runs that were still being paged in
+        self.waited_s = 0.0  # time spent waiting for runs to be paged in
         self._device, self._store = device, store
         self._arenas = Arenas(budget_bytes, device)
-        self._here: OrderedDict[str, RunState] = OrderedDict()  # in memory or on the way; least recently held first
+        self._here: OrderedDict[str, RunState] = OrderedDict()  # in memory or on the way, the least recently held first
         self._coming: dict[str, Future[Loaded]] = {}
         self._held: frozenset[str] = frozenset()
         self._used_bytes = 0
-        self._stuck: dict[str, Loaded] = {}  # could not be written back: kept in memory
+        self._stuck: dict[str, Loaded] = {}  # runs that could not be written back: kept in memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pager")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -95,7 +96,7 @@ class Residency:
             self._arrived(run)
 
     def hold_only(self, runs: Sequence[RunState]) -> None:
-        """Hold nothing but these runs, and free what others have, also of those that were on their way."""
+        """Hold only these runs, and free the memory of all others, also of those on their way."""
         self._held = frozenset(run.spec.run_id for run in runs)
         for run_id in [run_id for run_id in self._coming if run_id not in self._held]:
             with suppress(Exception):  # whoever needs that run gets the error then
@@ -117,7 +118,7 @@ class Residency:
         run.apart = {
             op_id: Adapter(run.kind.shape, flat, run.kind.scale)
             for op_id, flat in zip(run.paged_apart, apart, strict=True)
-            if op_id  # given up meanwhile
+            if op_id  # unless it was given up meanwhile
         }
         run.dirty = not paged
 
@@ -129,7 +130,7 @@ class Residency:
 
     @contextmanager
     def taking(self) -> Iterator[TakeArena]:
-        """`take`, for a run that is made within it: where that fails, what was taken for it comes back."""
+        """`take` for a run that is made in the block; if that fails, the arena is given back."""
         taken: list[Arena] = []
 
         def take(kind: ArenaKind) -> Arena:
@@ -156,7 +157,7 @@ class Residency:
             self._leave(run)
             arena = run.arena
             if coming is not None:
-                with suppress(Exception):  # it did not come
+                with suppress(Exception):  # it never arrived
                     arena = coming.result()[0]
             run.arena, run.apart = None, {}
             if arena is not None:
@@ -261,7 +262,8 @@ class Residency:
             apart = [arena.flat.new_empty(kind.shape.numel) for _ in range(apart_count)]
             if self._stream is not None:
                 for flat in apart:
-                    flat.record_stream(torch.cuda.default_stream(self._device))  # where it will be used, and freed
+                    # it will be used, and freed, on that stream
+                    flat.record_stream(torch.cuda.default_stream(self._device))
             self._store.get(run_id, [arena.used(with_gradient), *apart])
         except BaseException:
             self._arenas.give(arena)
@@ -278,7 +280,7 @@ def resident_within(bounds: TrainerBounds, pages_dir: Path, device: torch.device
     """A Residency with these budgets; 0 takes half of the memory that is free now, or its part of that half."""
     host_bytes, share = bounds.host_bytes, 2 * bounds.trainers
     if device.type == "cpu":
-        host_bytes = 0  # a tier between the host's memory and the disk would be the same memory
+        host_bytes = 0  # with a host tier, the same memory would be counted twice
     elif not host_bytes:
         host_bytes = free_bytes(torch.device("cpu")) // share
     return Residency(bounds.resident_bytes or free_bytes(device) // share, PageStore(pages_dir, host_bytes), device)

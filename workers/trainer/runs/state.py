@@ -41,8 +41,8 @@ class DamagedState(StateError):
     """A checkpoint is not what was written: a fault of the disk, not of the user."""
 
 
-#: What a snapshot holds beyond a checkpoint: the gradient since the last step; and the gradient, tokens per expert,
-#: outputs and other fields of an operation that is not complete.
+#: The tensors of a snapshot beyond those of a checkpoint: the gradient since the last step; and gradient, tokens per
+#: expert, outputs and other fields of an unfinished operation.
 GRADIENT, PART_GRADIENT, PART_EXPERTS = "gradient", "part_gradient", "part_experts"
 OUTPUTS_FILE, PART_FILE = "part_outputs.pb", "part.json"
 
@@ -150,7 +150,7 @@ class RunState:
         if grad is mine:
             self.gathering = ""
         else:
-            if self.gathering:  # an operation that began before this one, and is not complete
+            if self.gathering:  # used by an unfinished operation that began before this one
                 self.apart[self.gathering] = Adapter(self.kind.shape, mine.flat.clone(), self.kind.scale)
                 self.gathering = ""
             del self.apart[op_id]
@@ -236,7 +236,7 @@ def _moments_of(run: RunState) -> dict[str, Tensor]:
 
 
 def _save_part(run: RunState, part: PartDone, folder: Path) -> dict[str, Tensor]:
-    """Write all but its tensors, which are returned."""
+    """Write the finished part without its tensors, which are returned."""
     fields = {"op_id": part.op_id, "stop": part.stop, "parts": part.parts, "measures": part.measures}
     (folder / PART_FILE).write_text(json.dumps(fields))
     (folder / OUTPUTS_FILE).write_bytes(encode_train_output(part.outputs, {}))
@@ -284,7 +284,7 @@ def _readable(blobs: Blobs, ref: str) -> Iterator[Path]:
 
 @contextmanager
 def _as_checkpoint(folder: Path) -> Iterator[None]:
-    """What is wrong with the files in `folder`, as the user is told it: without their path on this machine."""
+    """The fault of the files in `folder`, for the user: without their path on this machine."""
     try:
         yield
     except (AdapterFileError, OSError, ValueError, SafetensorError) as error:
@@ -302,7 +302,7 @@ def _loaded(
     if loaded.base_model != spec.base_model:
         raise StateError(f"the checkpoint is of base model {loaded.base_model!r}, the run of {spec.base_model!r}")
     _check_same(spec, loaded.adapter)
-    kind = replace(kind, shape=loaded.adapter.shape)  # which may not share factors among experts
+    kind = replace(kind, shape=loaded.adapter.shape)  # the loaded adapter may not share factors among experts
     moments = _moments(spec, kind, loaded) if with_optimizer else None
     run = _fresh(spec, kind, loaded.adapter, take)
     if moments is not None:

@@ -33,7 +33,7 @@ class HalfDone(RuntimeError):
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Within it runs are changed in place, and no tensor is made."""
+    """In the block runs are changed in place, and no tensor is made."""
     try:
         yield
     except Exception as error:
@@ -54,8 +54,9 @@ class Adam:
 
 @dataclass
 class Step:
-    """One due update. Arenas are flat float32 of equal size and are changed in place, `grad` too (by clipping).
-    `step` is the number of updates made before this one. One that was `answered` is taken whatever its gradient is."""
+    """One due update. Arenas are flat float32 of equal size and are changed in place, `grad` too (by clipping). `step`
+    is the number of updates made before this one. A step that was `answered` already is taken whatever its gradient
+    is."""
 
     adam: Adam
     weights: Tensor
@@ -106,7 +107,7 @@ def _result(step: Step, norm: float) -> dict[str, float] | OptimizerError:
 
 
 def clip_scale(norm: float, limit: float) -> float:
-    """What a gradient of this norm is multiplied by for one of at most `limit` (0 = none). As
+    """The factor for a gradient of this norm so that it is at most `limit` (0 = none). As
     torch.nn.utils.clip_grad_norm_."""
     return limit / (norm + 1e-6) if limit and limit < norm + 1e-6 else 1.0
 

@@ -20,13 +20,13 @@ from workers.trainer.steps.dimuon import Dimuon, DimuonStep, step_dimuon
 
 
 class Memory(Protocol):
-    """That of the runs."""
+    """The memory of the runs."""
 
     def bring(self, *runs: RunState) -> None:
-        """Return when all these runs are in it. OSError when there is none for them now."""
+        """Return once all these runs are in memory. Raises OSError if there is no room for them now."""
 
     def make_room(self, *runs: RunState) -> None:
-        """Free all that is in it beside these runs."""
+        """Free everything in memory except these runs."""
 
 
 def step_runs(due: Sequence[tuple[TrainOp, RunState, bytes]], memory: Memory) -> list[bytes | Exception]:
@@ -52,13 +52,13 @@ def step_runs(due: Sequence[tuple[TrainOp, RunState, bytes]], memory: Memory) ->
     return [results[i] for i in range(len(due))]
 
 
-#: With whether it was answered before.
+#: A step, and whether it was answered before.
 _Due = tuple[RunState, Adam | Dimuon, bool]
 
 
 def _update(due: Sequence[_Due], memory: Memory) -> list[bytes | Exception]:
-    """Update runs in one call; where there is no memory for all of them, half of them after the other. A call changes
-    all of its runs or none, but those whose gradient it refuses, and the bits are the same."""
+    """Update runs in one call; if there is no memory for all of them, one half after the other. A call changes all its
+    runs or none, except those whose gradient it refuses; the bits are the same."""
     runs = [run for run, _, _ in due]
     try:
         memory.bring(*runs)
@@ -98,8 +98,8 @@ def _params(op: TrainOp, run: RunState, body: bytes) -> Adam | Dimuon:
 
 
 def _zeros(runs: Sequence[RunState]) -> Tensor:
-    """The gradient of all that have accumulated none, in the memory of the largest of them, so that it is written once
-    and stays in the cache."""
+    """Zeros for all runs that have accumulated no gradient, of the size of the largest: written once, they stay in the
+    cache."""
     unused = [run.own_grad.flat for run in runs if not run.has_grad]
     return max(unused, key=Tensor.numel).zero_() if unused else torch.empty(0)
 

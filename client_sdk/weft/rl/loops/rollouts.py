@@ -67,8 +67,7 @@ class Groups:
 
 
 class Rollouts:
-    """The rollouts of one run, started by `async with`. `state_dict` holds the version and the tasks to be tried
-    next."""
+    """The rollouts of one run, started by `async with`. `state_dict` holds the version and the tasks to try next."""
 
     def __init__(
         self,
@@ -150,8 +149,8 @@ class Rollouts:
         return self._most_groups * self.groups.size if held else 0
 
     async def _look(self, concurrency: Concurrency) -> None:
-        """Tell `concurrency`, again and again, which share of their time samples wait. A new limit is judged only once
-        all groups have ended that were under way when it changed."""
+        """Keep telling `concurrency` which share of their time samples wait. A new limit is judged only once all groups
+        have ended that were under way when it changed."""
         rest, run_id = self.run.create_rest_client(), (await self.run.get_info_async()).model_id
         limit, before, since = concurrency.limit, set[int](), time.monotonic()
         while True:
@@ -191,8 +190,7 @@ class Rollouts:
             await self._news.wait()
 
     async def step(self, update: Awaitable[Any] | None) -> Any:
-        """Wait for the optimizer step and move the rollouts to its weights. With None the batch had nothing to train
-        on."""
+        """Wait for the optimizer step and move the rollouts to its weights. None: there was nothing to train on."""
         if update is None:
             self._stepped(moved=False)
             return None
@@ -319,8 +317,8 @@ class Rollouts:
         self.pacer.finish(number, drawn, None if oldest is None else oldest - (self._base or 0))
 
     def _refused(self, number: int) -> None:
-        """Tell `concurrency` that the server refused a sample of this group (429), but only once for all groups that
-        were under way at the refusal: they had begun under the old limit."""
+        """Tell `concurrency` that the server refused a sample of this group (429), once for all groups that were under
+        way then: they had begun under the old limit."""
         if self._concurrency is not None and number > self._cut_at:
             self._concurrency.refused()
             self._cut_at = max(number, *self._tasks)
