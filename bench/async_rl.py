@@ -48,11 +48,11 @@ class Clock:
         self.at.append(time.perf_counter() - self.began)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """The clock keeps nothing open."""
 
 
 def environment(seed: int) -> Prompts:
-    """Sums, whose judge takes its time."""
+    """The environment: sums, with a judge that takes its time."""
     draw = random.Random(seed)
     sums = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(200)]
     tasks = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in sums]
@@ -94,7 +94,7 @@ def one(service: weft.ServiceClient, schedule: str, seed: int, steps: int, group
 
 
 def warns() -> bool:
-    """Whether an unclipped loss at lag 3 is warned of."""
+    """Whether the loop warns of an unclipped loss at lag 3."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Recipe(schedule=rl.Async(3), loss=rl.losses.importance_sampling()).chosen_loss()

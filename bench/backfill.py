@@ -22,18 +22,19 @@ from bench.parts.results import asked, at_least, claim, machine, tell
 from bench.parts.serving import BASE_MODEL, make_key, serve
 
 SLOTS = 32
-#: Tokens of a batch's groups, of eight sequences each but for the last, which keeps its tenant waiting.
+#: How many tokens each of a batch's groups draws, each of eight sequences; the last group keeps its tenant waiting.
 STRAGGLING = (40, 40, 40, 40, 40, 40, 40, 240)
 GROUP = 8
 SAMPLES_IN_FLIGHT = 2000
 ROUNDS = 2
-#: Seconds between two looks at the server; its generator reports twice a second, so what is new is this many looks old.
+#: Seconds between two looks at the server. Its generator reports twice a second, so a new count may be this many looks
+#: old.
 LOOK_S = 0.25
 REPORTED_LOOKS = 2
 
 
 class Watch:
-    """The server's counts between two moments, all of them, and those of the times in which requests waited."""
+    """The server's counts between two moments: all of them, and those while requests waited."""
 
     def __init__(self, url: str, key: str) -> None:
         self._http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
@@ -64,7 +65,7 @@ class Watch:
 
 
 def together(loops: Sequence[Callable[[], float]]) -> float:
-    """Run all at once; the sum of what they return. Raises what any of them raises."""
+    """Run all at once; returns the sum of what they return. Raises what any of them raises."""
     results: list[float] = []
     errors: list[BaseException] = []
 
@@ -89,7 +90,7 @@ def prompt(seed: int, length: int = 16) -> types.ModelInput:
 
 
 def straggle(sampler: weft.SamplingClient, tenant: int, until: float) -> int:
-    """Batch after batch; the tokens of those that ended in time."""
+    """Sample batch after batch; returns the tokens of those that ended in time."""
     tokens = batch = 0
     while time.monotonic() < until:
         batch += 1
@@ -106,7 +107,7 @@ def straggle(sampler: weft.SamplingClient, tenant: int, until: float) -> int:
 
 
 def occupied(watch: Watch, samplers: Sequence[weft.SamplingClient], seconds: float) -> None:
-    """Let each sampler's tenant straggle for that time, and watch."""
+    """Let the tenant of each sampler straggle for that time, and watch."""
     over = threading.Event()
     watching = threading.Thread(target=watch.during, args=(over,))
     until = time.monotonic() + seconds
@@ -118,8 +119,8 @@ def occupied(watch: Watch, samplers: Sequence[weft.SamplingClient], seconds: flo
 
 
 def rl_loop(training: weft.TrainingClient, tenant: int, seconds: float) -> float:
-    """Sample eight groups of four, train, step, again; output tokens per second, until the step is over that is going
-    on after `seconds`."""
+    """Sample eight groups of four, train, step, and again, until the step under way at `seconds` is over; output tokens
+    per second."""
     begun = time.monotonic()
     sampler = training.save_weights_and_get_sampling_client().result()
     tokens = step = 0

@@ -53,13 +53,13 @@ GOAL_MS = 300
 RUNS, EVENTS, DAYS = 500, 100_000, 90
 POINTS, STEPS, AUDITED, USERS = 400, 50, 2_000, 20
 ROUNDS = 11
-#: Kinds of an operation's usage; each is an event.
+#: Kinds of usage of an operation; each one is an event.
 QUANTITIES = {"train": 3000, "sample": 900, "prefill": 1200, "cached_prefill": 4000}
 NAMES = ("grpo", "sft", "dpo", "distil", "sweep")
 
 
 def fill(session: Session, prices: PriceList, runs: int, events: int) -> tuple[str, str]:
-    """The organisation, and a person who owns it."""
+    """Fill a database with the organisation and a person who owns it."""
     rng, now = random.Random(0), datetime.now(UTC)
     org_id = organisation_named(session, "bench").id
     owner = organisations.add_member(session, org_id, "owner@bench.example", "owner")
@@ -118,7 +118,7 @@ def insert_rows(
     projects: list[str],
     rng: random.Random,
 ) -> None:
-    """Sessions, runs, curves, checkpoints and steps."""
+    """Insert sessions, runs, curves, checkpoints and steps."""
     rows: dict[type[tables.Base], list[dict[str, Any]]] = {
         table: []
         for table in (
@@ -187,7 +187,7 @@ def insert_rows(
 
 @contextmanager
 def filled(runs: int, events: int) -> Iterator[tuple[Weftd, str, list[str]]]:
-    """A server with all of it, a link to sign in by, and the ids of some runs, the latest first."""
+    """A server with all these rows, a sign-in link, and the ids of some runs, the latest first."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         server = Weftd(Path(folder))
         server.data_dir.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def filled(runs: int, events: int) -> Iterator[tuple[Weftd, str, list[str]]]:
 
 
 def pages(runs: list[str]) -> dict[str, str]:
-    """What is asked for, by name."""
+    """The paths to ask for, by name."""
     run, several = runs[-1], "&".join(f"run={run}" for run in runs)
     return {
         "overview": "/",
@@ -230,7 +230,7 @@ def pages(runs: list[str]) -> dict[str, str]:
 
 
 def ask(server: Weftd, link: str, paths: dict[str, str], rounds: int) -> tuple[dict[str, dict[str, float]], str]:
-    """Milliseconds of each, and the cookie."""
+    """Milliseconds of each page, and the cookie."""
     found, process = {}, psutil.Process(server.process.pid)
     with httpx.Client(base_url=f"{server.url}/console", timeout=60, headers={"accept": "text/html"}) as http:
         http.post(f"/login/{link}", headers={"sec-fetch-site": "same-origin"})
@@ -253,7 +253,7 @@ def ask(server: Weftd, link: str, paths: dict[str, str], rounds: int) -> tuple[d
 
 
 def draw(server: Weftd, cookie: str, paths: dict[str, str], rounds: int) -> dict[str, float]:
-    """Milliseconds until a page is drawn in Chromium, the median; of whole pages."""
+    """Median milliseconds until Chromium has drawn each whole page."""
     found = {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -44,7 +44,7 @@ from workers.model.lora.rows import LoraRows
 
 TENANTS, TOKENS = 16, 64
 GOAL = 0.9
-#: The sizes of all models, where a family has them.
+#: The sizes of all models, as far as their families have them.
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -54,7 +54,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 512,
 }
-#: Those of single families.
+#: Sizes of single families.
 OWN_SIZES: dict[str, Any] = {
     "num_experts": 16,
     "num_local_experts": 16,
@@ -76,7 +76,7 @@ OWN_SIZES: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 128,
 }
 NO_PEER = ("bailing",)
-#: What peft wraps of a model with Mamba-2.
+#: The modules that peft wraps in a model with Mamba-2.
 OF_MAMBA = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 ROUNDS, STEP_ROUNDS = 5, 20
 
@@ -90,7 +90,7 @@ def models() -> dict[str, str]:
 
 
 def made(model: str) -> Any:
-    """In transformers, at our sizes. Latent attention has as many key-value heads as heads."""
+    """The transformers model at our sizes. With latent attention there are as many key-value heads as heads."""
     own = FAMILIES[model][2]
     sizes = SIZES | {key: size for key, size in OWN_SIZES.items() if own.get(key) is not None}
     if "kv_lora_rank" in own:
@@ -136,7 +136,7 @@ def steps(decoder: Decoder, theirs: Any | None, folder: Path) -> tuple[dict[str,
 
 
 def of_linears(every: Tenants, theirs: Any, folder: Path) -> tuple[Any, Tenants]:
-    """The model with four of our adapters, as we export them, and our tenants with what it takes."""
+    """The model with four of our adapters as we export them, and our tenants with the same modules."""
     shape = every.adapters[0].shape
     theirs_too = replace(shape, train_mlp=not shape.config.num_experts, whole=True)
     alike = every if theirs_too.slots == shape.slots else Tenants.of(theirs_too, TENANTS)
@@ -144,7 +144,7 @@ def of_linears(every: Tenants, theirs: Any, folder: Path) -> tuple[Any, Tenants]
 
 
 def of_mamba(decoder: Decoder, theirs: Any, folder: Path) -> tuple[Any, Tenants]:
-    """The model with four adapters of peft's own, and our tenants with these, imported."""
+    """The model with four adapters made by peft, and our tenants with these, imported."""
     lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=OF_MAMBA, init_lora_weights=False)
     peer = get_peft_model(theirs, lora, adapter_name="a0")
     for number in range(1, TIMED_ALONE):

@@ -54,7 +54,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """The document with its tables made anew. Raises KeyError for a name that has none."""
+    """The document with new tables. Raises KeyError for an unknown table name."""
     return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match['name']]()}\n\n{match[3]}", text)
 
 

@@ -59,10 +59,10 @@ from workers.model.decoder import Decoder
 
 BATCH = 64
 RANK = 8
-#: Prompt tokens for the decode figures: from there on, all lengths stay within one multiple of 64.
+#: Prompt tokens for the decode figures: all lengths then stay within one multiple of 64.
 DECODE_PROMPT = 65
 STEPS = 2
-#: One layer of the model that Weft is for.
+#: One layer of a model of the size that Weft is made for.
 WIDE = replace(
     CONFIG,
     hidden_size=2048,
@@ -73,10 +73,10 @@ WIDE = replace(
     experts_per_token=8,
     moe_intermediate_size=768,
 )
-#: Of the figures for whole requests.
+#: Sizes for the figures of whole requests.
 PROMPT, SAMPLED = 32, 32
 PEFT_ADAPTERS = 4
-#: How many times our time we want peft to take.
+#: The target: peft's time over ours.
 PEFT_TARGETS: dict[Parts, dict[str, float]] = {
     "attention": {"one by one": 15.0, "merged": 12.0, "one batch": 2.0},
     "experts": {"one by one": 40.0, "merged": 15.0},
@@ -101,7 +101,7 @@ def write_adapters(
 
 
 def requests(folders: Sequence[Path | None], prompt: int, sampled: int, seed: int = 0) -> list[GenerateRequest]:
-    """One request for each entry; None is the base model."""
+    """One request for each entry; None means the base model."""
     generator = torch.Generator().manual_seed(seed)
     sampling = SamplingParams(max_tokens=sampled, stop_at_eos=False, seed=0)
     made = []
@@ -130,7 +130,8 @@ def begun(engine: TorchEngine, folders: Sequence[Path | None]) -> TorchEngine:
 
 
 def advance(engine: Engine) -> int:
-    """A step; how many requests have ended in it. Raises where one has failed, which takes no time any more."""
+    """Make a step; returns how many requests ended in it. Raises if one has failed, since that would take no time any
+    more."""
     ended = engine.step()
     for finished in ended:
         if finished.error is not None:
@@ -139,7 +140,7 @@ def advance(engine: Engine) -> int:
 
 
 def step_times(engines: dict[str, TorchEngine], rounds: int) -> dict[str, float]:
-    """Least CPU milliseconds of a decode step of each, all at the same lengths."""
+    """Least CPU milliseconds of a decode step of each engine, all at the same lengths."""
     best = dict.fromkeys(engines, float("inf"))
     for _ in range(rounds):
         for name, engine in engines.items():
@@ -176,8 +177,8 @@ def decode(decoder: Decoder, folder: Path, rounds: int, of: str = "") -> dict[st
 
 
 def floor(config: DecoderConfig, one_ms: float) -> dict[str, float]:
-    """What 64 adapters read beyond one, how fast this machine's memory gives it to a thread (a sum of 256 MB), and the
-    least that a step then takes if nothing else goes on meanwhile."""
+    """What 64 adapters read beyond one, how fast one thread can read this machine's memory (a sum of 256 MB), and the
+    time that a step takes at least if it only reads."""
     share = config.experts_per_token / config.num_experts
     slots = shape_of(config, RANK, "experts").slots.values()
     each = sum(4 * slot.numel * (share if len(slot.shape) == 3 else 1) for slot in slots)
@@ -198,7 +199,7 @@ def floor(config: DecoderConfig, one_ms: float) -> dict[str, float]:
 
 
 def whole(decoder: Decoder, folders: Sequence[Path]) -> float:
-    """CPU seconds for all requests, from nothing to the last token; adapters are in memory already."""
+    """CPU seconds for all requests, from start to the last token; the adapters are already in memory."""
     engine = engine_of(decoder, len(folders))
     serve(engine, requests(folders, 1, 1))
     began = time.process_time()
@@ -326,7 +327,7 @@ def main() -> None:
 
 
 def _parts(args: argparse.Namespace, decoder: Decoder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is asked for, by name."""
+    """The parts to measure, by name."""
     every = {
         "decode": partial(decode, decoder, folder, args.rounds),
         "wide": partial(wide, folder, args.rounds),

@@ -73,7 +73,7 @@ SHAPES = {
         moe_intermediate_size=16,
     ),
 }
-#: bfloat16 without sparsity: H100 SXM and H200.
+#: Peak FLOP/s in bfloat16, without sparsity: H100 SXM and H200.
 PEAK_TFLOPS = 989.0
 SEED = 0
 
@@ -87,9 +87,9 @@ class Flops:
 
     @classmethod
     def per_token(cls, config: DecoderConfig, rank: int, sequence: int) -> Flops:
-        """The base is multiplied in the forward and, for the gradient of its inputs, in the backward; an adapter once
-        more, for its own gradient. Causal attention looks at half of the sequence on average and has two products in
-        the forward and four in the backward."""
+        """FLOPs of a token. The base is multiplied in the forward and, for the gradient of its inputs, in the backward;
+        an adapter once more, for its own gradient. Causal attention covers half of the sequence on average and has two
+        products in the forward and four in the backward."""
         c, d = config, config.hidden_size
         k, f, width = c.experts_per_token, c.moe_intermediate_size, c.intermediate_size
         attn = d * (c.q_size + 2 * c.kv_size) + c.q_size * d
@@ -98,7 +98,7 @@ class Flops:
         attention = 6 * c.num_layers * c.q_size * sequence
         base = 4 * (c.num_layers * attn + mlps + c.vocab_size * d) + attention
         low = c.num_layers * (3 * d + 2 * c.q_size + 2 * c.kv_size + d) + d + c.vocab_size
-        # Of experts the hidden-side factors are applied once per token, the others once per choice.
+        # In experts, hidden-side factors are applied once per token, the others once per choice.
         low += sum(3 * d + (3 * k * f if c.is_moe(layer) else 3 * width) for layer in range(c.num_layers))
         return cls(base, 6 * rank * low)
 
@@ -111,7 +111,7 @@ def lengths_of(tokens: int, tenants: int, sequence: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Pass:
-    """One packed pass: the tokens of each tenant, and whose adapter they run through."""
+    """One packed pass: the tokens of each tenant, and the adapters."""
 
     decoder: Decoder
     lengths: list[list[int]]
@@ -140,8 +140,8 @@ class Pass:
 
 
 def base_step(decoder: Decoder, lengths: list[list[int]]) -> Callable[[], None]:
-    """The frozen model: the embedding gets a gradient, or there would be no backward. An adapter without rows makes the
-    decoder save memory as it does in training, and costs nothing."""
+    """Step of the frozen model: the embedding gets a gradient, or there would be no backward. An adapter without rows
+    makes the decoder save memory as it does in training, and costs nothing."""
     shape = AdapterShape(decoder.config, 1, train_attn=False, train_mlp=False)
     adapter, grad = (Adapter.zeros(shape, device=decoder.device) for _ in range(2))
     every = [length for own in lengths for length in own]
@@ -167,7 +167,7 @@ def report(seconds: float, tokens: int, flops: float, peak_tflops: float) -> dic
 
 
 def run_rank(decoder: Decoder, rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All variants of one rank."""
+    """Measure all variants at one rank."""
     config, device = decoder.config, decoder.device
     shape = AdapterShape(config, rank)
     free = torch.cuda.mem_get_info(device)[0]

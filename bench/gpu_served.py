@@ -59,14 +59,14 @@ from tinker import types  # isort: skip
 from bench.parts.data import datum  # isort: skip
 
 MODEL = "published/shape"
-#: The longest that anything takes.
+#: How long anything may take, in seconds.
 PATIENCE_S = 300.0
-#: Between log-probabilities of sampler and trainer, by device: the median, and a single one.
+#: Bounds of the difference between log-probabilities of sampler and trainer, by device: its median, and a single one.
 BOUNDS = {"cuda": (0.05, 1.0), "cpu": (1e-4, 1e-3)}
-#: How far a loss may be off once a run was trained again from its start in other company: steps of Adam enlarge
-#: rounding (docs/performance.md); on a CPU there is none.
+#: How far a loss may differ after a run is trained again from its start in other company: steps of Adam enlarge
+#: rounding (docs/performance.md); on a CPU there is no difference.
 TRAINED_AGAIN = {"cuda": 0.01, "cpu": 0.0}
-#: Copies of the base on the device that are not two.
+#: Below this many times the base's size on the device, there is one copy and not two.
 COPIES = 1.3
 
 Floats = np.ndarray[Any, Any]
@@ -74,7 +74,7 @@ Floats = np.ndarray[Any, Any]
 
 @dataclass
 class Tenant:
-    """A client with a run of its own, and the batch that it learns."""
+    """A client with a run of its own, and the batch that it trains on."""
 
     run: Any
     batch: list[types.Datum]
@@ -95,7 +95,7 @@ class Tenant:
         return cls(run, [datum(text) for text in texts], prompt, new, args.samples)
 
     def step(self) -> int:
-        """Tokens trained."""
+        """Make a step; returns the tokens trained."""
         backward = self.run.forward_backward(self.batch, "cross_entropy")
         update = self.run.optim_step(types.AdamParams(learning_rate=1e-3))
         tokens = sum(len(each.model_input.to_ints()) for each in self.batch)
@@ -113,15 +113,15 @@ class Tenant:
         return found
 
     def sample(self) -> int:
-        """Tokens sampled."""
+        """Sample; returns the tokens sampled."""
         return sum(len(each.tokens) for each in self.draw())
 
     def logprobs(self) -> Floats:
-        """The trainer's, of the batch."""
+        """The trainer's logprobs of the batch."""
         return np.concatenate(self._logprobs(self.batch))
 
     def disagreement(self) -> Floats:
-        """Of each token that is sampled now: between what the sampler and what the trainer says of it."""
+        """Sample now; returns, for each token, the difference between the sampler's and the trainer's logprob."""
         drawn = self.draw()
         trained = self._logprobs([datum([*self.prompt, *each.tokens]) for each in drawn])
         pairs = zip(drawn, trained, strict=True)
@@ -133,7 +133,7 @@ class Tenant:
 
 
 def at_once(works: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[float]]:
-    """What each gives, in a thread of its own, and the seconds until it did."""
+    """Call each in a thread of its own; returns their results, and the seconds until each was done."""
     began = time.monotonic()
 
     def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -148,7 +148,8 @@ def at_once(works: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[float]]
 
 
 def rates(works: dict[str, list[Callable[[], int]]], seconds: float) -> dict[str, float]:
-    """Tokens per second of each kind of work, all of it at once. What was begun in the time is finished and counted."""
+    """Tokens per second of each kind of work, all kinds at once. Work that began in the time is finished and
+    counted."""
     until = time.monotonic() + seconds
 
     def repeat(work: Callable[[], int]) -> int:
@@ -167,7 +168,7 @@ def rates(works: dict[str, list[Callable[[], int]]], seconds: float) -> dict[str
 
 
 def planned(folder: Path, args: argparse.Namespace, device: Device | None) -> Plan:
-    """Says what `weftd plan` says."""
+    """Print the output of `weftd plan`; returns the plan."""
     command = [str(BIN / "weftd"), "plan", "--model", str(folder), "--tenants", str(args.tenants)]
     command += ["--rank", str(args.rank), *(["--gpu-gib", f"{device.total_bytes / GIB:.1f}"] if device else [])]
     say(shlex.join(["weftd", *command[1:]]))
@@ -178,7 +179,7 @@ def planned(folder: Path, args: argparse.Namespace, device: Device | None) -> Pl
 
 @dataclass
 class Bench:
-    """What is measured of a running server, and what of it is known already."""
+    """Measures a running server, and holds what is already measured."""
 
     args: argparse.Namespace
     config: DecoderConfig
@@ -214,7 +215,7 @@ class Bench:
         return self.known("start", found, claim("copies of the base on the device", copies, COPIES, copies < COPIES))
 
     def training(self, tenants: Sequence[Tenant]) -> None:
-        """The first step of a process compiles kernels."""
+        """Measure training. The first step of a process compiles kernels."""
         took = [max(at_once([tenant.step for tenant in tenants])[1]) for _ in range(self.args.steps)]
         losses = [[round(loss, 4) for loss in tenant.losses] for tenant in tenants]
         fallen = min(tenant.losses[0] - tenant.losses[-1] for tenant in tenants)
@@ -306,7 +307,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def end_at_once(data_dir: Path) -> None:
-    """Nothing of it is wanted any more, so nothing is stored; workers end with their server."""
+    """End at once: nothing is needed any more, so nothing is stored; workers end with their server."""
     for child in psutil.Process().children():
         if str(data_dir) in child.cmdline():
             family = child.children(recursive=True)

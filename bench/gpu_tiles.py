@@ -30,7 +30,7 @@ TENANTS, TOKENS, SEQUENCE, LENGTH = 64, 8192, 512, 1024
 
 
 class Choice(NamedTuple):
-    """A constant of a module, the kernel whose launches it shapes, and what it may be."""
+    """A constant of a module, the kernel whose launches it shapes, and the values to try."""
 
     module: ModuleType
     constant: str
@@ -72,7 +72,7 @@ def decoded() -> list[Choice]:
 
 
 def kernel_ms(kernel: str, work: Callable[[], object]) -> float:
-    """Of all its launches in one call, after one that compiles."""
+    """Milliseconds of all launches of `kernel` in one call of `work`, after a call that compiles."""
     work()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -82,7 +82,7 @@ def kernel_ms(kernel: str, work: Callable[[], object]) -> float:
 
 
 def compared(choices: Sequence[Choice], work: Callable[[], object]) -> None:
-    """Each constant keeps its fastest value for those that follow."""
+    """Compare the values; each constant keeps its fastest one while the next are tried."""
     for choice in choices:
         taken = []
         for value in choice.values:

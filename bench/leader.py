@@ -48,15 +48,15 @@ from store.database.db import Database
 from tests.servers import postgres_server, redis_server
 
 GOAL_PER_S = 2000
-#: Of leader, Redis and PostgreSQL; and how many there must be so that the load has others.
+#: The cores of leader, Redis and PostgreSQL; and how many the machine must have so that the load runs on others.
 CORES, ENOUGH_CORES = 2, 4
-#: The others are the load.
+#: The roles of LED are measured; the others are the load.
 LED = ("leader", "redis", "postgresql")
 
 
 @contextmanager
 def on(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile runs on these cores alone."""
+    """Processes started in the block run on these cores only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -67,7 +67,7 @@ def on(cores: set[int]) -> Iterator[None]:
 
 @contextmanager
 def process(role: str, places: Places) -> Iterator[subprocess.Popen[str]]:
-    """One of the processes, from when it is ready."""
+    """One of the processes, once it is ready."""
     command = [sys.executable, __file__, "--role", role, "--places", msgspec.json.encode(places).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
@@ -90,37 +90,37 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Of processes and their children, so far."""
+    """Processor time so far, of processes and their children."""
     times = [one.cpu_times() for pid in pids for one in family(pid)]
     return sum(time.user + time.system for time in times)
 
 
 def cores_of(pids: list[int]) -> list[int]:
-    """Where processes and their children may run, as the kernel says."""
+    """The cores on which processes and their children may run, by the kernel's account."""
     return sorted({core for pid in pids for one in family(pid) for core in os.sched_getaffinity(one.pid)})
 
 
 def busy_s(cores: set[int]) -> float:
-    """Of these cores, by whomever, so far."""
+    """Time that these cores were busy so far, with any process."""
     times = [one for core, one in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
     return sum(sum(one) - one.guest - one.guest_nice - one.idle - one.iowait for one in times)
 
 
 def took(cores: set[int], before_s: float, seconds: float, ours_s: float) -> dict[str, float]:
-    """What became of these cores meanwhile, in cores."""
+    """How the cores were used in that time, in cores."""
     busy, ours = (busy_s(cores) - before_s) / seconds, ours_s / seconds
     return {"ours": ours, "others": max(0.0, busy - ours), "idle": len(cores) - busy}
 
 
 def allowed_per_s(cpu_ms: dict[str, float]) -> float:
-    """The rate for which the processor time of leader, Redis and PostgreSQL would do: on CORES cores together, and the
-    first two, each of which is one process that does one thing at a time, on one each."""
+    """The rate that the processor time of leader, Redis and PostgreSQL would allow, on CORES cores together. The first
+    two are single-threaded processes, so each has at most one core."""
     ms = [cpu_ms[role] for role in LED]
     return 1e3 / max(sum(ms) / CORES, *ms[:2])
 
 
 def measure(seconds: float, led: set[int], load: set[int]) -> dict[str, Any]:
-    """With leader, Redis and PostgreSQL on the cores `led`, and all else on `load`."""
+    """Measure with leader, Redis and PostgreSQL on the cores `led`, and everything else on `load`."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-"))
         with on(led):
@@ -172,14 +172,14 @@ def _line(one: subprocess.Popen[str]) -> str:
 
 
 def _servers(redis: str, postgres_port: int) -> dict[str, list[int]]:
-    """The processes that listen there."""
+    """The processes that listen on that port."""
     ports = {int(redis.rsplit(":", 1)[1].split("/")[0]): "redis", postgres_port: "postgresql"}
     found = (c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port in ports)
     return {ports[c.laddr.port]: [c.pid] for c in found if c.pid is not None}
 
 
 def compare(seconds: float) -> dict[str, Any]:
-    """Both measures. `apart` is None where there are too few cores."""
+    """Both measurements. `apart` is None if there are too few cores."""
     cores = sorted(os.sched_getaffinity(0))
     led, load = set(cores[:CORES]), set(cores[CORES:])
     apart = measure(seconds, led, load) if len(cores) >= ENOUGH_CORES else None

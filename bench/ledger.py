@@ -69,7 +69,7 @@ def databases() -> Iterator[dict[str, Database]]:
 
 
 def set_up(session: Session) -> None:
-    """A prepaid organisation with a budget of its own and one of its key."""
+    """A prepaid organisation with a budget, and a key with another."""
     session.add(tables.Organisation(id=ORG, name=ORG, created_at=datetime.now(UTC)))
     session.flush()
     set_mode(session, ORG, "prepaid", 0)
@@ -79,7 +79,7 @@ def set_up(session: Session) -> None:
 
 
 def analyze(session: Session) -> None:
-    """Have PostgreSQL plan statements about operations anew, for as many as there are."""
+    """Have PostgreSQL take statistics of the operations, so that statements are planned for as many as there are."""
     session.execute(text("ANALYZE operations"))
 
 
@@ -106,7 +106,7 @@ def row_of(op: Operation, hold_nusd: int) -> dict[str, Any]:
 
 
 class WithMoney:
-    """As the journal accepts and settles."""
+    """Accepts and settles as the journal does."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -121,7 +121,7 @@ class WithMoney:
 
 
 class WithoutMoney:
-    """The same commits with the operations' own rows alone."""
+    """The same commits with only the operations' own rows."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -143,7 +143,7 @@ class WithoutMoney:
 
 
 async def timed(ops: list[Operation], work: Callable[[Operation], Awaitable[None]], in_flight: int) -> float:
-    """Seconds until `work` is done for all, with `in_flight` of them at a time."""
+    """Seconds until `work` is done for all, with `in_flight` at a time."""
     waiting = iter(ops)
 
     async def client() -> None:
@@ -156,7 +156,7 @@ async def timed(ops: list[Operation], work: Callable[[Operation], Awaitable[None
 
 
 async def path_s(path: WithMoney | WithoutMoney, count: int, in_flight: int) -> dict[str, float]:
-    """Seconds per operation to accept, to settle, and for both in one; and of the processor to do the first two."""
+    """Seconds per operation to accept, to settle, and for both together; and processor seconds to do the first two."""
     ops = [new_operation() for _ in range(count)]
     cpu_s = time.process_time()
     accept_s = await timed(ops, path.accept, in_flight)
@@ -172,7 +172,7 @@ async def path_s(path: WithMoney | WithoutMoney, count: int, in_flight: int) -> 
 
 
 async def measure(database: Database, count: int, rounds: int) -> dict[str, Any]:
-    """The best of many short rounds, with and without money by turns: others use this machine too."""
+    """The best of many short rounds, with and without money in turn, because others use this machine too."""
     best: dict[tuple[str, int], dict[str, float]] = {}
     for _ in range(rounds):
         for path in (WithMoney(database), WithoutMoney(database)):
@@ -198,7 +198,7 @@ async def measure(database: Database, count: int, rounds: int) -> dict[str, Any]
 
 
 def sample_ms(times: int) -> float:
-    """A sample of 32 tokens from a prompt of 100, over HTTP."""
+    """Milliseconds of a sample of 32 tokens from a prompt of 100, over HTTP."""
     with serve() as (url, data_dir):
         client = tinker.ServiceClient(base_url=url, api_key=make_key(data_dir, "bench"))
         sampler = client.create_sampling_client(base_model=BASE_MODEL).result()

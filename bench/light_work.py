@@ -71,7 +71,7 @@ class Runs:
 
 
 def works(runs: Runs) -> dict[str, Callable[[RunSpec], float]]:
-    """Every kind of work without tokens, for a run that exists."""
+    """Every kind of work without tokens, for an existing run."""
     target = {"target_ref": "weights/x"}
     return {
         "step": lambda spec: (runs.train(spec), runs.takes_s(OpKind.OPTIM_STEP, spec, body_ref=spec.optimizer))[1],
@@ -114,7 +114,7 @@ def measure(rounds: int) -> dict[str, Any]:
 def fit(
     least: dict[tuple[str, int], float], parameters: dict[int, int], base: int, tokens_s: float
 ) -> dict[str, dict[str, float]]:
-    """The terms of each kind, none below 0, by least squares of the relative error."""
+    """The costs of each kind, none below 0, by least squares of the relative error."""
     found = {}
     for name in dict.fromkeys(name for name, _ in least):
         rows = [

@@ -34,7 +34,7 @@ from workers.model.tiny import TINY_PATH
 
 SLOTS, TAKEN = 16, (1, 4, 12)
 PROMPT, SAMPLED, CONTEXT = 64, 192, 512
-#: (case, sequences, the CPU time without lookup over that with it that we want).
+#: (case, sequences, target: CPU time without lookup over CPU time with it).
 TARGETS = (("sums, temperature 0", 1, 1.5), ("circle", 1, 1.5), ("noise", 1, 0.9), ("noise", 12, 0.9))
 
 

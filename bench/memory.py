@@ -101,7 +101,7 @@ class Host:
         return Worker("generator", GeneratorConfig(self._basics, 4, CONTEXT, TorchConfig(packed=packed)))
 
     def train(self, trainer: Worker) -> bytes:
-        """A run and its forward_backward; the bytes of its log-probabilities."""
+        """Create a run and train it once; returns the bytes of the log-probabilities."""
         ids = np.arange(TOKENS)
         datum = ArrayDatum(ids.astype(np.int32), {"target_tokens": ids, "weights": np.ones(TOKENS, np.float32)})
         body = encode_train_request(TrainBatch("r", 1, "cross_entropy", {}, False, [datum]))
@@ -113,7 +113,7 @@ class Host:
         return outputs[0]["logprobs"].tobytes()
 
     def sample(self, generator: Worker) -> bytes:
-        """A prompt and some tokens after it; the result."""
+        """Sample some tokens after a prompt; returns the result."""
         sampling = SamplingParams(stop=[], max_tokens=4, seed=0)
         body = SampleRequest(prompt=ModelInput.from_ints(list(range(TOKENS))), sampling_params=sampling, num_samples=1)
         self._blobs.put("sample", body.model_dump_json(exclude_none=True).encode())
@@ -126,7 +126,7 @@ class Host:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the system drop a checkpoint from its page cache."""
+    """Make the system drop a checkpoint from its page cache."""
     for file in folder.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -136,7 +136,7 @@ def forget_pages(folder: Path) -> None:
 
 @contextmanager
 def pair(host: Host) -> Iterator[tuple[Worker, Worker]]:
-    """Both, after some work."""
+    """Trainer and generator, after some work."""
     trainer = host.trainer()
     try:
         generator = host.generator()
@@ -151,7 +151,7 @@ def pair(host: Host) -> Iterator[tuple[Worker, Worker]]:
 
 
 class Taken(NamedTuple):
-    """Proportional set size of both together."""
+    """Proportional set size of trainer and generator together."""
 
     at_rest: int
     after_work: int
@@ -165,7 +165,7 @@ def taken(model: Path, folder: Path, base_dir: str) -> Taken:
 
 
 def restarted(host: Host) -> dict[str, Any]:
-    """A trainer that died, and the one that comes after it while a generator goes on."""
+    """Let a trainer die and another one start, while a generator goes on."""
     trainer, generator = host.trainer(), host.generator()
     first = {"read_bytes": trainer.read_bytes, "ready_s": round(trainer.ready_s, 2)}
     before = host.train(trainer)
@@ -181,7 +181,7 @@ def restarted(host: Host) -> dict[str, Any]:
 
 
 def planned(model: Path, workers: int) -> int:
-    """What the plan of memory counts for the weights and for so many processes of ours."""
+    """What the memory plan counts for the weights and for that many processes."""
     check = check_model(config_card(MODEL, model), "float32")
     found = plan([check], Device("cpu", 1 << 40), Wanted(one_base=True, packed=False))
     weights = next(part.size_bytes for part in found.parts if part.name == "weights")

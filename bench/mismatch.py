@@ -61,21 +61,21 @@ LOSSES = {
     "icepop": rl.losses.icepop(old=True),
 }
 NOISE, RATE, RANK, FOLLOWED = 0.1, 1e-3, 16, 0.5
-#: Tasks of a batch, rollouts of each, and optimizer steps on it.
+#: Tasks of a batch, rollouts of each task, and optimizer steps on a batch.
 BATCH, SIZE, STEPS = 12, 8, 4
-#: Others than those that noise and rate were chosen with, which were 0 and 1.
+#: Seeds other than those with which noise and rate were chosen (0 and 1).
 SEEDS = range(10, 16)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a drift is measured in."""
+    """The setting of a drift measurement."""
 
     noise: float
     steps: int
     losses: tuple[str, ...]
     seeds: Sequence[int]
-    #: How much of each adapter's scale the sampler takes.
+    #: The factor by which the sampler scales each adapter.
     followed: float = 1.0
 
 
@@ -88,7 +88,7 @@ PARTLY = {"noise, part of each update": Setting(NOISE, STEPS, tuple(LOSSES), SEE
 
 
 def disturbed(folder: Path, noise: float) -> None:
-    """The built-in model, each matrix with noise of so much of its standard deviation."""
+    """The built-in model, with noise on each matrix of this share of its standard deviation."""
     shutil.copytree(TINY_PATH, folder)
     generator = torch.Generator().manual_seed(0)
     for file in sorted(folder.glob("*.safetensors")):
@@ -118,7 +118,7 @@ def serve_with(followed: str, sampler: Path, arguments: Sequence[str]) -> None:
 
 
 def generate(followed: float, arguments: Sequence[str]) -> None:
-    """A generator that takes so much of each adapter's scale."""
+    """A generator that scales each adapter by this factor."""
     load = TorchEngine._load
 
     def partly(self: TorchEngine, folder: Path) -> tuple[Adapter, int]:
@@ -142,7 +142,7 @@ class Drift:
         self.renderer = TemplateRenderer(self.run.get_tokenizer())
 
     def group(self, sampler: weft.SamplingClient, seed: int) -> Callable[[], list[rl.Rollout]]:
-        """Rollouts of one task, under way."""
+        """Start rollouts of one task."""
         a, b = self.draw.randint(1, 9), self.draw.randint(1, 9)
         asked = [{"role": "user", "content": f"What is {a} + {b}?"}]
         prompt = self.renderer.render_ids(asked, add_generation_prompt=True)
@@ -159,7 +159,8 @@ class Drift:
         return ended
 
     def batch(self, number: int) -> dict[str, float]:
-        """Sample one, and take its steps: mean reward, and the mismatch KL before the first step and at the last."""
+        """Sample a batch and take its steps; returns the mean reward, and the mismatch KL before the first step and at
+        the last."""
         sampler = self.run.save_weights_and_get_sampling_client().result()
         under_way = [self.group(sampler, (self.seed * 1000 + number) * BATCH + each) for each in range(BATCH)]
         groups = [ended() for ended in under_way]
@@ -185,7 +186,7 @@ class Drift:
         return self.loss.datum(datum, 1 / drawn, **({"old": old} if "old" in self.loss.reads else {}))
 
     def scores(self, data: Sequence[Datum]) -> list[np.ndarray]:
-        """The trainer's logprobs of now."""
+        """The logprobs of the trainer's present weights."""
         asked = [
             Datum(datum.model_input, {"target_tokens": given["target_tokens"], "weights": given["mask"]})
             for datum in data
@@ -196,7 +197,7 @@ class Drift:
 
 
 def mismatch_of(data: Sequence[Datum], scores: Sequence[np.ndarray]) -> float:
-    """Over the drawn tokens."""
+    """Mismatch KL over the drawn tokens."""
     gaps = [
         (score - given["logprobs"].to_numpy())[given["mask"].to_numpy() == 1]
         for score, given in zip(scores, (datum.loss_fn_inputs for datum in data), strict=True)
@@ -205,7 +206,7 @@ def mismatch_of(data: Sequence[Datum], scores: Sequence[np.ndarray]) -> float:
 
 
 def drift(setting: Setting, batches: int) -> dict[str, dict[str, list[list[float]]]]:
-    """Of each loss, what `Drift.batch` tells, by seed and batch. All runs go side by side."""
+    """For each loss: the results of `Drift.batch`, by seed and batch. All runs go side by side."""
     with tempfile.TemporaryDirectory(prefix="weft-mismatch-") as temporary:
         folder = Path(temporary, "model")
         disturbed(folder, setting.noise)
@@ -243,7 +244,7 @@ def final(drifted: dict[str, Any], loss: str, what: str) -> float:
 
 
 def drifts(drifted: dict[str, Any], loss: str, past: bool) -> dict[str, Any]:
-    """That the mismatch KL of this loss grows `past` twice what it was, or does not."""
+    """The claim that the mismatch KL of this loss grows `past` twice its first value, or does not."""
     grown, goal = growth(drifted, loss), "grows past" if past else "stays below"
     return claim(f"mismatch KL of {loss}, last quarter / first, {goal}", grown, 2.0, (grown > 2.0) == past)
 

@@ -44,7 +44,7 @@ MOST_TIMES, MOST_HEALTHZ_S, MOST_GROWTH_MB = 3.0, 0.5, 300.0
 
 
 class Small:
-    """The small tenant, and what it does."""
+    """The small tenant and its work."""
 
     def __init__(self, url: str, key: str) -> None:
         client = tinker.ServiceClient(base_url=url, api_key=key)
@@ -69,7 +69,7 @@ class Small:
 
 
 def attack(name: str, target: Target, begun: Any, ended: Any) -> None:
-    """In a process of its own: the attack, ten times at once, until `ended`."""
+    """Run the attack ten times at once until `ended`, in a process of its own."""
 
     def again(_: int) -> None:
         while not ended.is_set():

@@ -36,7 +36,7 @@ ADAM = types.AdamParams(learning_rate=1e-4)
 
 
 def timed(work: Callable[[], object], times: int) -> list[float]:
-    """Wall seconds of each of `times` runs, after one that is not counted."""
+    """Wall seconds of each of `times` calls, after one that is not counted."""
     work()
     taken = []
     for _ in range(times):
@@ -76,7 +76,7 @@ def round_trips(run: Any, url: str, key: str, times: int) -> dict[str, float]:
 
 
 def light_clients(runs: list[Run], url: str, server: int, seconds: float) -> dict[str, Any]:
-    """The first of these fresh runs alone, then all."""
+    """Measure the first of these fresh runs alone, then all of them."""
     alone_ms, alone_cpu_ms, runs[:1] = measure(url, server, seconds, runs[:1])
     together_ms, together_cpu_ms, _ = measure(url, server, seconds, runs)
     return {
@@ -114,7 +114,7 @@ def throughput(runs: list[Any], repeats: int) -> dict[str, float]:
 
 
 def behind_a_neighbour(small: Any, neighbour: Any, repeats: int) -> dict[str, float]:
-    """What a small forward waits when four large batches were submitted just before it."""
+    """How long a small forward waits when four large batches were submitted just before it."""
     tiny, large = batch(1, 16), batch(32, 128)
     alone = min(timed(lambda: small.forward(tiny, "cross_entropy").result(), 5))
     one_batch = min(timed(lambda: neighbour.forward_backward(large, "cross_entropy").result(), 3))

@@ -34,14 +34,14 @@ from store.blobs.folder import FolderBlobs
 
 TENANTS, ADAPTER_RANK = 8, 8
 TARGET = 1.8
-#: Where workers share a base (the default of `base_dir`).
+#: The folder in which workers share a base (the default of `base_dir`).
 SHARED = "/dev/shm"
-#: As sparse as Qwen3-30B-A3B: of 128 experts each token has 8.
+#: As sparse as Qwen3-30B-A3B: each token has 8 of 128 experts.
 SPARSE = replace(CONFIG, num_experts=128, experts_per_token=8)
 
 
 class Trainer:
-    """A trainer's process with a run for each tenant."""
+    """A trainer process with a run for each tenant."""
 
     def __init__(self, folder: Path, model: Path, ranks: int, shard: str = "all", base_dir: str = "") -> None:
         self.blobs = FolderBlobs(folder / "blobs")
@@ -51,7 +51,7 @@ class Trainer:
         self.work([TrainOp(f"c{n}", f"run{n}", 0, OpKind.CREATE, spec=spec(f"run{n}")) for n in range(TENANTS)])
 
     def work(self, ops: list[TrainOp]) -> float:
-        """The seconds that the trainer took for a pass."""
+        """Execute a pass; returns its seconds on the trainer."""
         self._worker.send(Pass(1, "toy", ops))
         over = self._worker.until(PassOver)
         self._worker.until(PullPass)
@@ -105,7 +105,7 @@ def layouts(ranks: int, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
 
 
 def timed(trainers: dict[str, Trainer], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each trainer's passes, taken in turns; the trainers are closed."""
+    """Seconds of each trainer's passes, taken in turn; closes the trainers."""
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(-1, rounds):  # the first warms up
         for name, trainer in trainers.items():

@@ -55,7 +55,7 @@ snapshot_every_tokens = 2048
 [generator]
 threads = 1
 """
-#: Nothing here takes so long.
+#: How long anything may take, in seconds.
 PATIENCE_S = 60.0
 
 
@@ -68,10 +68,10 @@ class Service:
         self.pid = int((data_dir / "server.lock").read_text())
         clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
         self._runs = [client.create_lora_training_client("toy", rank=RANK).result() for client in clients]
-        self.results: list[list[float]] = [[] for _ in self._runs]  # when each client had one
+        self.results: list[list[float]] = [[] for _ in self._runs]  # when each client had a result
 
     def train(self, number: int, steps: int, over: threading.Event) -> None:
-        """Two steps in flight, until `over` or that many are done."""
+        """Keep two steps in flight, until `over` or until `steps` are done."""
         run, data, open_steps = self._runs[number], batch(SEQUENCES, LENGTH, seed=number), deque[Any]()
         for _ in range(steps):
             if over.is_set():
@@ -96,7 +96,7 @@ class Service:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """All clients train meanwhile."""
+        """All clients train during the block."""
         over = threading.Event()
         with ThreadPoolExecutor(TENANTS) as pool:
             working = [pool.submit(self.train, number, 10**9, over) for number in range(TENANTS)]
@@ -112,18 +112,19 @@ class Service:
         return found
 
     def cpu_s(self) -> Counter[str]:
-        """Processor time so far, of the trainers, of the server with all else that it has started, and of clients."""
+        """Processor time so far: of the trainers, of the server with all other processes that it has started, and of
+        the clients."""
         own = psutil.Process().cpu_times()
         return Counter({"clients": own.user + own.system}) + cpu_s(self.pid)
 
     def give(self, cores: Sequence[int]) -> None:
-        """Each trainer one core, for itself."""
+        """Give each trainer a core for itself."""
         for trainer, core in zip(trainers_of(self.pid), cores, strict=False):
             for thread in trainer.threads():
                 os.sched_setaffinity(thread.id, {core})
 
     def shared(self, trainers: int) -> None:
-        """Until so many trainers have runs."""
+        """Wait until that many trainers have runs."""
         deadline = time.monotonic() + PATIENCE_S
         while sum(one["runs"] > 0 for one in self.stats()["replicas"].values()) < trainers:
             if time.monotonic() > deadline:
@@ -131,7 +132,7 @@ class Service:
             time.sleep(0.1)
 
     def all_after(self, since: float) -> None:
-        """Until every client has had a result."""
+        """Wait until every client has had a result since then."""
         deadline = time.monotonic() + PATIENCE_S
         while not all(times and times[-1] > since for times in self.results):
             if time.monotonic() > deadline:
@@ -139,12 +140,12 @@ class Service:
             time.sleep(0.02)
 
     def waits(self, since: float, until: float) -> list[float]:
-        """What each client waited from result to result."""
+        """The times between each client's results."""
         inside = ([at for at in times if since <= at <= until] for times in self.results)
         return [b - a for times in inside for a, b in pairwise(times)]
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """The longest that each client waited for a result."""
+        """The longest time that each client waited for a result."""
         found = []
         for times in self.results:
             inside = [at for at in times if since <= at <= until]
@@ -154,7 +155,8 @@ class Service:
 
 
 def for_trainers() -> list[int]:
-    """Two cores, where there are three: this process, and what it starts, keeps to the others from now on."""
+    """Two cores for the trainers, if there are three: from now on this process and those that it starts keep to the
+    others."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 3:
         return []
@@ -163,7 +165,7 @@ def for_trainers() -> list[int]:
 
 
 def trainers_alone(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Tokens per second of passes, of all trainers together."""
+    """Tokens per second of passes, summed over the trainers."""
     parts = after["replicas"].items()
     speeds = []
     for name, part in parts:
@@ -174,7 +176,7 @@ def trainers_alone(before: dict[str, Any], after: dict[str, Any]) -> float:
 
 
 def waits_on_one(service: Service, calm_s: float) -> dict[str, float]:
-    """What runs usually wait for a result while one trainer has them all, in seconds."""
+    """How long runs usually wait for a result while one trainer has all of them, in seconds."""
     with service.at_work():
         service.all_after(time.monotonic())
         began, before = time.monotonic(), service.stats()
@@ -184,12 +186,12 @@ def waits_on_one(service: Service, calm_s: float) -> dict[str, float]:
 
 
 def pass_s(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """What a pass took between two `stats`, on average."""
+    """The average seconds of a pass between two `stats`."""
     return float((after["busy_s"] - before["busy_s"]) / (after["passes"] - before["passes"]))
 
 
 def disturbances(service: Service, calm_s: float) -> dict[str, float]:
-    """A death, then a trainer that leaves and its successor that joins, in seconds."""
+    """Kill a trainer, then let another leave and its successor join; the pauses in seconds."""
     with service.at_work():
         service.shared(2)
         began = time.monotonic()

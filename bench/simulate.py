@@ -69,9 +69,9 @@ snapshot_every_tokens = 1000000
 threads = 1
 """
 WAITING = (sys.executable, str(Path(__file__).parent / "parts" / "waiting_trainers.py"))
-#: Seconds that a load runs before it counts, and while it counts.
+#: Seconds that a load runs before it is counted, and while it is counted.
 WARM_S, COUNTED_S = 2.0, 9.0
-#: Moments of a second from which on is counted what is played.
+#: How many starting moments within a second the simulated counts are averaged over.
 SHIFTS = 16
 QUEUES = {
     "three alike": Load([(1, 128)] * 3),
@@ -83,10 +83,10 @@ QUEUES = {
 }
 ALONE = Load([(1, 32)], in_flight=1)
 
-#: Of passes that are computed.
+#: Pass size in tokens for passes that are really computed.
 LARGE_PASS = 2048
-#: On a CPU torch's attention takes less for each pair the longer a sequence is (twice as long: a quarter less), so what
-#: calibrates is about as long as what is predicted.
+#: On a CPU torch's attention takes less time per pair the longer a sequence is (a quarter less at twice the length), so
+#: loads for calibration have about the lengths of predicted ones.
 CALIBRATING = {
     "alone": Load([(1, 32)], in_flight=1),
     "few": Load([(1, 64)] * 2),
@@ -102,9 +102,9 @@ COSTS = {
     "many tenants": Load([(4, 64)] * 16),
     "uneven": Load([(2, 64), (2, 64), (4, 64), (4, 128), (8, 128), (8, 128)], in_flight=1),
 }
-#: Seconds that a load runs before it counts, and while it counts.
+#: Seconds that a load runs before it is counted, and while it is counted.
 TOGETHER_WARM_S, TOGETHER_S = 2.0, 6.0
-#: Rounds of what calibrates before.
+#: Rounds of calibration before.
 TOGETHER_CALIBRATES = 2
 TOGETHER = {
     "large": Load([(4, 128)] * 8),
@@ -114,7 +114,7 @@ TOGETHER = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a load, played or measured."""
+    """The figures of a load, simulated or measured."""
 
     tokens_of_a_pass: float
     pass_s: float
@@ -126,7 +126,7 @@ class Figures:
         return cls(work.tokens / work.passes, work.seconds / work.passes, work.tokens / wall_s, list(parts))
 
     def off(self, other: Figures) -> dict[str, float]:
-        """Relative errors of these figures, which were played; and the part of the tokens that others had."""
+        """Relative errors of these simulated figures; and the share of the tokens that went to other tenants."""
         names = {
             "tokens_of_a_pass": "tokens of a pass",
             "pass_s": "time of a pass",
@@ -138,7 +138,8 @@ class Figures:
 
 
 def played(cluster: Cluster, load: Load, sizes: SizesOf, warm_s: float, counted_s: float) -> Figures:
-    """Counted from several moments on, about that one: a stage counts when it is over, and few are."""
+    """Simulated figures, counted from several moments around `warm_s`: a stage counts when it is over, and there are
+    few."""
     work, wall_s, trained = Work(), 0.0, [0.0] * len(load.batches)
     for shift in range(-SHIFTS // 2, SHIFTS // 2):
         after_s = warm_s + shift / SHIFTS
@@ -157,7 +158,7 @@ def sizes_on(path: Path) -> SizesOf:
 
 @contextmanager
 def services(counts: Sequence[int], pass_tokens: int, model: str = "", **options: Any) -> Iterator[dict[int, Service]]:
-    """By their number of trainers. `model`: a folder, or none for the built-in one."""
+    """Services by their number of trainers. `model`: a folder, or none for the built-in one."""
     found = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-")))
@@ -205,7 +206,7 @@ def beside(mine: Figures, theirs: Figures) -> dict[str, Any]:
 
 
 def calibrated(rounds: int, cases: Mapping[str, Load]) -> tuple[Cluster, dict[str, Work]]:
-    """The trainer of this machine, and what was measured of all loads."""
+    """The calibrated trainer of this machine, and the measurements of all loads."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         found = costs(random_decoder(), Path(folder), {**CALIBRATING, **cases}, LARGE_PASS, rounds)
     cluster = Cluster(replicas=1, gpus_per_replica=1, slots=1, pass_tokens=LARGE_PASS)
@@ -250,7 +251,7 @@ def together(rounds: int) -> dict[str, Any]:
 
 
 def of_round(cluster: Cluster, found: Mapping[tuple[int, str], Counted], sizes: SizesOf) -> dict[str, Any]:
-    """What was measured with two trainers beside what was played."""
+    """The measurements with two trainers beside the simulation."""
     loads, alone = dict[str, Any](), found[1, "alone"]
     for name, load in TOGETHER.items():
         one, two = found[1, name], found[2, name]
@@ -271,7 +272,7 @@ def of_a_pass(work: Work) -> Work:
 
 
 def in_passes(of: Figures, unit_s: float) -> Figures:
-    """With times in that one."""
+    """The figures with times in units of `unit_s`."""
     return replace(of, pass_s=of.pass_s / unit_s, tokens_per_s=of.tokens_per_s * unit_s)
 
 
@@ -283,7 +284,7 @@ def slower(cluster: Cluster, by: float) -> Cluster:
 
 
 def middle(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each error the median."""
+    """The median of each error."""
     return {what: median(off[what] for off in rounds) for what in rounds[0]}
 
 

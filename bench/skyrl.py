@@ -31,7 +31,7 @@ from typing import Any
 
 TENANTS, RANK, SEQUENCES, LENGTH, SAMPLED, VOCAB = 16, 8, 4, 128, 32, 512
 STEPS, EMPTY_STEPS, START_S = 4, 20, 120.0
-#: What is asked of both: a name, the kind of work, and how many tenants do it at once.
+#: The work of both servers: a name, the kind of work, and how many tenants do it at once.
 WORK = (
     ("train, 1 tenant", "train", 1),
     ("train, 16 tenants", "train", TENANTS),
@@ -42,7 +42,8 @@ WORK = (
 
 
 def client(url: str, model: str, keys: Sequence[str]) -> None:
-    """A line of [kind, tenants] in, a line of how much of it was done in a second out. Runs in SkyRL's environment."""
+    """Reads lines of [kind, tenants]; answers each with a line of how much work was done per second. Runs in SkyRL's
+    environment."""
     import tinker
     from tinker import types
 
@@ -91,7 +92,7 @@ def client(url: str, model: str, keys: Sequence[str]) -> None:
 
 @contextmanager
 def skyrl(folder: Path, model: Path, work: Path) -> Iterator[str]:
-    """SkyRL's server, as its README starts it, without fetching anything."""
+    """Start SkyRL's server as its README does, without fetching anything."""
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         port = any_port.getsockname()[1]
@@ -148,7 +149,7 @@ class Client:
 
 
 def make_model(folder: Path) -> None:
-    """As both load it, with a tokenizer of bytes: nothing here is text."""
+    """Make a model that both servers load, with a tokenizer of bytes: nothing here is text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -241,7 +242,7 @@ def main() -> None:
 
 
 def commit(folder: Path) -> str:
-    """Empty where the folder is no checkout."""
+    """The checkout's commit; empty if the folder is no checkout."""
     found = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
     return found.stdout.strip()
 

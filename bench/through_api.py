@@ -38,7 +38,7 @@ TOKENS = TENANTS * SEQUENCES * LENGTH
 
 
 class Direct:
-    """Sixteen runs on a trainer of this process."""
+    """Sixteen runs on a trainer in this process."""
 
     def __init__(self, folder: Path) -> None:
         self._blobs = FolderBlobs(folder)

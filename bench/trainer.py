@@ -44,13 +44,13 @@ from workers.model.decoder import Decoder
 from workers.model.logprobs import target_logprobs
 from workers.model.lora.rows import LoraRows
 
-#: More tokens than these are computed in turns, as the trainer does: larger batches fall out of the caches.
+#: Batches of more tokens are computed in pieces, as the trainer does: larger ones fall out of the caches.
 PASS_TOKENS = 4096
-#: The most tokens of a sequence; a tenant's tokens are cut into such sequences.
+#: The longest sequence in tokens; a tenant's tokens are cut into such sequences.
 SEQUENCE = 128
 TIMED_ALONE = 4
 
-#: (tenants, tokens each), and which variants besides batched, one and base.
+#: (tenants, tokens each), and the variants measured besides batched, one and base.
 CASES: dict[tuple[int, int], tuple[str, ...]] = {
     (64, 16): ("sequential", "peft", "batched_attention", "peft_attention", "apart"),
     (64, 64): ("sequential",),
@@ -58,7 +58,7 @@ CASES: dict[tuple[int, int], tuple[str, ...]] = {
     (16, 256): (),
     (16, 16): (),
 }
-#: (what, case, numerator, denominator, target): a time over a time, higher is better for us.
+#: (name, case, numerator, denominator, target): a ratio of times, higher is better for us.
 TARGETS = (
     ("N=64 x 64 tokens: one adapter / batched", (64, 64), "one", "batched", 0.97),
     ("N=64 x 256 tokens: one adapter / batched", (64, 256), "one", "batched", 0.95),
@@ -87,7 +87,7 @@ class Batch:
 
     @property
     def passes(self) -> list[range]:
-        """The tenants of each pass."""
+        """The tenants of each piece."""
         together = max(1, PASS_TOKENS // self.tokens_each)
         return [range(at, min(at + together, self.tenants)) for at in range(0, self.tenants, together)]
 
@@ -122,7 +122,7 @@ def frozen_step(decoder: Decoder, batch: Batch) -> None:
 
 @dataclass(frozen=True)
 class Tenants:
-    """Adapters of one shape, an adapter each, with their gradients."""
+    """The adapters of the tenants, all of one shape, with their gradients."""
 
     adapters: list[Adapter]
     grads: list[Adapter]
@@ -186,7 +186,7 @@ def peer(adapters: Sequence[Adapter]) -> Any:
 
 
 def peft_step(model: Any, batch: Batch, adapters: int) -> Callable[[], None]:
-    """One tenant's step after another's, through transformers and peft."""
+    """The tenants' steps one after another, with transformers and peft."""
     tokens_BL = batch.tokens_T.view(-1, min(SEQUENCE, batch.tokens_each))
 
     def run() -> None:
@@ -200,7 +200,7 @@ def peft_step(model: Any, batch: Batch, adapters: int) -> Callable[[], None]:
 
 
 def measure(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Least CPU seconds of each, after one round that is not counted."""
+    """Least CPU seconds of each function, after one round that is not counted."""
     best = dict.fromkeys(works, float("inf"))
     for count in range(rounds + 1):
         for name, work in works.items():

@@ -20,7 +20,7 @@ HEADER = """\
 
 
 def rendered(values: dict[str, Any] | None = None) -> str:
-    """All objects, as one YAML. Raises HelmError for values that the chart refuses."""
+    """All objects of the chart as one YAML document. Raises HelmError for values that the chart refuses."""
     made = Chart.load(CHART).render(values or {}, name="weft", namespace="default", revision=1)
     found = [made[path].strip().removeprefix("---").strip() for path in sorted(made) if path.endswith(".yaml")]
     return "\n---\n".join(text for text in found if text) + "\n"

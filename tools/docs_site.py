@@ -17,15 +17,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from weft import rl
 
-#: A page that is named in running text, by its path in the checkout.
+#: The name of a page in running text: its path in the checkout.
 NAMED = re.compile(r"(?<![\[(/\w])`?docs/((?:[a-z-]+/)?[a-z-]+\.md)`?")
 
-#: What is shown of `weft`, by title.
+#: The names of `weft` that are shown, by title.
 OF_WEFT = {
     "Clients": "ServiceClient TrainingClient SamplingClient RestClient AdminClient APIFuture LossHandle RetryPolicy",
     "Plans": "Plan PlannedSample PlannedTrain PlannedUpdate PlannedSave CostEstimate Problem",
 }
-#: What is shown of `weft.types`, by the module that holds it.
+#: The names of `weft.types` that are shown, by the module that has them.
 TYPES = {
     "inputs": "Datum ModelInput EncodedTextChunk",
     "tensor": "TensorData",
@@ -34,7 +34,7 @@ TYPES = {
     "weights": "SaveWeightsResponse SaveWeightsForSamplerResponse",
     "account.usage": "UsageResponse",
 }
-#: What is shown of `weft.rl`, by title: what it has of these rooms, and whole modules.
+#: The parts of `weft.rl` that are shown, by title: packages with their public names, and whole modules.
 ROOMS = {
     "Loops": "loops",
     "Environments": "envs",
@@ -49,14 +49,14 @@ TWINS = "For every method `x` that asks the server there is `x_async`, with the 
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the reference."""
+    """Add the pages of the reference."""
     for name, text in {"clients": clients(), "types": types(), "rl": rl_page()}.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Link the pages that a page names."""
+    """Turn the names of pages into links."""
     up = "../" * page.file.src_uri.count("/")
     return "\n".join(
         text if code else NAMED.sub(rf"[\1]({up}\1)", text) for text, code in lines_of(markdown.splitlines())
@@ -64,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def lines_of(lines: Iterable[str]) -> Iterable[tuple[str, bool]]:
-    """Each line, and whether it is code."""
+    """Each line of a text, and whether it is code."""
     fenced = False
     for line in lines:
         mark = line.lstrip().startswith("```")
@@ -73,7 +73,7 @@ def lines_of(lines: Iterable[str]) -> Iterable[tuple[str, bool]]:
 
 
 def clients() -> str:
-    """The page of what `import weft` has."""
+    """The page of the names that `import weft` offers."""
     parts = ["# weft", TWINS]
     for title, names in OF_WEFT.items():
         parts += [f"## {title}", *(_shown(f"{weft._HOMES[name]}.{name}") for name in names.split())]
@@ -99,6 +99,6 @@ def rl_page() -> str:
 
 
 def _shown(name: str, *, whole: bool = False) -> str:
-    """What mkdocstrings puts a name's docstrings in place of; of a whole module its members."""
+    """The directive that mkdocstrings replaces by a name's docstrings; for a whole module by its members'."""
     options = "\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false" if whole else ""
     return f"::: {name}{options}"

@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"(<!-- families: (?P<name>\w+) -->).*?(<!-- end of families
 
 
 def filled(text: str) -> str:
-    """The page with its tables made anew. Raises KeyError for a name that has none."""
+    """The page with new tables. Raises KeyError for an unknown table name."""
     families = list(FAMILIES.values())
     served = [
         (family.name, _listed(family.architecture, *family.vision), _listed(*family.checkpoints)) for family in families

@@ -26,7 +26,8 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
 CHECKOUT = Path(__file__).parents[1]
-#: One run of a module's tests; a fault that makes it last longer is noticed. They take seconds.
+#: Seconds for one run of a module's tests, which usually takes seconds; a fault that makes it last longer counts as
+#: noticed.
 LIMIT_S = 60
 
 #: The modules, and the tests that are to notice: those which are meant for them, not all that happen to run through.
@@ -170,12 +171,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-#: Asks `tools.warm` for a run.
+#: The client that asks `tools.warm` for a run.
 _ASK = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.exit(s.recv(1) != b'0')"
 
 
 def main(wanted: list[str]) -> int:
-    """Survivors of each module on stdout; 1 if there are any."""
+    """Print the surviving faults of each module; returns 1 if there are any."""
     modules = {name: lines for name, _, lines in (each.partition(":") for each in wanted or MODULES)}
     if unknown := modules.keys() - MODULES.keys():
         print(f"no such module here: {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}", file=sys.stderr)
@@ -251,7 +252,7 @@ def copy_checkout(into: Path) -> None:
 
 
 def skip_annotations(database: WorkDB, file: Path) -> None:
-    """Annotations are text here (`from __future__ import annotations`): a fault in one changes nothing."""
+    """Skip faults in annotations: these are only text here (`from __future__ import annotations`)."""
     annotations: list[ast.expr] = []
     for node in ast.walk(ast.parse(file.read_text())):
         for name in ("annotation", "returns"):
@@ -263,7 +264,7 @@ def skip_annotations(database: WorkDB, file: Path) -> None:
 
 
 def skip(database: WorkDB, chosen: Callable[[tuple[int, int]], bool]) -> None:
-    """The faults that begin at a (line, column) that is `chosen` are not tried."""
+    """Skip the faults that begin at a `chosen` (line, column)."""
     for item in database.work_items:
         (mutation,) = item.mutations
         if chosen(mutation.start_pos):

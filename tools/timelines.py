@@ -15,7 +15,7 @@ from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Async, Schedule, Sync
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "timelines.svg"
-#: Groups that are sampled at a time, groups in a batch, and what it takes to train one.
+#: Groups sampled at a time, groups in a batch, and how long a batch trains.
 PLACES, BATCH, TRAINING = 4, 4, 7
 LENGTHS = (9, 13, 6, 17, 8, 11, 7, 26, 10, 6, 14, 9)
 END = 96
@@ -28,7 +28,7 @@ SCHEDULES: tuple[tuple[str, Schedule], ...] = (
 
 @dataclass
 class Bar:
-    """A stretch of one row. `versions` are the weights that drew it, with the time from which on."""
+    """A stretch of one row. `versions` are the weights that drew it, each with the time from which on it did."""
 
     row: int
     start: int

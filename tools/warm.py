@@ -28,15 +28,15 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-#: How often a run is looked at.
+#: Seconds between two looks at a run.
 LOOK_S = 0.01
 
-#: That a search of Hypothesis fails is enough: what it has found is not made smaller.
+#: A failing search of Hypothesis is enough: its example is not shrunk.
 FOUND = settings(deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
 
 
 def main(path: str, module: str, tests: Sequence[str]) -> int:
-    """Until it is killed; 1 if the tests fail as they are, with what they print."""
+    """Serve until killed; returns 1, and prints the output, if the tests fail without a fault."""
     settings.register_profile("found", FOUND)
     settings.load_profile("found")  # those that tests register inherit it
     names = Path(f"{path}.names")
@@ -60,7 +60,7 @@ def main(path: str, module: str, tests: Sequence[str]) -> int:
 
 
 def _first(names: Path, module: str, tests: Sequence[str]) -> int:
-    """The tests; into `names` what they have imported and may be kept."""
+    """Run the tests; write into `names` the modules that they imported and that may be kept."""
     sys.dont_write_bytecode = False
     code = int(pytest.main(list(tests)))
     found = {name: getattr(imported, "__file__", None) for name, imported in sys.modules.items()}
@@ -71,7 +71,7 @@ def _first(names: Path, module: str, tests: Sequence[str]) -> int:
 
 
 def dependents(module: str, files: Mapping[str, Path], folder: Path) -> set[str]:
-    """`module` and, of these modules, all in `folder` that import it or another of them."""
+    """`module`, and those of these modules in `folder` that import it, directly or through others."""
     imports = {name: imported(file) | _whole(name) for name, file in files.items() if file.is_relative_to(folder)}
     found = {module}
     while more := {name for name, named in imports.items() if named & found} - found:
@@ -81,7 +81,8 @@ def dependents(module: str, files: Mapping[str, Path], folder: Path) -> set[str]
 
 @cache
 def imported(file: Path) -> frozenset[str]:
-    """The names of modules that a file imports, wherever in it, and of what may be one; packages are imported too."""
+    """The names of modules that a file imports, anywhere in it, with their packages; and of names that may be
+    modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())) if file.suffix == ".py" else ():
         if isinstance(node, ast.Import):
@@ -92,7 +93,7 @@ def imported(file: Path) -> frozenset[str]:
 
 
 def _whole(name: str) -> frozenset[str]:
-    """A module and the packages that it is in."""
+    """A module's name and those of its packages."""
     parts = name.split(".")
     return frozenset(".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
@@ -122,7 +123,7 @@ def _quietly(tests: Sequence[str]) -> int:
 
 
 def _fork(run: Callable[[], int]) -> int:
-    """The process that runs it, in a group of its own."""
+    """Fork a process that runs it, in a group of its own."""
     child = os.fork()
     if child:
         return child

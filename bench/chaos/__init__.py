@@ -1,1 +1,2 @@
-"""Kills, full disks and damaged files, from outside: a real service, clients of the official SDK, and what they see."""
+"""Kills, full disks and damaged files: a real service is harmed from outside, and clients of the official SDK note what
+they see."""

@@ -37,12 +37,13 @@ from bench.chaos.pauses import Calm, Kind, add_kill, compare, usual_gaps_s
 from bench.chaos.service import HERE, Service, embedded, production
 from bench.parts.results import machine
 
-#: Without a kill, before the first: where usual gaps are taken.
+#: Seconds without a kill before the first: usual gaps are taken there.
 QUIET_S = 8.0
-#: A kill is over when each client has had this many answers since (more than were in flight), the last within a second.
+#: A kill is over when each client has had this many answers since (more than were in flight), the last one within a
+#: second.
 ANSWERS_AFTER = 10
 AT_LEAST_S, AT_MOST_S = 4.0, 180.0
-#: Between two kills of one kind.
+#: Seconds between two kills of one kind.
 SPACING_S = 35.0
 THINK_S = 0.15
 MISBILLED = """
@@ -54,7 +55,7 @@ select (select count(*) from (
 
 
 def clients_of(service: Service, **options: Any) -> list[Client]:
-    """Three that train and two that sample, of two organisations."""
+    """The clients: three that train and two that sample, of two organisations."""
     names = [("trainer", 1), ("trainer", 2), ("trainer", 3), ("sampler", 4), ("sampler", 5)]
     found: list[Client] = []
     for number, (role, seed) in enumerate(names):
@@ -64,7 +65,7 @@ def clients_of(service: Service, **options: Any) -> list[Client]:
 
 
 def calm_answers(service: Service) -> dict[tuple[str, int], str]:
-    """Of two cycles of each client, which must have the same."""
+    """The answers of two cycles of each client, which must be the same."""
     clients = clients_of(service, cycles=2)
     for client in clients:
         client.start()
@@ -114,7 +115,7 @@ def strike(service: Service, kind: Kind, clients: Sequence[Client], calm: Calm, 
 
 
 def settled(clients: Sequence[Client], since: float) -> bool:
-    """Wait until all clients work again; False when they do not."""
+    """Wait until all clients work again; returns False if they do not."""
     deadline = since + AT_MOST_S
     while (now := time.monotonic()) < deadline:
         good = [[answer.at for answer in list(client.answers) if not answer.failed] for client in clients]
@@ -134,7 +135,7 @@ def finish(clients: Sequence[Client]) -> float:
 
 
 def rest(clients: Sequence[Client], calm: Calm, kinds: Sequence[Kind], start: float, end: float) -> Kind:
-    """The answers that came between the kills, when nothing was wrong."""
+    """Answers that came between the kills, when nothing was wrong."""
     all_of_it = Kind("nothing (between the kills)")
     for client in clients:
         compare(all_of_it, client.name, client.answers, calm, start, end)

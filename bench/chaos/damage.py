@@ -24,13 +24,13 @@ import tinker
 from bench.chaos.load import ADAM, BASE_MODEL, supervised, trained
 from bench.chaos.service import DidNotStart, Embedded, embedded
 
-#: A client gives up on an answer after this.
+#: How long a client waits for an answer before it gives up.
 PATIENCE_S = 40.0
-#: The file system that is filled; what a service refuses to work below is less.
+#: Size of the file system that is filled; a service refuses work at less free space than this.
 DISK_BYTES = 1 << 30
 FULL_S = 8.0
 STEPS = 6
-#: Of the lines of a log: what says that something is wrong; and what makes two equal complaints look different.
+#: In lines of a log: words that report a fault; and patterns in which two equal complaints differ.
 LOUD = ("WARN", "ERROR", "CRITICAL", "rror:", "failed", "weftd:")
 TIME = re.compile(r"^(\[\w+\] )?\d{4}-\d\d-\d\d [\d:,]+ ")
 NUMBERS = re.compile(r"\b[0-9a-f]{16,}\b|\b\d+\.\d+ s\b|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -38,7 +38,7 @@ NUMBERS = re.compile(r"\b[0-9a-f]{16,}\b|\b\d+\.\d+ s\b|[0-9a-f]{8}(-[0-9a-f]{4}
 
 @dataclass
 class Finding:
-    """What came of one kind of damage. `answers`: of the steps after it, how many were right, wrong or none."""
+    """The result of one kind of damage. `answers`: how many of the later steps were right, wrong or none."""
 
     name: str
     client: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Steps:
         self.run = self.client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result(timeout=PATIENCE_S)
 
     def step(self, number: int, patience_s: float = PATIENCE_S) -> str:
-        """A digest of all that a forward_backward and an optimizer step answer."""
+        """A digest of the answers to a forward_backward and an optimizer step."""
         backward = self.run.forward_backward(supervised(number, 4, 20), "cross_entropy")
         update = self.run.optim_step(ADAM)
         outputs, measures = backward.result(timeout=patience_s), update.result(timeout=patience_s).metrics or {}
@@ -66,7 +66,7 @@ class Steps:
 
 
 class Case:
-    """A service that is damaged, its run, and what is found."""
+    """A service to be damaged, its run, and the finding."""
 
     def __init__(self, name: str, service: Embedded, calm: list[str]) -> None:
         self.service, self.calm = service, calm
@@ -78,12 +78,12 @@ class Case:
         self._read = len(service.log())
 
     def file(self, query: str) -> Path:
-        """The largest file of the blob whose ref a query gives."""
+        """The largest file of the blob whose ref a query returns."""
         blob = self.service.data / "blobs" / self.service.rows(query)[0][0]
         return blob if blob.is_file() else max(blob.rglob("*"), key=lambda path: path.stat().st_size)
 
     def start(self) -> bool:
-        """Start the server again; False, with the reason, when it will not."""
+        """Start the server again; if it does not start, the reason is noted, and False returned."""
         try:
             self.service.start()
         except DidNotStart:
@@ -93,7 +93,7 @@ class Case:
         return True
 
     def go_on(self, first: int = 3, end: int = STEPS) -> None:
-        """More steps, and what the client is told instead of an answer."""
+        """Make more steps, and note what the client is told instead of an answer."""
         for number in range(first, end):
             try:
                 right = self.steps.step(number) == self.calm[number]
@@ -110,7 +110,7 @@ class Case:
         self.finding.client.append(" ".join(said.split()))
 
     def close(self) -> Finding:
-        """With what the operator could read since the damage."""
+        """The finding, with what the operator could read since the damage."""
         lines = self.service.log()[self._read :].splitlines()
         loud = [line for line in lines if any(word in line for word in LOUD) and "SIGKILL" not in line]
         said = [NUMBERS.sub("..", TIME.sub("", line)).strip() for line in loud]
@@ -120,7 +120,7 @@ class Case:
 
 
 def cut(path: Path) -> None:
-    """Keep the first half."""
+    """Cut a file to its first half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -128,7 +128,7 @@ def cut(path: Path) -> None:
 
 
 def body_cut(case: Case) -> None:
-    """One body that a replay needs; nothing has been snapshotted."""
+    """Cut a body that a replay needs; there is no snapshot yet."""
     body = case.file("select body_ref from operations where kind = 'forward_backward' order by seq limit 1")
     case.service.kill()
     cut(body)
@@ -137,7 +137,7 @@ def body_cut(case: Case) -> None:
 
 
 def body_cut_beside_a_living_trainer(case: Case) -> None:
-    """The same, and it is the trainer that dies: nothing looks at the folder first."""
+    """The same, but the trainer dies instead of the server, so nothing checks the folder first."""
     cut(case.file("select body_ref from operations where kind = 'forward_backward' order by seq limit 1"))
     case.service.worker("trainer").kill()
     case.go_on()
@@ -159,7 +159,7 @@ def database_deleted(case: Case) -> None:
 
 
 def snapshot_cut(case: Case) -> None:
-    """Of a run that a server wrote when it was stopped."""
+    """Cut the snapshot of a run that a server wrote when it was stopped."""
     case.service.stop()
     snapshot = case.service.rows("select snapshot_ref from runs where snapshot_ref is not null")
     if not snapshot:
@@ -171,7 +171,7 @@ def snapshot_cut(case: Case) -> None:
 
 
 def checkpoint_cut(case: Case) -> None:
-    """A saved state that a new run is made from."""
+    """Cut a saved state from which a new run is made."""
     path = case.steps.run.save_state("half").result(timeout=PATIENCE_S).path
     cut(case.file("select ref from checkpoints"))
     try:
@@ -183,7 +183,7 @@ def checkpoint_cut(case: Case) -> None:
 
 
 def result_cut(case: Case) -> None:
-    """Of an operation that is done; its client asks once more after the server's death."""
+    """Cut the result of a finished operation, which its client asks for again after the server's death."""
     run = case.steps.run.model_id
     (seq,) = case.service.rows("select max(seq) + 1 from operations")[0]
     inputs = {"data": [plain(datum) for datum in supervised(9)], "loss_fn": "cross_entropy"}
@@ -216,7 +216,7 @@ def plain(datum: Any) -> dict[str, Any]:
 
 
 def disk_full(case: Case) -> None:
-    """While a client submits steps; then there is room again, and then the trainer dies."""
+    """Fill the disk while a client submits steps; then there is room again, and then the trainer dies."""
     filler = fill(case)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(case.go_on, 3, 4)
@@ -233,7 +233,7 @@ def disk_full(case: Case) -> None:
 
 
 def disk_full_of_results(case: Case) -> None:
-    """After a step was accepted, which waits behind a large forward; then as above."""
+    """Fill the disk when a step was accepted that waits behind a large forward; then as above."""
     large = case.steps.run.forward(supervised(7, 48, 500), "cross_entropy")
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(case.go_on, 3, 4)
@@ -254,7 +254,7 @@ def disk_full_of_results(case: Case) -> None:
 
 
 def fill(case: Case) -> Path:
-    """All that is left of the data folder's file system."""
+    """Fill the rest of the data folder's file system."""
     filler = case.service.data / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 24, 1 << 12, 1):
@@ -281,7 +281,7 @@ DAMAGE: dict[str, Callable[[Case], None]] = {
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[str]:
-    """A file system of its own on `folder`. Yields "" or why there is none."""
+    """A file system of its own on `folder`. Yields "", or the reason why there is none."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
     try:
@@ -322,7 +322,7 @@ def one(tree: Path, folder: Path, name: str, harm: Callable[[Case], None], calm:
 
 
 def _shown(line: str) -> str:
-    """Without what is of this one run, and of what the SDK adds."""
+    """A log line without the facts of this one run, and without what the SDK adds."""
     line = re.sub(r"\S*/weft-chaos-\w+/\d+/data", "DATA_DIR", line).partition(" for self.request_id=")[0]
     line = re.sub(r" \[request=.*\]$", "", line)
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32}", "ID", line).replace("|", "/")

@@ -14,16 +14,16 @@ import httpx
 
 from bench.chaos.service import Embedded
 
-#: Seconds, on an idle machine.
+#: Goals in seconds, on an idle machine.
 GOALS_S = {"trainer, kill -9": 3.0, "generator, kill -9": 1.0, "server, kill -9": 3.0, "server, SIGTERM": 5.0}
-#: Between two deaths: who works long enough is started again at once.
+#: Seconds between two deaths: a worker that has worked long enough is started again at once.
 SPACING_S = 6.0
 TOKENS = list(range(40, 104))
 
 
 @dataclass
 class Pause:
-    """`listens_s`: after this the address answered again, where it had gone."""
+    """The pauses of one kind of death. `listens_s`: the time until the address answered again, if it was gone."""
 
     name: str
     goal_s: float
@@ -62,7 +62,7 @@ class Client:
         return str(self._post("asample", body).json()["request_id"])
 
     def result(self, request_id: str) -> None:
-        """Until there is one. RuntimeError when it is an error."""
+        """Wait for the result. RuntimeError if it is an error."""
         while (answer := self._post("retrieve_future", {"request_id": request_id})).status_code == 408:
             pass
         if answer.status_code != 200 or answer.content.startswith(b'{"error"'):

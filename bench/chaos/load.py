@@ -1,4 +1,4 @@
-"""Clients of the official SDK that do the same again and again, and write down every answer and when it came.
+"""Clients of the official SDK that repeat the same work, and record every answer with its time.
 
 What a client asks for repeats in cycles, and every cycle has the same answers to the bit: a trainer begins each with
 the state that it saved right after it was created, and every sample has a seed. So a calm cycle tells what all answers
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 logging.getLogger("tinker").setLevel(logging.CRITICAL)
 
 BASE_MODEL = "weft/tiny-moe"
-#: A call that takes longer than this has failed.
+#: A call that takes longer than this counts as failed, in seconds.
 PATIENCE_S = 180.0
 #: Steps of a trainer's cycle, and samples of a sampler's.
 STEPS, SAMPLES = 12, 24
@@ -61,14 +61,14 @@ class Client(threading.Thread, ABC):
 
     @abstractmethod
     def work(self, service: Any) -> None:
-        """Prepare, then go through cycles."""
+        """Prepare, then repeat cycles."""
 
     @abstractmethod
     def cycle(self, *prepared: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-        """Every operation of a cycle: its future, and what of its result is compared."""
+        """The operations of a cycle: each one's future, and the part of its result to compare."""
 
     def go(self, depth: int, *prepared: Any) -> None:
-        """Cycle after cycle, with `depth` operations that are not awaited yet."""
+        """Run cycles, with `depth` operations under way at a time."""
         waiting: deque[tuple[int, Any, Callable[[Any], Any]]] = deque()
         while not self._done():
             for place, (future, seen) in enumerate(self.cycle(*prepared)):
@@ -92,7 +92,7 @@ class Client(threading.Thread, ABC):
 
 
 class Trainer(Client):
-    """Two forward_backward and a step at a time, submitted without waiting, up to two steps ahead."""
+    """Submits two forward_backwards and a step at a time without waiting, up to two steps ahead."""
 
     def __init__(self, name: str, url: str, key: str, seed: int, **options: Any) -> None:
         super().__init__(name, url, key, **options)
@@ -113,7 +113,7 @@ class Trainer(Client):
 
 
 class Sampler(Client):
-    """Samples with seeds, three at a time: from the base model, or, with `adapter`, from a run that has made a step."""
+    """Samples with seeds, three at a time: from the base model; or, with `adapter`, from a run that has made a step."""
 
     def __init__(self, name: str, url: str, key: str, seed: int, *, adapter: bool, **options: Any) -> None:
         super().__init__(name, url, key, **options)

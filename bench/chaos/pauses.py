@@ -1,4 +1,4 @@
-"""What is made of the answers: the clients' pauses, and the differences from a calm cycle."""
+"""Evaluates the answers: the clients' pauses, and differences from a calm cycle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client was told, `at` which second. `place` is the operation's in its cycle; `value` a digest of all that
-    the answer holds, or what went wrong."""
+    """An answer to a client, `at` that second. `place` is its operation's index in the cycle; `value` a digest of the
+    whole answer, or the error."""
 
     at: float
     place: int
@@ -26,8 +26,8 @@ Calm = Mapping[tuple[str, int], str]
 
 @dataclass
 class Kind:
-    """All kills of one kind. `pauses_s`: of each kill, the longest of any client. `misbilled`: operations that were
-    billed twice, or are done and not billed."""
+    """All kills of one kind. `pauses_s`: for each kill, the longest pause of any client. `misbilled`: operations that
+    were billed twice, or done and not billed."""
 
     name: str
     pauses_s: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Kind:
 
 
 def longest_gap_s(times: Iterable[float], start: float, end: float) -> float:
-    """The longest time without an answer that ended, or had not ended, in (start, end]."""
+    """The longest time between two answers within (start, end]."""
     longest, before = 0.0, start
     for at in times:
         if at > end:
@@ -54,7 +54,7 @@ def median_gap_s(times: Sequence[float]) -> float:
 
 
 def usual_gaps_s(answers: Answers) -> dict[str, float]:
-    """Of each client, while nothing happens."""
+    """The median gap between answers of each client, while nothing happens."""
     return {name: median_gap_s([answer.at for answer in given if not answer.failed]) for name, given in answers.items()}
 
 
@@ -69,7 +69,7 @@ def add_kill(kind: Kind, answers: Answers, calm: Calm, usual_s: Mapping[str, flo
 
 
 def compare(kind: Kind, name: str, given: Sequence[Answer], calm: Calm, start: float, end: float) -> None:
-    """One client's answers of (start, end] with the calm ones."""
+    """Compare one client's answers in (start, end] with the calm ones."""
     for answer in given:
         if not start < answer.at <= end:
             continue

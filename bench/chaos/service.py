@@ -42,25 +42,25 @@ redis_url = "{redis}"
 
 
 class Service(Protocol):
-    """What load and kills need. `kinds` are the ways to harm it, by name; each returns when all that it killed has been
-    started again."""
+    """What load and kills need of a service. `kinds` are the ways to harm it, by name; each returns when all that it
+    killed has been started again."""
 
     kinds: dict[str, Callable[[], None]]
 
     def url(self, client: int) -> str:
-        """Where the client of this number goes."""
+        """The address for the client of this number."""
 
     def key(self, organisation: str) -> str: ...
 
     def count(self, query: str) -> int:
-        """The one number that a query of the database gives."""
+        """The single number that a query of the database returns."""
 
     def log(self) -> str:
-        """What an operator can read, of all processes."""
+        """Everything that an operator can read, from all processes."""
 
 
 class Programs:
-    """Processes of one checkout, on one data folder; with a `store` each has its own."""
+    """Processes of one checkout, on one data folder; with a `store`, each on a folder of its own."""
 
     def __init__(self, tree: Path, folder: Path, config: str, store: OwnStore | None = None) -> None:
         self.folder, self.data, self._own_folders = folder, folder / "data", store is not None
@@ -86,7 +86,7 @@ class Programs:
         return process
 
     def serve(self, port: int = 0) -> tuple[subprocess.Popen[str], str]:
-        """A server that has said it is ready, and its address."""
+        """Start a server; returns it, once it says that it is ready, with its address."""
         process = self.start("serve", "--host", "127.0.0.1", "--port", str(port))
         assert process.stdout is not None
         hangs = threading.Timer(PATIENCE_S, process.kill)
@@ -129,7 +129,7 @@ class Programs:
 
 
 class DidNotStart(RuntimeError):
-    """A server ended before it was ready; the message is all that it wrote."""
+    """A server ended before it was ready; the message is everything that it wrote."""
 
 
 class Embedded:
@@ -152,7 +152,7 @@ class Embedded:
         self.process.wait()
 
     def start(self) -> None:
-        """On the same address."""
+        """Start the server, on the same address."""
         self.process, self._url = self.programs.serve(int(self._url.rsplit(":", 1)[1]))
 
     def stop(self) -> int:
@@ -259,13 +259,13 @@ class Production:
         self._store.start()
 
 
-#: The object store is away for so long.
+#: How long the object store is away.
 AWAY_S = 40.0
 WORKERS = ("trainer", "generator")
 
 
 def busiest_of(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    """The process that computes; of trainers only one does."""
+    """The process that computes: only one of the trainers does."""
 
     def used(process: subprocess.Popen[str]) -> float:
         times = psutil.Process(process.pid).cpu_times()
@@ -292,7 +292,7 @@ def production(tree: Path, folder: Path) -> Iterator[Production]:
         redis = OwnRedis()
         stack.callback(redis.stop)
         database = postgres.create()
-        # As PostgreSQL is everywhere but in tests: what it has committed survives its own death.
+        # Unlike in tests, what PostgreSQL has committed survives its own death.
         postgres.execute(f'ALTER DATABASE "{database}" SET synchronous_commit = on')
         config = SHARED.format(database=postgres.url(database), redis=redis.url) + CONFIG
         store = OwnStore(folder / "objects")

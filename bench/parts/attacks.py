@@ -36,7 +36,7 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and the key and the run of who attacks it."""
+    """A server, and the attacker's key and run."""
 
     url: str
     key: str
@@ -48,7 +48,7 @@ class Target:
         return url.host, url.port or 80
 
     def post(self, path: str, body: bytes, headers: dict[str, str]) -> int:
-        """The status of the answer. A path that begins with a slash is the whole path."""
+        """Post, and return the status. A path that begins with a slash is the whole path."""
         headers, path = {"x-api-key": self.key, **headers}, path if path.startswith("/") else f"/api/v1/{path}"
         return httpx.post(f"{self.url}{path}", content=body, headers=headers, timeout=300).status_code
 
@@ -56,7 +56,7 @@ class Target:
         return self.post(path, packed(body), {**headers, "content-encoding": "zstd"})
 
     def get_at_once(self, path: str, times: int = AT_ONCE) -> list[int]:
-        """The statuses of so many GETs, all of which are sent before an answer is read."""
+        """Send this many GETs before any answer is read; returns their statuses."""
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\nConnection: close\r\n\r\n".encode()
         statuses = []
         with ExitStack() as stack:
@@ -70,13 +70,13 @@ class Target:
         return statuses
 
 
-#: Does it once; the statuses of what was answered.
+#: An attack, done once; returns the statuses of the answers.
 Attack = Callable[[Target], list[int]]
 _making = Lock()
 
 
 def one_at_a_time(make: Callable[[Target], str]) -> Callable[[Target], str]:
-    """What an attack needs is made once, whoever of those that attack at once is first."""
+    """What an attack needs is made only once, by the first of the threads that attack."""
     made = cache(make)
 
     def of(target: Target) -> str:
@@ -93,14 +93,14 @@ def packed(body: bytes) -> bytes:
 
 @cache
 def forward_json(inside: bytes, size_bytes: int) -> bytes:
-    """A JSON forward whose list of data is `inside`, again and again."""
+    """A JSON forward with `inside` repeated as its list of data."""
     start = b'{"model_id": "none", "seq_id": 1, "forward_input": {"loss_fn": "cross_entropy", "data": ['
     return start + b",".join([inside] * (size_bytes // (len(inside) + 1))) + b"]}}"
 
 
 @cache
 def field(number: int, inside: bytes) -> bytes:
-    """A field of protobuf that holds `inside`."""
+    """A protobuf field that contains `inside`."""
     size, length = len(inside), b""
     while size >= 0x80:
         length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
@@ -108,7 +108,7 @@ def field(number: int, inside: bytes) -> bytes:
 
 
 def packed_json(target: Target) -> list[int]:
-    """Some kilobytes that unpack to 64 MB of JSON, each element of which is wrong."""
+    """A few kilobytes that unpack to 64 MB of JSON in which each element is wrong."""
     return [target.post_packed("forward", forward_json(b"{}", 60 * MIB), JSON)]
 
 
@@ -118,18 +118,18 @@ def packed_telemetry(target: Target) -> list[int]:
 
 
 def wrong_numbers(target: Target) -> list[int]:
-    """Nothing packed: as many numbers as a body may have, each of them wrong."""
+    """Unpacked: as many numbers as fit in a body, each of them wrong."""
     data = b'{"model_input":{"chunks":[{"type":"encoded_text","tokens":[%s]}]},"loss_fn_inputs":{}}'
     return [target.post("forward", forward_json(data % (b"-1," * 190_000 + b"-1"), 6 * MIB), JSON)]
 
 
 def many_objects(target: Target) -> list[int]:
-    """As many objects as a body may have."""
+    """As many objects as fit in a body."""
     return [target.post("forward", forward_json(b'{"model_input":{"chunks":[]},"loss_fn_inputs":{}}', 800_000), JSON)]
 
 
 def many_names(target: Target) -> list[int]:
-    """As many unknown fields as a body may have."""
+    """As many unknown fields as fit in a body."""
     body = b"{" + b",".join(b'"%d":1' % number for number in range(65_000)) + b"}"
     return [target.post("asample", body, JSON)]
 
@@ -148,7 +148,7 @@ def empty_chunks(target: Target) -> list[int]:
 
 
 def long_shapes(target: Target) -> list[int]:
-    """A tensor with millions of dimensions, a byte each."""
+    """A tensor with millions of dimensions, one byte each."""
     tensor = field(2, field(1, b"x") + field(2, field(4, b"\1" * (30 * MIB))))
     return [target.post("forward_backward", field(3, tensor), PROTOBUF)]
 
@@ -166,25 +166,25 @@ def long_chat(target: Target) -> list[int]:
 
 
 def wrong_messages(target: Target) -> list[int]:
-    """As many messages as a body may have, each of them wrong."""
+    """As many messages as fit in a body, each of them wrong."""
     body = b'{"model": "%s", "messages": [%s1]}' % (BASE_MODEL.encode(), b"1," * 190_000)
     return [target.post("/v1/chat/completions", body, JSON)]
 
 
 def many_stops(target: Target) -> list[int]:
-    """As many stop strings as a body may have."""
+    """As many stop strings as fit in a body."""
     body = b'{"model": "%s", "prompt": "a", "stop": [%s"b"]}' % (BASE_MODEL.encode(), b'"a",' * 190_000)
     return [target.post("/v1/completions", body, JSON)]
 
 
 def many_tokens(target: Target) -> list[int]:
-    """As long a prompt as a body may have, as tokens."""
+    """As long a prompt of tokens as fits in a body."""
     body = b'{"model": "%s", "prompt": [%s1]}' % (BASE_MODEL.encode(), b"20," * 190_000)
     return [target.post("/v1/completions", body, JSON)]
 
 
 def tokenized(target: Target) -> list[int]:
-    """A text of almost a MiB, again and again: making tokens of it costs nothing."""
+    """A text of almost a MiB, repeatedly: tokenizing it costs the sender nothing."""
     body = json.dumps({"prompt": "a 1 " * (MIB // 4 - 100), "return_token_strs": True}).encode()
     return [target.post("/tokenize", body, JSON) for _ in range(4)]
 
@@ -206,7 +206,7 @@ def many_curves(target: Target) -> list[int]:
 
 @one_at_a_time
 def _talked(target: Target) -> str:
-    """A session with large turns: of one prompt many choices, each of which is told with it."""
+    """A session with large turns: many choices of one prompt, which is repeated in each."""
     body = {"model": BASE_MODEL, "prompt": list(range(20, 520)) * 2, "max_tokens": 1, "n": 256}
     for _ in range(4):
         target.post("/v1/completions", json.dumps(body).encode(), {**JSON, "x-session-id": "talk"})
@@ -219,17 +219,17 @@ def many_turns(target: Target) -> list[int]:
 
 
 def many_lists(target: Target) -> list[int]:
-    """Nothing large; as many at the same moment as a client has connections."""
+    """Small requests, as many at once as a client has connections."""
     return target.get_at_once("/api/v1/training_runs", 150)
 
 
 def webhook(target: Target) -> list[int]:
-    """Anybody's: nothing is signed."""
+    """Webhooks, which anybody can send: nothing is signed."""
     return [target.post_packed("stripe/webhook", b"[" * (60 * MIB), JSON)]
 
 
 def unknown_polls(target: Target) -> list[int]:
-    """Ids that nobody has, one after another."""
+    """Polls of unknown ids, one after another."""
     statuses = []
     with httpx.Client(base_url=f"{target.url}/api/v1", headers={"x-api-key": target.key}, timeout=60) as http:
         for number in range(300):
@@ -238,7 +238,7 @@ def unknown_polls(target: Target) -> list[int]:
 
 
 def half_sent_headers(target: Target) -> list[int]:
-    """Connections that begin a request and do not go on."""
+    """Connections that begin a request and do not continue."""
     with ExitStack() as stack:
         for _ in range(100):
             with suppress(OSError):
@@ -249,7 +249,7 @@ def half_sent_headers(target: Target) -> list[int]:
 
 
 def half_sent_bodies(target: Target) -> list[int]:
-    """Large bodies that are promised and do not come."""
+    """Large bodies that are announced and do not come."""
     head = (
         f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nX-API-Key: {target.key}\r\n"
         f"Content-Type: {PROTOBUF['content-type']}\r\nContent-Length: {60 * MIB}\r\n\r\n"
@@ -264,7 +264,7 @@ def half_sent_bodies(target: Target) -> list[int]:
 
 
 def long_trailer(target: Target) -> list[int]:
-    """A body in chunks, and behind it a header that does not end."""
+    """A chunked body, followed by a header that does not end."""
     head = (
         f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-API-Key: {target.key}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: "
     )
@@ -276,7 +276,7 @@ def long_trailer(target: Target) -> list[int]:
 
 
 def many_steps(target: Target) -> list[int]:
-    """Hundreds of dimuon steps of rank 128, without a token, sent at once and not waited for."""
+    """Hundreds of dimuon steps of rank 128 without tokens, sent at once without waiting."""
     run = new_run(target.url, target.key, BASE_MODEL, rank=128, optimizer="dimuon")
     params = {"type": "dimuon", "learning_rate": 1e-4}
     bodies = [
@@ -303,7 +303,7 @@ def _sorting(logprobs: Any, weights: Any) -> Any:
     return (logprobs * weights).sum(), {}
 
 
-#: By name; what a result is called, and a test's id.
+#: By name, which is the name of the result and the id of a test.
 ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
     for attack in (
@@ -331,12 +331,12 @@ ATTACKS: dict[str, Attack] = {
         long_trailer,
     )
 }
-#: What is accepted, and is to be weighed: these take the machines' time, not the front's. The last leaves most behind.
+#: Accepted requests to be weighed: they take time of the machines, not of the front. The last one leaves most behind.
 WORK: dict[str, Attack] = {attack.__name__: attack for attack in (many_lists, slow_losses, many_steps)}
 
 
 def new_run(url: str, key: str, base_model: str, rank: int = 8, optimizer: str = "adamw") -> str:
-    """A run of who attacks, for attacks that need one."""
+    """A run of the attacker, for attacks that need one."""
     with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": key}, timeout=60) as http:
 
         def ask(path: str, **fields: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What clients of the official SDK train in benches: every token is a target, of weight 1."""
+"""The data that benches train on with the official SDK: every token is a target, of weight 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinker import types
 
 
 def datum(tokens: Sequence[int]) -> types.Datum:
-    """Each token but the first, predicted from those before it."""
+    """A datum: each token but the first is predicted from those before it."""
     inputs: dict[str, Any] = {"target_tokens": list(tokens[1:]), "weights": [1.0] * (len(tokens) - 1)}
     return types.Datum(model_input=types.ModelInput.from_ints(list(tokens[:-1])), loss_fn_inputs=inputs)
 

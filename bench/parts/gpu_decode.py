@@ -31,7 +31,7 @@ SEED = 0
 
 
 def bytes_read(config: DecoderConfig, rows: int, length: int, itemsize: int) -> float:
-    """Of the frozen weights and the cache, by one step. A row of a mixture layer reads k of its E experts; of all
+    """Bytes that one step reads of frozen weights and cache. A row of a mixture layer reads k of its E experts; of all
     rows' choices E (1 - (1 - k / E)^rows) are different."""
     d, width = config.hidden_size, config.intermediate_size
     attn = d * (2 * config.q_size + 2 * config.kv_size)
@@ -48,7 +48,7 @@ def bytes_read(config: DecoderConfig, rows: int, length: int, itemsize: int) -> 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences with `length` positions each, the last of which is the newest token's."""
+    """Sequences of `length` positions each, the last of which is for the newest token."""
 
     decoder: Decoder
     cache: KVCache
@@ -69,7 +69,7 @@ class Batch:
         return cls(decoder, cache, rows, length)
 
     def step(self, adapters: Sequence[Adapter]) -> Step:
-        """The adapters in turn, row by row."""
+        """One decode step; rows use the adapters in turn."""
         width, random = pages_of(self.length), np.random.default_rng(SEED)
         of_rows = [adapters[row % len(adapters)] if adapters else None for row in range(self.rows)]
         step = Step(self.decoder, self.cache, rows=self.rows, width=width, forms=forms(of_rows))
@@ -81,7 +81,7 @@ class Batch:
 
 
 def variants(batch: Batch, adapters: Sequence[Adapter], *, graphs: bool) -> dict[str, Callable[[], Any]]:
-    """Each is one step; with `graphs` those that are replayed, too, captured already."""
+    """The variants, each a function of one step; with `graphs` also the replayed ones, already captured."""
     found: dict[str, Callable[[], Any]] = {}
     for name, own in (("base", []), ("one adapter", adapters[:1]), ("adapters", adapters[: batch.rows])):
         step = batch.step(own)
@@ -122,7 +122,7 @@ def report(batch: Batch, seconds: dict[str, float], steps: int, distinct: int) -
 def run_rank(
     decoder: Decoder, rank: int, numbers: Sequence[int], length: int, *, steps: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """All numbers of rows, with adapters of one rank."""
+    """Measure all numbers of rows, with adapters of one rank."""
     shape = AdapterShape(decoder.config, rank)
     free = torch.cuda.mem_get_info(decoder.device)[0]
     distinct = distinct_adapters(max(numbers), 4 * shape.numel // 2, free)  # without gradients

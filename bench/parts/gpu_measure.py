@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from workers.model.planning.machine import cuda_bytes
 
-#: Left free for activations, logits and the allocator when adapters are counted.
+#: Bytes left free for activations, logits and the allocator when adapters are counted.
 RESERVE_BYTES = 32 << 30
 
 
 @dataclass
 class Device:
-    """The first GPU, as nvidia-smi sees it; where there is none, as torch does, which knows no other processes."""
+    """The first GPU as nvidia-smi sees it; without nvidia-smi as torch does, which knows no other processes."""
 
     total_bytes: int
     smi: str | None
@@ -43,7 +43,7 @@ class Device:
         return total - free
 
     def processes(self) -> list[dict[str, str]]:
-        """In a container nvidia-smi may not know them."""
+        """Processes on the GPU; in a container nvidia-smi may not know them."""
         found = []
         for pid, used in self._asked("--query-compute-apps=pid,used_memory") if self.smi else []:
             name = ""
@@ -59,12 +59,13 @@ class Device:
 
 
 def distinct_adapters(wanted: int, arena_bytes: int, free_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:
-    """How many adapters with their gradients fit; at least one."""
+    """How many adapters with their gradients fit in memory; at least one."""
     return max(1, min(wanted, (free_bytes - reserve_bytes) // (2 * arena_bytes)))
 
 
 def seconds_of(works: dict[str, Callable[[], None]], rounds: int, wait: Callable[[], None]) -> dict[str, float]:
-    """The median of each over interleaved rounds, after one that is not counted; `wait` waits for the device."""
+    """The median seconds of each function over interleaved rounds, after one that is not counted; `wait` waits for the
+    device."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
@@ -77,7 +78,7 @@ def seconds_of(works: dict[str, Callable[[], None]], rounds: int, wait: Callable
 
 
 def top_kernels(work: Callable[[], None], count: int = 15) -> list[dict[str, Any]]:
-    """Where one step's time on the device goes."""
+    """The kernels that take most of one step's time on the device."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()

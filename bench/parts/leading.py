@@ -54,7 +54,8 @@ BODY, BATCH = b"x" * 200, ForwardBackward((Slice(0, 1, 64),))
 
 
 class Places(msgspec.Struct, frozen=True):
-    """What the processes are told. `seconds`: how long the clients go on; `part`: which part of them these are."""
+    """The facts that the processes are started with. `seconds`: how long the clients go on; `part`: which part of the
+    clients this process is."""
 
     folder: str
     database: str
@@ -79,7 +80,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 async def lead(places: Places) -> None:
-    """A replica that nobody asks anything."""
+    """Run a replica that no client talks to."""
     database, machines = places.replica()
     machines.start()
     while not machines.stats()["replica"]["leads"]:  # noqa: ASYNC110
@@ -93,7 +94,7 @@ async def lead(places: Places) -> None:
 
 
 def work(places: Places) -> None:
-    """Trainers and generators, until the input ends."""
+    """Run trainers and generators until the input ends."""
     over = threading.Event()
     threads = [threading.Thread(target=train, args=(places, over), daemon=True) for _ in range(TRAINERS)]
     threads += [threading.Thread(target=generate, args=(places, over), daemon=True) for _ in range(GENERATORS)]
@@ -107,7 +108,7 @@ def work(places: Places) -> None:
 
 
 def train(places: Places, over: threading.Event) -> None:
-    """As a trainer, but that the states which it says it saves are nowhere: nobody ever reads them."""
+    """Answer as a trainer. The states that it reports as saved do not exist: nobody ever reads them."""
     link = TrainerLink(places.redis, places.blobs, over.is_set)
     link.send(PullPass([MODEL]))
     latest: dict[str, int] = {}
@@ -142,7 +143,7 @@ def generate(places: Places, over: threading.Event) -> None:
 
 
 async def ask(places: Places) -> None:
-    """The clients of a replica. Prints how many operations have ended in the time."""
+    """Run the clients of a replica. Prints how many operations ended in the time."""
     database, machines = places.replica()
     machines.start()
     await asyncio.sleep(1)  # until it hears what ends
@@ -160,7 +161,7 @@ async def ask(places: Places) -> None:
 
 
 class Clients:
-    """What they ask for until `end`, and how many operations of each sort had ended by then."""
+    """The clients' requests until `end`, and how many operations of each sort had ended by then."""
 
     def __init__(self, machines: SharedMachines, end: float) -> None:
         self._journal, self._end = machines.journal, end
@@ -185,7 +186,7 @@ class Clients:
         await self._one(_operation(number, spec.run_id, 0, OpKind.CREATE, Create(spec, "interactive")), run)
 
     async def steps(self, number: int) -> None:
-        """DEEP operations of one run in flight."""
+        """Keep DEEP operations of one run in flight."""
         room, under_way, seq = asyncio.Semaphore(DEEP), set[asyncio.Task[None]](), 0
         while time.monotonic() < self._end:
             seq += 1

@@ -67,8 +67,8 @@ async def go(url: str, seconds: float, runs: list[Run]) -> dict[str, Any]:
 
 
 def measure(url: str, server: int, seconds: float, runs: list[Run]) -> tuple[list[float], dict[str, float], list[Run]]:
-    """Have these runs step for so long. Milliseconds of each operation; of the processor that each process of the
-    `server` took for one; and the runs for the next time."""
+    """Let these runs step for that long. Returns the milliseconds of each operation, the processor time per operation
+    of each process of the `server`, and the runs for the next time."""
     before = _cpu_s(server)
     command = [sys.executable, str(Path(__file__)), url, str(seconds)]
     done = subprocess.run(command, input=json.dumps(runs), check=True, stdout=subprocess.PIPE, text=True)

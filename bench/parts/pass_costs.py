@@ -1,4 +1,4 @@
-"""What a pass takes a trainer in this process, of one thread, in processor time."""
+"""The processor time of a pass, for a trainer in this process with one thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOW = datetime.now(UTC)
 
 
 class Passes:
-    """Of the first pass that the service composes of what all clients of a load have in flight."""
+    """The first pass that the service composes from what all clients of a load have in flight."""
 
     def __init__(self, decoder: Decoder, folder: Path, pass_tokens: int) -> None:
         self._pass_tokens, self._count, self._vocab = pass_tokens, 0, decoder.config.vocab_size
@@ -84,8 +84,8 @@ def _pairs(unit: Unit, data: Mapping[int, tuple[int, int]]) -> int:
 
 
 def costs(decoder: Decoder, folder: Path, loads: Mapping[str, Load], pass_tokens: int, rounds: int) -> dict[str, Work]:
-    """Of each load a pass; all loads take turns, after a round that does not count. In a round each takes a part of the
-    time of all, whatever the machine's speed is in that round: the median of those, of the median round."""
+    """The cost of a pass for each load. Loads take turns, after a round that does not count. A load's share of its
+    round does not depend on the machine's speed then: the result is its median share, times the median round."""
     torch.set_num_threads(1)
     passes = Passes(decoder, folder, pass_tokens)
     turns = [{name: passes.timed(load) for name, load in loads.items()} for _ in range(rounds + 1)][1:]

@@ -1,4 +1,4 @@
-"""Passes of a trainer in this process, without a service: their bodies, and what they tell."""
+"""Passes of a trainer in this process, without a service: their bodies, and their messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = (
 
 
 def cut(tokens: int, sequence: int) -> list[int]:
-    """So many tokens in sequences of at most `sequence`."""
+    """Cut this many tokens into sequences of at most `sequence`."""
     return [sequence] * (tokens // sequence) + [tokens % sequence] * (tokens % sequence > 0)
 
 
@@ -36,7 +36,7 @@ def random_batch(vocab: int, lengths: Sequence[int], seed: int) -> bytes:
 
 
 def execute(trainer: Trainer, pass_: Pass) -> None:
-    """RuntimeError where an operation of the pass fails."""
+    """Execute a pass. RuntimeError if one of its operations fails."""
     told: list[Any] = []
     trainer.execute(pass_, lambda *messages: told.extend(messages))
     failed = [message.failure.message for message in told if isinstance(message, Done) and message.failure is not None]

@@ -26,7 +26,7 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.config import DecoderConfig
 
 Parts = Literal["attention", "experts"]
-#: As the field says it.
+#: What an adapter trains, in words for people.
 PARTS: dict[Parts, str] = {"attention": "attention alone", "experts": "attention and experts"}
 
 
@@ -35,7 +35,7 @@ def shape_of(config: DecoderConfig, rank: int, parts: Parts) -> AdapterShape:
 
 
 def transformers_config(config: DecoderConfig, **more: Any) -> Any:
-    """This shape as transformers says it."""
+    """The shape as a transformers config."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -72,7 +72,7 @@ def peft_model(config: DecoderConfig, adapters: Sequence[Adapter], folder: Path,
 
 
 def with_adapters(model: Any, adapters: Sequence[Adapter], folder: Path, *, trainable: bool = False) -> Any:
-    """The model with `adapters` loaded as a0, a1, ..., each through a file."""
+    """The model with `adapters` loaded as a0, a1, ..., each from a file."""
     from peft import PeftModel
 
     for number, adapter in enumerate(adapters):
@@ -89,7 +89,7 @@ def with_adapters(model: Any, adapters: Sequence[Adapter], folder: Path, *, trai
 
 
 def adapter_parameters(config: DecoderConfig, rank: int) -> dict[str, dict[str, int]]:
-    """What one adapter has on either side."""
+    """The parameters of one adapter on either side."""
     written_out = AdapterShape(config, rank, train_unembed=False, shared=False)
     ours = {parts: shape_of(config, rank, parts).num_parameters for parts in PARTS}
     theirs = {"attention": ours["attention"], "experts": written_out.num_parameters}
@@ -99,7 +99,7 @@ def adapter_parameters(config: DecoderConfig, rank: int) -> dict[str, dict[str, 
 def generates(
     model: Any, prompts_NP: torch.Tensor, adapters: int, sampled: int, parts: Parts
 ) -> dict[str, tuple[int, Callable[[], None]]]:
-    """By the way of running it: for how many prompts, and the call. Prompt n has adapter n modulo `adapters`."""
+    """By way of running: for how many prompts, and the call. Prompt n has adapter n modulo `adapters`."""
     from transformers import GenerationConfig
 
     model.eval()
@@ -131,7 +131,7 @@ def generates(
 
 
 class VllmPeer:
-    """bench/parts/vllm_peer.py in a process of its own, which stands still between two generations."""
+    """bench/parts/vllm_peer.py in a process of its own, which is stopped between generations."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -156,7 +156,7 @@ class VllmPeer:
             process.wait()
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> float:
-        """The seconds that it took."""
+        """Generate; returns the seconds it took."""
         assert self._process.stdin is not None
         os.killpg(self._process.pid, signal.SIGCONT)
         self._process.stdin.write(json.dumps([list(prompt) for prompt in prompts]) + "\n")

@@ -1,4 +1,4 @@
-"""What a server is like while something happens to it: the longest that /healthz took, and the most memory it had."""
+"""Watches a server while something happens to it: its slowest /healthz, and its peak of memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: Asks for /healthz until its input ends, and prints the longest that an answer took. A process of its own: in ours,
-#: what else runs here would be in its way.
+#: Asks for /healthz until its input ends, and prints the longest time of an answer. It is a process of its own, because
+#: other work in this process would delay it.
 _PROBE = """
 import http.client, select, sys, time
 host, port = sys.argv[1].removeprefix("http://").split(":")
@@ -26,7 +26,7 @@ print(worst)
 
 @contextmanager
 def slowest_healthz(url: str) -> Iterator[list[float]]:
-    """The longest that /healthz took during the block, in seconds, in the list after it."""
+    """The slowest /healthz during the block, in seconds, in the list once the block has ended."""
     command = [sys.executable, "-c", _PROBE, url]
     worst: list[float] = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
@@ -37,13 +37,13 @@ def slowest_healthz(url: str) -> Iterator[list[float]]:
 
 
 def forget_peak(pid: int) -> int:
-    """Have the kernel measure a process's peak anew; what it has now, in bytes."""
+    """Make the kernel measure a process's peak anew; returns its present bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return _memory(pid, "VmRSS")
 
 
 def peak(pid: int) -> int:
-    """The most bytes that a process had since `forget_peak`."""
+    """The process's peak of memory since `forget_peak`, in bytes."""
     return _memory(pid, "VmHWM")
 
 

@@ -30,7 +30,7 @@ from workers.model.decoder import Decoder
 from workers.model.planning.machine import free_bytes
 from workers.model.tiny import TINY_PATH
 
-#: Shards that are drawn and written at the same time.
+#: Shards that are drawn and written at a time.
 WRITERS = 8
 GIB = 2**30
 
@@ -43,8 +43,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def model_folder(folder: Path | None, config: DecoderConfig, saved_bytes: int, *, keep: bool) -> Iterator[Path]:
-    """The model, made if it is not there, and removed if it was made and is not to `keep`. So much will be saved by who
-    trains it."""
+    """The model, made if it is not there, and removed if it was made and is not to `keep`. `saved_bytes`: how much its
+    tenants will save."""
     folder = folder or Path(tempfile.mkdtemp(prefix="weft-model-", dir=_spacious(size_of(config))))
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "config.json").is_file():
@@ -64,14 +64,15 @@ def model_folder(folder: Path | None, config: DecoderConfig, saved_bytes: int, *
 
 
 def _spacious(size_bytes: int) -> Path | None:
-    """In memory, where a third of what is free is left; else on the disk."""
+    """The place for the model: in memory, if a third of the free memory stays free; otherwise on the disk."""
     memory = Path("/dev/shm")
     free = min(shutil.disk_usage(memory).free, 2 * free_bytes() // 3) if memory.is_dir() else 0
     return memory if size_bytes <= free else None
 
 
 def _check_room(folder: Path, model_bytes: int, saved_bytes: int) -> None:
-    """For the model, and for what its tenants save into the server's data folder. Exits where there is too little."""
+    """Check the room for the model, and for what its tenants save into the server's data folder. Exits if there is too
+    little."""
     data = Path(tempfile.gettempdir())
     together = folder.stat().st_dev == data.stat().st_dev
     for place, needed, what in (
@@ -104,7 +105,7 @@ def size_of(config: DecoderConfig) -> int:
 def write_folder(
     folder: Path, config: DecoderConfig, device: str, tell: Callable[[str], None] = lambda line: None
 ) -> int:
-    """Bytes of all tensors. config.json comes last: a folder that has one is complete."""
+    """Write the folder; returns the bytes of all tensors. config.json comes last: a folder that has one is complete."""
     shards, began, written = shards_of(config), time.monotonic(), 0
     with ThreadPoolExecutor(WRITERS) as pool:
         drawn = [
@@ -126,7 +127,7 @@ def write_folder(
 
 
 def _write_shard(path: Path, shapes: Shapes, device: str, seed: int) -> int:
-    """One file: the length of its header, the header, and all tensors, one behind the other."""
+    """Write one file: the length of its header, the header, and all tensors one after another."""
     values, header, start = _drawn(shapes, device, seed), dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
         end = start + 2 * math.prod(shape)
@@ -141,7 +142,7 @@ def _write_shard(path: Path, shapes: Shapes, device: str, seed: int) -> int:
 
 
 def _drawn(shapes: Mapping[str, tuple[int, ...]], device: str, seed: int) -> Tensor:
-    """The numbers of all these tensors, on the host."""
+    """Random numbers for all these tensors, on the host."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).normal_(0.0, 0.02, generator=generator)

@@ -1,4 +1,4 @@
-"""What every bench is asked for, and tells: figures, what is claimed of them, and where they were measured."""
+"""The common options and output of benches: figures, claims about them, and where they were measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def asked(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
-    """Of a bench with the docstring `doc`; `quick` says what a quick one of it is."""
+    """The arguments of a bench with the docstring `doc`; `quick` describes its quick variant."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--out", type=Path, help="write the figures here too")
@@ -30,13 +30,13 @@ def tell(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def keep(result: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write it where `--out` says."""
+    """Write the result to the file of `--out`."""
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken with, and on."""
+    """The machine and the versions with which figures were taken."""
     return {
         "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "cpus": len(os.sched_getaffinity(0)),  # `taskset` may have left fewer than there are
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Empty where it is not installed."""
+    """A package's version; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -22,7 +22,7 @@ from workers.model.logprobs import target_logprobs
 from workers.model.mixture.router import Router
 from workers.model.tiny import TINY_PATH
 
-#: Of the routers, in units of their logits and of their weights' standard deviation.
+#: Sizes of noise in the routers: in units of their logits, and of their weights' standard deviation.
 ROUNDING = (1e-4, 1e-3, 1e-2, 1e-1)
 VOCABULARY = 1500
 
@@ -32,7 +32,7 @@ def routers(decoder: Decoder) -> list[Router]:
 
 
 def rounded(decoder: Decoder, size: float) -> None:
-    """Each router chooses by its logits and noise; what the chosen count is the router's own."""
+    """Each router chooses by its logits with noise; the weights of the chosen experts stay the router's own."""
     generator = torch.Generator().manual_seed(0)
 
     def choose(router: Router, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -46,7 +46,7 @@ def rounded(decoder: Decoder, size: float) -> None:
 
 
 def reweighted(decoder: Decoder, size: float) -> None:
-    """The weights of each router are off by `size` of their standard deviation."""
+    """The weights of each router get noise of `size` times their standard deviation."""
     generator = torch.Generator().manual_seed(0)
     for router in routers(decoder):
         weight = router.weight
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[Decoder, float], None]] = {"rounding": rounded, "weig
 
 
 def routing(prompts: int, tokens: int) -> dict[str, list[dict[str, float]]]:
-    """Mismatch KL by the size of the noise, without and with replay."""
+    """Mismatch KL by size of the noise, without and with replay."""
     trainer, found = load_decoder(TINY_PATH), dict[str, list[dict[str, float]]]()
     for kind, disturb in KINDS.items():
         found[kind] = []

@@ -33,7 +33,7 @@ os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", TINKER_API_KEY="tml-
 def serve(
     *options: str, program: Sequence[str] = (str(BIN / "weftd"),), shown: bool = False
 ) -> Iterator[tuple[str, Path]]:
-    """Start `weftd serve`, or what stands in its place; yields its address and data folder. `shown`: its log is printed
+    """Start `weftd serve`, or `program` in its place; yields its address and data folder. `shown`: its log is printed
     as it grows."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         command = [*program, "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", folder, *options]
@@ -65,7 +65,7 @@ def make_key(data_dir: Path, organisation: str) -> str:
 
 
 def make_keys(data_dir: Path, names: Sequence[str]) -> list[str]:
-    """One for each organisation, in this process."""
+    """Make a key for each organisation, in this process."""
 
     def write(session: Session) -> list[str]:
         found = [organisations.organisation_named(session, name).id for name in names]
@@ -75,8 +75,8 @@ def make_keys(data_dir: Path, names: Sequence[str]) -> list[str]:
 
 
 def as_workers_run() -> None:
-    """Begin this program anew with the environment of workers, which decides on memory and threads when a program
-    starts. So what computes in this process, a peer too, and what it starts have what users get."""
+    """Restart this program with the environment of workers, which determines memory and threads when a program starts:
+    so whatever it computes or starts, peers included, runs as it does for users."""
     wanted = memory_of_workers() | {"OMP_WAIT_POLICY": "PASSIVE"}
     if wanted.items() - os.environ.items():
         os.environ.update(wanted)
@@ -84,12 +84,13 @@ def as_workers_run() -> None:
 
 
 def trainers_of(server: int) -> list[psutil.Process]:
-    """Of one `weftd`, by its process."""
+    """The trainers of one `weftd`, found by its process."""
     return [each for each in psutil.Process(server).children(recursive=True) if each.name() == "weft-trainer"]
 
 
 def cpu_s(server: int) -> Counter[str]:
-    """Processor time so far, of the trainers of a `weftd`, and of the `server` with all else that it has started."""
+    """Processor time so far: of the trainers of a `weftd`, and of the `server` with all other processes that it has
+    started."""
     spent = Counter[str]()
     for process in (psutil.Process(server), *psutil.Process(server).children(recursive=True)):
         times = process.cpu_times()

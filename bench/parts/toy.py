@@ -50,7 +50,7 @@ def random_decoder(
 
 
 def save_toy(folder: Path, config: DecoderConfig = CONFIG) -> Path:
-    """The toy as a folder that a server serves, with the tokenizer of the built-in model."""
+    """Save the toy as a folder that a server can serve, with the tokenizer of the built-in model."""
     transformers_model(config).save_pretrained(folder)  # for its config.json
     tensors = {name: place.target.clone() for name, place in places(random_decoder(config))}
     save_file(tensors, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Loads that train, on a real service: its clients, what they do, and what is counted of it."""
+"""Training loads on a real service: their clients, the work, and what is counted."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import Workload
 
 TENANTS, RANK = 16, 8
-#: Processor time that a server with nothing to do takes in a second, at most.
+#: Processor time per second that an idle server takes at most.
 SETTLED_CPU_S = 0.15
 ADAM = AdamParams(learning_rate=1e-4)
-#: Seconds between the first operations of two clients: on which trainer runs live depends on the order in which they
-#: come, and in a simulation that is theirs in the load.
+#: Seconds between the first operations of two clients: the trainer of a run depends on the order of arrival, and the
+#: simulator uses the order in the load.
 APART_S = 0.03
 
 
 @dataclass(frozen=True)
 class Load:
     """Each client trains on a batch of (sequences, length) again and again: `backwards` forward_backwards and a step,
-    with so many of those in flight. A batch is one slice."""
+    with `in_flight` of these under way. A batch is one slice."""
 
     batches: Sequence[tuple[int, int]]
     in_flight: int = 2
     backwards: int = 1
 
     def tokens(self, tenant: int) -> int:
-        """Of a batch."""
+        """Tokens of a batch."""
         return math.prod(self.batches[tenant])
 
     def pairs(self, tenant: int) -> int:
@@ -52,12 +52,12 @@ class Load:
         return sequences * length**2
 
     def parts(self, tokens: Sequence[float]) -> list[float]:
-        """Of all tokens, what each tenant had; tenants with the same batch in the order of that."""
+        """The share of all tokens that each tenant had, in the order of their batches."""
         ordered = sorted(zip(self.batches, tokens, strict=True))
         return [part / sum(tokens) for _, part in ordered]
 
     def workloads(self) -> list[Workload]:
-        """As the simulator plays it."""
+        """The load in the simulator's form."""
         assert self.backwards == 1
         loop = Workload("loop", 1, prompt=0, samples=False, overlap=self.in_flight - 1)
         return [
@@ -68,7 +68,7 @@ class Load:
 
 @dataclass
 class Pass:
-    """One that was, from the timings of its operations; times in seconds since 1970."""
+    """A pass that was computed, from the timings of its operations; times in seconds since 1970."""
 
     tokens: int
     began_s: float = math.inf
@@ -78,7 +78,7 @@ class Pass:
     stages: set[int] = field(default_factory=set)
 
     def join(self, tenant: int, kind: str, begins_s: float, ends_s: float) -> None:
-        """Operations come in a run's order, and each tenant has one run at a time."""
+        """Add an operation. Operations come in a run's order, and each tenant has one run at a time."""
         self.began_s, self.ended_s = min(self.began_s, begins_s), max(self.ended_s, ends_s)
         if kind == "optim_step":
             self.steps[tenant] += 1
@@ -89,9 +89,9 @@ class Pass:
 
 @dataclass
 class Counted:
-    """What a load has done in `wall_s`: `work`, whose seconds are those of passes; what tenants had (`Load.parts`);
-    processor time of the trainers and of all `others`; and the time between two requests that a client sends without
-    waiting, the median."""
+    """What a load did in `wall_s`: `work`, whose seconds are those of passes; the tenants' shares (`Load.parts`);
+    processor time of the trainers and of all `others`; and the median time between two requests that a client sends
+    without waiting."""
 
     work: Work
     wall_s: float
@@ -102,7 +102,7 @@ class Counted:
 
     @classmethod
     def of(cls, load: Load, began: Mark, ended: Mark, passes: Sequence[Pass], request_s: float) -> Counted:
-        """A pass that was partly in that time counts in part."""
+        """Count the passes. A pass that was partly within the time counts in part."""
         work, tokens = Work(), [0.0] * len(load.batches)
         for one in passes:
             inside_s = min(one.ended_s, ended.at_s) - max(one.began_s, began.at_s)
@@ -137,7 +137,7 @@ class Service:
         self._keys = make_keys(data_dir, [f"tenant-{i}" for i in range(TENANTS)])
 
     def settled(self) -> None:
-        """Until all that it has started has read its program."""
+        """Wait until all processes of the server have loaded their programs."""
         before = self._mark()
         while True:
             time.sleep(1)
@@ -147,8 +147,8 @@ class Service:
             before = now
 
     def counted(self, load: Load, warm_s: float, counted_s: float) -> Counted:
-        """All clients of a load at work on fresh runs, which begin one soon after the other and are gone afterwards;
-        counted after `warm_s`."""
+        """Let all clients of a load work on fresh runs, which begin one after another and are deleted afterwards; count
+        after `warm_s`."""
         over, together = threading.Event(), threading.Barrier(len(load.batches) + 1)
         with ExitStack() as stack, ThreadPoolExecutor(len(load.batches)) as pool:
             runs = []
@@ -174,8 +174,8 @@ class Service:
         return Mark(time.time(), Counter({"trainers": spent["trainers"], "others": others}))
 
     def _passes(self, since_s: float) -> tuple[list[Pass], float]:
-        """Those with operations that were accepted since; and how long before each step of theirs what is before it was
-        accepted, the median."""
+        """The passes with operations accepted since `since_s`; and the median time between the acceptances of a step
+        and of the operation before it."""
         found, apart_s, before_s = dict[int, Pass](), list[float](), math.nan
         with closing(sqlite3.connect(self._database)) as database:
             asked = (

@@ -31,7 +31,8 @@ from workers.trainer.runs.held import Send
 from workers.trainer.trainer import Trainer
 
 PASS_TOKENS = 512
-#: Of one trainer of one rank. A full pass takes about 0.8 s: long beside what clients and the server take for it.
+#: Speeds of a trainer of one rank. A full pass takes about 0.8 s, long compared with the work of clients and server for
+#: it.
 TIMES = Cluster(
     replicas=1,
     gpus_per_replica=1,
@@ -47,7 +48,7 @@ TIMES = Cluster(
 
 
 class Waiting(Trainer):
-    """What a stage has done is told when its time is over."""
+    """A trainer whose messages of a stage are sent when the stage's time is over."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -55,7 +56,7 @@ class Waiting(Trainer):
         computing.run_microbatch = self._leave_out  # type: ignore[attr-defined, assignment]
 
     def _leave_out(self, _decoder: Decoder, parts: Sequence[Part], *, trains: bool) -> None:
-        """In the place of `run_microbatch`: log-probabilities of 0, and no gradient."""
+        """Replaces `run_microbatch`: log-probabilities of 0, and no gradient."""
         for part in parts:
             shapes = [datum.inputs["target_tokens"].shape for datum in part.data]
             outputs = [{"logprobs": np.zeros(shape, np.float32)} for shape in shapes]
@@ -79,7 +80,7 @@ class Waiting(Trainer):
 
 @contextmanager
 def lasting(send: Send) -> Iterator[tuple[Send, Callable[[float], None]]]:
-    """What is told within is sent when as much time has passed since it began as it takes."""
+    """Messages sent in the block are held back until the given time has passed since its beginning."""
     began, told, times = time.monotonic(), list[Struct](), list[float]()
     yield lambda *messages: told.extend(messages), times.append
     time.sleep(max(0.0, began + sum(times) - time.monotonic()))

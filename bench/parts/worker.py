@@ -1,4 +1,4 @@
-"""A worker process of ours without a service: what the server's end of its link sends it, and hears."""
+"""One of our worker processes without a service: this is the server's end of its link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Worker:
-    """One process, of one thread for each rank. Ready when the constructor returns."""
+    """A worker process, with one thread for each rank. It is ready when the constructor returns."""
 
     def __init__(self, role: str, config: WorkerConfig) -> None:
         self._link, theirs = socket.socketpair()
@@ -47,7 +47,7 @@ class Worker:
         self._link.sendall(struct.pack("<I", len(payload)) + payload)
 
     def until(self, kind: type[M]) -> M:
-        """The next message of this kind. RuntimeError where an operation has failed."""
+        """The next message of this kind. RuntimeError if an operation has failed."""
         while True:
             (size,) = struct.unpack("<I", self._exactly(4))
             message = msgspec.msgpack.decode(self._exactly(size), type=FromTrainer | FromGenerator)
@@ -72,12 +72,12 @@ class Worker:
 
     @property
     def read_bytes(self) -> int:
-        """From the disk."""
+        """How many bytes the process has read from the disk."""
         lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> str:
-        """End it, if it is there; what it has logged."""
+        """End the process, if it is there; returns its log."""
         if self._process.returncode is None:
             self._process.send_signal(number)
             self._log = self._process.communicate()[1]

@@ -1,4 +1,4 @@
-"""What is trained and sampled, and at which cost: docs/performance.md."""
+"""Tables of docs/performance.md: speed and cost of training and sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tables of figures are made of: results of benches, and cells."""
+"""Helpers for tables of figures: results of benches, and cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read(name: str) -> Any:
 
 
 def taken(found: dict[str, Any]) -> str:
-    """Where a table comes from."""
+    """The line that tells where a table's figures come from."""
     machine = found["machine"]
     return f"`{machine['command']}` on {machine['cpus']} cores at a load of {machine['load']:.1f}, {machine['at']}:"
 
@@ -30,7 +30,7 @@ def table(found: dict[str, Any], head: Sequence[str], rows: Iterable[Sequence[ob
 
 
 def number(value: float) -> str:
-    """Three digits of it, as one reads them."""
+    """A number with three digits, in its readable form."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -39,7 +39,7 @@ def numbers(values: Iterable[float]) -> list[str]:
 
 
 def claims(*names: str, only: Callable[[str], bool] = lambda name: True) -> str:
-    """What was claimed of each run, and whether it holds."""
+    """The claims of each run, and whether they hold."""
     parts = []
     for name in names:
         found = read(name)

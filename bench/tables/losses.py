@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart, and what losses make of it."""
+"""How far sampler and trainer differ, and how losses deal with that."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from bench.tables.grids import claims, grid, number, read
 
 
 def quarters(runs: list[list[float]]) -> tuple[float, float]:
-    """Means over seeds, and over the first and the last quarter of the batches."""
+    """Means over seeds, of the first and of the last quarter of the batches."""
     count = max(1, len(runs[0]) // 4)
     return fmean(v for run in runs for v in run[:count]), fmean(v for run in runs for v in run[-count:])
 
 
 def drifted(found: dict[str, Any]) -> str:
-    """Of bench/mismatch.py: each setting and loss."""
+    """The drifts of bench/mismatch.py, by setting and loss."""
     rows = []
     for setting, losses in found["drift"].items():
         asked = found["settings"][setting]

@@ -8,7 +8,7 @@ from bench.tables.grids import read, table
 
 
 def pauses() -> str:
-    """Of the bench with one client: each death, and whether its longest pause kept to the goal."""
+    """The pauses in the bench with one client: each death, and whether its longest pause met the goal."""
     found = read("chaos-idle")
     rows = []
     for each in found["found"]:

@@ -1,4 +1,4 @@
-"""What many tenants get of one service, and what it takes itself."""
+"""What many tenants get from one service, and what it costs."""
 
 from __future__ import annotations
 

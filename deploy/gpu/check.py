@@ -1,4 +1,4 @@
-"""All that there is to try on a GPU, in under nine minutes: `make gpu-check`.
+"""Everything there is to check on a GPU, in under nine minutes: `make gpu-check`.
 
     python deploy/gpu/check.py [--only first tests served training decoding] [--out gpu-out]
     python deploy/gpu/check.py --only example       bench/gpu_served.py alone, which takes most of the time
@@ -32,25 +32,26 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / ".gpu-bundle"
-#: Of all steps together; a machine that is lent ends a command after ten minutes.
+#: Seconds for all steps together; a borrowed machine ends a command after ten minutes.
 LIMIT_S = 535.0
-#: What a step has, once its time is over, to tell how far it came.
+#: Seconds that a step has after its time is over, to report how far it came.
 LAST_WORDS_S = 8.0
 
-#: Those that never had a turn yet (docs/performance.md), by themselves: a cold machine imports for half a minute first.
+#: Tests that have never run on a GPU (docs/performance.md), in a step of their own: a cold machine imports for half a
+#: minute first.
 FIRST = [ROOT / "tests/workers/model/base/test_holder.py", ROOT / "tests/workers/trainer/ranks/test_on_gpus.py"]
 TESTS = [ROOT / "tests/workers/trainer/test_devices.py", ROOT / "tests/workers/generator/test_devices.py"]
 TESTS += [ROOT / "tests/workers/generator/gpu", *sorted((ROOT / "tests/bench").glob("test_gpu*.py"))]
 TESTS += sorted((ROOT / "tests/workers/model").glob("test_gpu_*.py"))
 TESTS += [ROOT / "tests/workers/model/lora/test_base_mm.py"]
-#: Commands that tests start, and where they begin.
+#: Commands that tests start, with their entry points.
 COMMANDS = {
     "weftd": "weft_server import main",
     "weft": "weft.cli import main",
     "tinker": "tinker.cli.__main__ import cli",
 }
 SERVED = ["official_sdk", "weft_sdk", "losses", "sampling", "checkpoints", "crashes", "routing_replay", "trainers"]
-#: What the servers of these tests compute in: the tests compare samplers with trainers, and both with transformers, as
+#: The dtype of the servers in these tests: the tests compare samplers with trainers, and both with transformers, as
 #: closely as float32 allows.
 IN_FLOAT32 = {"WEFT_TRAINER__DTYPE": "float32", "WEFT_GENERATOR__DTYPE": "float32"}
 
@@ -61,7 +62,7 @@ class Step:
     command: Sequence[str]
     limit_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: Whether it is run only when it is named.
+    #: Whether it runs only if it is named.
     apart: bool = False
 
 
@@ -81,7 +82,7 @@ def steps(out: Path, python: str = sys.executable) -> list[Step]:
 
 
 def run(todo: Sequence[Step], out: Path, environment: dict[str, str], limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Each step's outcome, seconds and the end of its log."""
+    """Run the steps; returns each one's outcome, its seconds, and the end of its log."""
     found: dict[str, Any] = {}
     began = time.monotonic()
     for step in todo:
@@ -106,12 +107,13 @@ def run(todo: Sequence[Step], out: Path, environment: dict[str, str], limit_s: f
 
 
 def interruptible() -> None:
-    """In a process that begins: one that was started in the background may have been told to ignore interrupts."""
+    """Called in a new process: one that was started in the background may ignore interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupted, pytest still tells what has failed and what took longest. Nothing of the step's session is left."""
+    """End a step. An interrupted pytest still reports failures and the slowest tests. No process of the step's session
+    is left."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(LAST_WORDS_S)
@@ -121,7 +123,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> list[str]:
-    """Unpack the wheels of what is not installed. Their names."""
+    """Unpack the wheels of packages that are not installed; returns their names."""
     unpacked = []
     for wheel in wheels:
         name = wheel.name.partition("-")[0]
@@ -135,8 +137,8 @@ def unpack(wheels: Sequence[Path], folder: Path) -> list[str]:
 
 
 def environment(folder: Path, packages: Path) -> Path:
-    """A virtual environment with what this Python has, the unpacked wheels, and the commands of this checkout. Its
-    Python."""
+    """Make a virtual environment with this Python's packages, the unpacked wheels, and the commands of this checkout;
+    returns its Python."""
     venv.create(folder)
     (site,) = folder.glob("lib/*/site-packages")
     paths = [packages, ROOT, ROOT / "client_sdk", *site_packages()]
@@ -150,12 +152,12 @@ def environment(folder: Path, packages: Path) -> Path:
 
 
 def site_packages() -> list[Path]:
-    """Where this Python imports what is installed from."""
+    """The folder from which this Python imports installed packages."""
     return [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 
 
 def device() -> str:
-    """What computes; empty where nothing does, and why is printed."""
+    """The name of the device that computes; if there is none, prints why and returns ""."""
     try:
         import torch
     except ImportError as error:

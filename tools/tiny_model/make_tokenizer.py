@@ -30,12 +30,12 @@ MEDIA_TOKENS = tuple(
         *("vision_end", "vision_pad", "image_pad", "video_pad", "audio_start", "audio_end", "audio_pad"),
     )
 )
-#: In the order of their ids.
+#: The special tokens, in the order of their ids.
 ADDED_TOKENS = (*SPECIAL_TOKENS, *THINK_TOKENS, *TOOL_TOKENS, *FILE_TOKENS, *MEDIA_TOKENS)
 WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: Beside this file: in the form of Qwen3's, with tools, thinking and tool responses.
+#: The chat template beside this file: in the form of Qwen3's, with tools, thinking and tool responses.
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 

@@ -234,7 +234,7 @@ def sum_accuracy(model: Any, tokenizer: Tokenizer, pairs: list[tuple[int, int]] 
 
 
 def _score(model: Any, tokenizer: Tokenizer, a: int, b: int) -> tuple[float, bool]:
-    """The probability of the right answer, and whether greedy decoding gives it."""
+    """The probability of the right answer, and whether greedy decoding produces it."""
     prompt = tokenizer.encode(sum_prompt(a, b)).ids
     answer = tokenizer.encode(f"{a + b}<|im_end|>").ids
     logits_TV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()

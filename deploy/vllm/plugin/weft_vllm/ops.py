@@ -17,7 +17,7 @@ def install() -> None:
     import vllm.lora.punica_wrapper.punica_cpu as punica_cpu
 
     def groups(slots: Any, count: int) -> Iterator[tuple[int, Any]]:
-        """(adapter slot, its rows) of a batch of `count` rows."""
+        """The (adapter slot, its rows) pairs of a batch of `count` rows."""
         slots = slots[:count]
         for slot in torch.unique(slots).tolist():
             if slot >= 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Below this vLLM takes a temperature for 0.
+#: A temperature below this counts as 0 in vLLM.
 GREEDY = 1e-5
 
 

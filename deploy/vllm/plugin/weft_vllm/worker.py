@@ -1,4 +1,5 @@
-"""What the service calls inside vLLM's worker, by /collective_rpc: `--worker-extension-cls weft_vllm.worker.Swap`."""
+"""The methods that the service calls in vLLM's worker through /collective_rpc: `--worker-extension-cls
+weft_vllm.worker.Swap`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Swap:
         return {"vllm": vllm.__version__, "tempered_logprobs": bool(tempered)}
 
     def weft_adapters(self) -> list[int]:
-        """The adapters in memory, by the numbers the front end gives them in ascending order."""
+        """The adapters in memory, by the front end's numbers, in ascending order."""
         return sorted(self.list_loras())
 
     def weft_swap(self, name: str, int_id: int, path: str) -> bool:
