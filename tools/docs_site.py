@@ -35,7 +35,7 @@ TYPES = {
     "account.usage": "UsageResponse",
 }
 #: The parts of `weft.rl` that are shown, by title: packages with their public names, and whole modules.
-ROOMS = {
+PACKAGES = {
     "Loops": "loops",
     "Environments": "envs",
     "Chat": "chat",
@@ -89,8 +89,8 @@ def types() -> str:
 def rl_page() -> str:
     """The page of `weft.rl`."""
     parts = ["# weft.rl", "[Reinforcement learning](../rl.md) shows how they go together."]
-    for title, room in ROOMS.items():
-        homes = {module: names for module, names in rl._HOMES.items() if module.split(".")[0] == room}
+    for title, package in PACKAGES.items():
+        homes = {module: names for module, names in rl._HOMES.items() if module.split(".")[0] == package}
         names = [f"weft.rl.{module}.{name}" for module, names in homes.items() for name in names.split()]
         parts += [f"## {title}", *map(_shown, names)]
     for title, module in MODULES.items():

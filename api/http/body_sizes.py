@@ -31,5 +31,5 @@ SIZES: dict[SizeClass, BodySize] = {
 SCOPE_KEY = "weft.body_size"
 #: The key under which it leaves itself, once it has let a key in.
 GUARD_KEY = "weft.guard"
-#: The key under which it leaves the `Room` of a large body.
+#: The key under which it leaves the `RequestRoom` of a large body.
 ROOM_KEY = "weft.room"

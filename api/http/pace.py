@@ -41,7 +41,7 @@ class Pace:
             probes = scope["path"] in PROBES
             turns = self._probes if probes else self._requests
             if not turns.begins():
-                await turns.come(_address(scope) if probes else _from(scope, self._known))
+                await turns.wait(_address(scope) if probes else _from(scope, self._known))
         await self._app(scope, receive, send)
 
 
@@ -51,20 +51,20 @@ class Turns:
     def __init__(self) -> None:
         self._begun = 0  # how many have begun in this turn
         #: By sender, the next one first: its waiting requests, in order.
-        self._lanes: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     def begins(self) -> bool:
         """Whether one more request may begin in this turn."""
-        if self._lanes or self._begun >= EACH_TURN:
+        if self._waiting or self._begun >= EACH_TURN:
             return False
         self._begin()
         return True
 
-    async def come(self, lane: str) -> None:
+    async def wait(self, sender: str) -> None:
         """Wait for a later turn."""
-        waiting = asyncio.get_running_loop().create_future()
-        self._lanes.setdefault(lane, deque()).append(waiting)
-        await waiting
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(sender, deque()).append(turn)
+        await turn
 
     def _begin(self) -> None:
         if not self._begun:
@@ -73,14 +73,14 @@ class Turns:
 
     def _next(self) -> None:
         self._begun = 0
-        while self._lanes and self._begun < EACH_TURN:
-            lane = next(iter(self._lanes))
-            line = self._lanes.pop(lane)
-            waiting = line.popleft()
-            if line:
-                self._lanes[lane] = line  # the sender goes to the end of the rotation
-            if not waiting.done():  # unless the request was cancelled
-                waiting.set_result(None)
+        while self._waiting and self._begun < EACH_TURN:
+            sender = next(iter(self._waiting))
+            requests = self._waiting.pop(sender)
+            first = requests.popleft()
+            if requests:
+                self._waiting[sender] = requests  # the sender goes to the end of the rotation
+            if not first.done():  # unless the request was cancelled
+                first.set_result(None)
                 self._begin()
 
 

@@ -76,7 +76,7 @@ def create_app(
         app.state.ready = machines.ready
         app.state.stopping = stopping
         machines.start()
-        house = [asyncio.create_task(work) for work in (keep_house(holder), app.state.traffic.watch_loop())]
+        loops = [asyncio.create_task(work) for work in (keep_house(holder), app.state.traffic.watch_loop())]
         jobs = EmbeddedJobs(JobContext(database, blobs, settings, prices), JOBS)
         if settings.jobs.driver == "embedded":
             jobs.start()
@@ -85,9 +85,9 @@ def create_app(
                 yield
         finally:
             await run_in_threadpool(jobs.stop)
-            for task in house:
+            for task in loops:
                 task.cancel()
-            await asyncio.gather(*house, return_exceptions=True)
+            await asyncio.gather(*loops, return_exceptions=True)
             await machines.stop()
             await holder.liveness.flush()
             await holder.last_used.flush()

@@ -144,7 +144,7 @@ class Line:
 
 
 @dataclass
-class Room:
+class RequestRoom:
     """The room of one request."""
 
     server: Line
@@ -171,10 +171,10 @@ class LargeBodies:
         self._orgs: dict[str, Line] = {}
 
     @asynccontextmanager
-    async def room(self, org_id: str, size_bytes: int) -> AsyncIterator[Room]:
+    async def room(self, org_id: str, size_bytes: int) -> AsyncIterator[RequestRoom]:
         """Hold room, within the block, for a body of up to `size_bytes`. Raises RateLimited."""
         size_bytes = min(size_bytes, self._most)
-        room = Room(self._server, size_bytes)
+        room = RequestRoom(self._server, size_bytes)
         if size_bytes <= SMALL_BYTES:
             yield room
             return

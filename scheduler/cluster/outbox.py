@@ -20,13 +20,13 @@ MOST = 256
 APART_S = 0.004
 
 
-class Pace:
+class _Spacing:
     """Keeps repeated calls at least APART_S apart; a single call does not wait. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
-    async def keep(self) -> None:
+    async def wait(self) -> None:
         """Wait until the next call may start."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self._next - loop.time()))
@@ -40,7 +40,7 @@ class Gathered(Generic[T, R]):
         self._do = do
         self._waiting: list[tuple[T, asyncio.Future[R]]] = []
         self._doing: asyncio.Task[None] | None = None
-        self._pace = Pace()
+        self._spacing = _Spacing()
 
     async def get(self, item: T) -> R:
         """The result for `item`, after the call that takes it. Raises what that call raises."""
@@ -54,7 +54,7 @@ class Gathered(Generic[T, R]):
     async def _do_all(self) -> None:
         try:
             while self._waiting:
-                await self._pace.keep()
+                await self._spacing.wait()
                 some, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
                 await self._answer(some)
         finally:

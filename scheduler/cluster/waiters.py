@@ -11,7 +11,7 @@ from scheduler.order.operations import Outcome
 
 
 @dataclass
-class Waiting:
+class Wait:
     """A wait for one outcome. `told` is what a broadcast has said of it, for the organisation `org_id` alone."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -27,30 +27,30 @@ class Waiting:
 
 class Waiters:
     def __init__(self) -> None:
-        self._of: dict[str, Waiting] = {}
+        self._of: dict[str, Wait] = {}
 
     def __contains__(self, op_id: str) -> bool:
         return op_id in self._of
 
     @contextmanager
-    def on(self, op_id: str) -> Iterator[Waiting]:
+    def on(self, op_id: str) -> Iterator[Wait]:
         """Wait for this operation within the block."""
-        waiting = self._of.setdefault(op_id, Waiting())
-        waiting.count += 1
+        wait = self._of.setdefault(op_id, Wait())
+        wait.count += 1
         try:
-            yield waiting
+            yield wait
         finally:
-            waiting.count -= 1
-            if not waiting.count:
+            wait.count -= 1
+            if not wait.count:
                 self._of.pop(op_id, None)
 
     def wake(self, op_id: str, org_id: str, told: Outcome | None) -> None:
         """The operation has its outcome, which is `told` or has to be looked up."""
-        if (waiting := self._of.get(op_id)) is not None:
-            waiting.org_id, waiting.told = org_id, told or waiting.told
-            waiting.wake()
+        if (wait := self._of.get(op_id)) is not None:
+            wait.org_id, wait.told = org_id, told or wait.told
+            wait.wake()
 
     def wake_all(self) -> None:
         """Have all waiters look again."""
-        for waiting in self._of.values():
-            waiting.wake()
+        for wait in self._of.values():
+            wait.wake()

@@ -36,7 +36,7 @@ from store.database.wal import execute, prepare_sqlite
 from store.database.works import (
     Batch,
     BatchFailed,
-    Waiting,
+    Waiter,
     Work,
     batched,
     cause_of,
@@ -140,7 +140,7 @@ class Database:
         (`store.database.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._submit(Work(work, Waiting(future, loop), lock=lock))
+        self._submit(Work(work, Waiter(future, loop), lock=lock))
         return await future
 
     async def write_batched(self, batch: Batch, item: Any, *, lock: str) -> Any:
@@ -149,7 +149,7 @@ class Database:
         nobody else has `lock` (`store.database.bulk.take_locks`) meanwhile, in any process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._submit(batched(batch, item, lock, Waiting(future, loop)))
+        self._submit(batched(batch, item, lock, Waiter(future, loop)))
         return await future
 
     def write_now(self, work: Callable[[Session], T]) -> T:
@@ -157,7 +157,7 @@ class Database:
         if threading.current_thread() is self._writer:
             raise RuntimeError("write_now inside of a write would wait for itself: use the session you were given")
         future: Future[T] = Future()
-        self._submit(Work(work, Waiting(future)))
+        self._submit(Work(work, Waiter(future)))
         return future.result()
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Database:
         with self._closing:
             if self._closed:
                 raise RuntimeError("the database is closed")
-            loop = work.waiting.loop
+            loop = work.waiter.loop
             if loop is None:
                 self._works.put([work])
                 return
@@ -289,8 +289,8 @@ def _answer(group: list[Work], error: BaseException | None) -> None:
     """Answer the callers of a group; all coroutines of an event loop by one call, which wakes it once."""
     loops: defaultdict[asyncio.AbstractEventLoop, list[Work]] = defaultdict(list)
     for work in group:
-        if work.waiting.loop is not None:
-            loops[work.waiting.loop].append(work)
+        if work.waiter.loop is not None:
+            loops[work.waiter.loop].append(work)
         else:
             work.answer(error)
     for loop, works in loops.items():

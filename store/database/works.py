@@ -20,7 +20,7 @@ from store.database.caller import enter, lift
 
 
 @dataclass
-class Waiting:
+class Waiter:
     """The caller that waits for a work and is answered after the commit (or failure): a coroutine in its event loop, or
     a thread. A coroutine may have been cancelled since; the write happens all the same."""
 
@@ -45,7 +45,7 @@ class Work:
     """A function to run in the writer; or, with `batch`, an item for that batch."""
 
     run: Callable[[Session], Any]
-    waiting: Waiting
+    waiter: Waiter
     batch: Batch | None = None
     item: Any = None
     lock: str = ""
@@ -55,11 +55,11 @@ class Work:
     error: BaseException | None = field(default=None)
 
     def answer(self, error: BaseException | None = None) -> None:
-        self.waiting.resolve(self.result, self.error or error)
+        self.waiter.resolve(self.result, self.error or error)
 
 
-def batched(batch: Batch, item: Any, lock: str, waiting: Waiting) -> Work:
-    return Work(lambda _session: None, waiting, batch, item, lock, Context())
+def batched(batch: Batch, item: Any, lock: str, waiter: Waiter) -> Work:
+    return Work(lambda _session: None, waiter, batch, item, lock, Context())
 
 
 class BatchFailed(Exception):

@@ -21,7 +21,7 @@ ABOUT_THE_BODY = frozenset({400, 409, 410, 422})
 
 
 class Turn:
-    """The right to submit. `next_seq` numbers the operation to submit now; The submitter calls `sending` before it
+    """The right to submit. `next_seq` numbers the operation to submit now. The submitter calls `sending` before it
     sends the request, and `answered` or `unread` after the answer."""
 
     def __init__(self, next_seq: int) -> None:
