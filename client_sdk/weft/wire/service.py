@@ -159,7 +159,7 @@ class FutureRetrieveRequest(Request):
 
 
 class SamplingSessionFuturesTarget(Request):
-    """The client whose requests to wait for: the sampler's original client (0), or one of its clones."""
+    """To wait for the requests of one sampler, or of one of its clones (0: the original)."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str

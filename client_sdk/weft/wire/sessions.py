@@ -98,7 +98,7 @@ class SessionSearchCursor(Request):
 
 
 class SessionSearchRequest(Request):
-    """All conditions must hold; only of `session_id` and `display_name` one is enough.
+    """All conditions must hold, except that one of `session_id` and `display_name` is enough.
 
     `user_metadata` matches exactly, pair by pair; every word of `display_name` must be in the name, in any case.
     """
