@@ -48,9 +48,9 @@ from store.database.db import Database
 from tests.servers import postgres_server, redis_server
 
 GOAL_PER_S = 2000
-#: The cores of leader, Redis and PostgreSQL; and how many the machine must have so that the load runs on others.
+#: How many cores leader, Redis and PostgreSQL get; and how many the machine must have so that the load runs on others.
 CORES, ENOUGH_CORES = 2, 4
-#: The roles of LED are measured; the others are the load.
+#: The measured roles; the others are the load.
 LED = ("leader", "redis", "postgresql")
 
 

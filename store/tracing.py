@@ -1,7 +1,7 @@
 """OpenTelemetry traces, from a request to the settling of its operations. If they are off, no OpenTelemetry module is
 imported.
 
-They are on if the standard environment names a receiver (OTEL_EXPORTER_OTLP_ENDPOINT, or..._TRACES_ENDPOINT), and the
+They are on if the standard environment names a receiver (OTEL_EXPORTER_OTLP_ENDPOINT, or ..._TRACES_ENDPOINT), and the
 extra `otel` is installed; everything else that OpenTelemetry reads of its environment holds too. A request's span is
 the parent of its operations', wherever they run: an operation carries W3C's `traceparent` in its origin.
 

@@ -21,7 +21,7 @@ class Basics(msgspec.Struct, frozen=True):
     are what the operator wrote, `auto` too: the worker knows its machine. With `redis_url` it works for the API
     replicas on that Redis instead of whoever holds the other end of its link. Weights of the bases are shared with the
     other workers of the host in `base_dir` ("": each holds its own). Blobs are in `data_dir`, or at `blob_url`; then up
-    to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2,...) is its name in the
+    to `blob_cache_bytes` of what was read are kept in `data_dir`. `role` (trainer, generator-2, ...) is its name in the
     log, whose form and level are given, too (`store.logs`). `form` identifies the server's message format."""
 
     data_dir: str
