@@ -219,7 +219,7 @@ class FrontSettings(_Section):
     #: are.
     trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = ["127.0.0.1", "::1"]
     max_connections: Positive = 8192
-    #: Of IPv6: of a network of 64 bits, which is one customer's. Not of proxies.
+    #: For IPv6: per network of 64 bits, which belongs to one customer. Proxies are not limited.
     max_connections_per_address: Positive = 2048
     #: From the start of a connection, or the first byte of a request, to the end of its headers.
     header_timeout_s: Annotated[float, Field(gt=0)] = 10.0

@@ -74,13 +74,13 @@ class Cluster:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all generators, with every slot busy."""
+        """Tokens per second of all generators, with every slot busy."""
         return self.all_slots / self.step_s(self.slots)
 
     def pass_takes_s(
         self, tokens: float, stages: float = 1, slices: float = 0, light: float = 0, pairs: float = 0, runs: float = 0
     ) -> float:
-        """Of one trainer; `runs` with data, of each stage."""
+        """How long a pass takes one trainer, in seconds. `runs`: the runs with data, summed over the stages."""
         computed_s = (tokens / self.trained_tokens_per_s_per_gpu + pairs * self.pair_s) / self.ranks
         computed_s = max(stages * self.gather_s, computed_s)
         travelling_s = tokens * self.travel_s + runs * self.adapter_s

@@ -48,9 +48,9 @@ class Owned:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: of `weight_bytes` are `gathered_bytes` in a pass, each time that they are. Training takes
-    `pair_operations` for each pair of tokens of one sequence, which are its length squared. `ranks`: GPUs of one
-    trainer, and `gpus`: of one generator, that it needs at least. `owned`: where ranks may own its experts."""
+    """The sizes of a model. Each gathering in a pass moves `gathered_bytes` of its `weight_bytes`. Training takes
+    `pair_operations` for each pair of tokens of one sequence (its length squared). `ranks` and `gpus`: how many GPUs
+    one trainer, and one generator, need at least. `owned`: set if ranks may own its experts."""
 
     weight_bytes: int
     gathered_bytes: int

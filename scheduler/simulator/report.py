@@ -24,7 +24,7 @@ WATCHED = (CHAT, SMALL, TOOLS)
 
 @dataclass(frozen=True)
 class Row:
-    """`half_way_mtok`: sampled for steps that were not over when the time was."""
+    """A line of the report. `half_way_mtok`: sampled for steps that were not over at the end of the time."""
 
     tenants: str
     order: str

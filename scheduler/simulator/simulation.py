@@ -60,7 +60,7 @@ class Result:
 
     @property
     def half_way_tokens(self) -> int:
-        """Sampled for steps that were not over when the time was."""
+        """Tokens sampled for steps that were not over at the end of the time."""
         return sum(tenant.half_way_tokens for tenant in self.tenants)
 
     @property

@@ -35,7 +35,7 @@ class Work:
 
     @classmethod
     def of_stage(cls, units: Sequence[Unit], pairs_of: Callable[[Unit], int]) -> Work:
-        """Of one stage, without its time."""
+        """The work of one stage, without its time."""
         light, tokens = sum(unit.light for unit in units), sum(unit.tokens for unit in units)
         runs = len({unit.send.run_id for unit in units if not unit.light})
         return cls(0, int(runs > 0), len(units) - light, light, tokens, sum(map(pairs_of, units)), runs=runs)

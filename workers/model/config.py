@@ -366,8 +366,8 @@ class DecoderConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Of the matrices that one token is multiplied with: attention, the chosen and shared experts or the MLP, the
-        head."""
+        """The numbers in the matrices that one token is multiplied with: attention, the chosen and shared experts or
+        the MLP, the head."""
         d, products = self.hidden_size, 1 + len(self.gate.parts)
         dense = len(self.dense_mlp_layers) * products * d * self.intermediate_size
         experts = products * self.experts_per_token * self.expert_size * self.moe_intermediate_size

@@ -129,7 +129,7 @@ class Joined:
             self.routes.append(turn.routed_experts[max(before - 1, 0) :])
 
     def spans_of(self, start: int, stop: int) -> ProvenanceSpans | None:
-        """Of the tokens [start, stop); None where a server has not named its sequences."""
+        """The spans of the tokens [start, stop); None if a server has not named its sequences."""
         if not all(span.sequence_id for span in self.spans):
             return None
         cut, at = ProvenanceSpans(), 0

@@ -88,8 +88,8 @@ def partial(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Of part s of a row, for the queries of one kv head: top = max of the scores (times log2 e), mass = sum of
-    2^(score - top), sum = sum of 2^(score - top) v."""
+    """Part s of a row, for the queries of one kv head: top = max of the scores (times log2 e), mass = sum of 2^(score -
+    top), sum = sum of 2^(score - top) v."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_R + row)
     pages, each = _pages_of_part(position, PAGE, SPLITS, MIN_PAGES)

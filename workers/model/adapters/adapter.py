@@ -141,7 +141,7 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _shape(folder: Path, fields: Mapping[str, Any], config: DecoderConfig) -> AdapterShape:
-    """Of an adapter in our own format."""
+    """The shape of an adapter in our own format."""
     if fields.get("format") != FORMAT:
         raise AdapterFileError(f"{folder}: adapter_config.json has format {fields.get('format')!r}, need {FORMAT!r}")
     try:

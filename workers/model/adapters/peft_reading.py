@@ -38,7 +38,8 @@ _PARTS["linear_attn"] = tuple(
     " ".join([*(f"in_proj_{name}" for name in names), "out_proj"]) for names in (*DELTA, ("qkv", "z"))
 )
 _PARTS |= dict.fromkeys(("mlp", "mlp.experts", "mlp.shared_experts", "mlp.shared_expert"), _MLP)
-#: Of Nemotron: attention, Mamba-2 by Tinker and by PEFT, an MLP, what is before and after latent experts.
+#: Names in Nemotron: of attention, of Mamba-2 by Tinker and by PEFT, of an MLP, and of the linears before and after
+#: latent experts.
 _PARTS["mixer"] = (
     "q_proj k_proj v_proj o_proj",
     "gate_proj x_proj out_proj",

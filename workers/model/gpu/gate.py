@@ -70,8 +70,8 @@ class Inside(NamedTuple):
         return h_PF
 
     def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Of the gradient of h before the router's weight, without the part dv A that the adapters have in it: h_PF
-        (None where there are no adapters, who alone need it), dgate_up_PG behind that weight, and dweights_P."""
+        """From the gradient of h before the router's weight, without the adapters' part dv A: h_PF (None without
+        adapters, since only they need it), dgate_up_PG after that weight, and dweights_P."""
         h_PF = torch.empty_like(dh_PF) if dv_P is not None and self.paired is not None else None
         dgate_up_PG, dweights_P = torch.empty_like(self.gate_up_PG), torch.empty_like(weights_P)
         for blocks, where, fixed in self._launches():
@@ -87,8 +87,8 @@ class Inside(NamedTuple):
         return h_PF, dgate_up_PG, dweights_P
 
     def _launches(self) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any]]]:
-        """Of each launch: its blocks, the arguments from `u` to `rows`, and what is compiled into it. Rows without an
-        adapter are computed first, with all others where there are both."""
+        """For each launch: its blocks, the arguments from `u` to `rows`, and the constants that are compiled into it.
+        If some rows lack an adapter, a first launch computes all rows as if none had one."""
         pairs, products, nothing = len(self.gate_up_PG), self.paired, self.gate_up_PG
         if not pairs:
             return

@@ -19,8 +19,8 @@ HEADS = 8
 
 
 class Heads(NamedTuple):
-    """Of an attention: H, K and D, the norms of queries and keys, the angles (`parts/rotary.py`), the dtype of what
-    comes out, and the bias of the product."""
+    """The facts of an attention: H, K and D, the norms of queries and keys, the angles (`parts/rotary.py`), the dtype
+    of the results, and the bias of the product."""
 
     counts: tuple[int, int]
     dim: int
@@ -31,8 +31,8 @@ class Heads(NamedTuple):
     bias_O: Tensor | None = None
 
     def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
-        """Of qkv, float32: q [T, H, D], k and v [T, K, D], queries and keys normed and turned. The bias is added in
-        place."""
+        """From qkv, float32: q [T, H, D], k and v [T, K, D], with queries and keys normed and turned. The bias is added
+        in place."""
         if self.bias_O is not None:
             y_TO += self.bias_O
         found = []
@@ -54,7 +54,7 @@ class Heads(NamedTuple):
         return dy_TO
 
     def _turned(self) -> list[tuple[int, int, Tensor | None]]:
-        """Of queries and of keys: their first column, how many there are, their norm."""
+        """For queries and for keys: their first column, the number of heads, and their norm."""
         (h, k), dim = self.counts, self.dim
         return [(0, h, self.norms[0]), (h * dim, k, self.norms[1])]
 

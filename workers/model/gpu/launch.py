@@ -43,8 +43,8 @@ class Tile(NamedTuple):
         return {"BLOCK_N": self.columns, "num_warps": self.warps}
 
 
-#: Of each kernel; `outer` also over (expert, group) segments. As fast as any on an H100, for 64 adapters of rank 8 on a
-#: 30B model (bench/gpu_tiles.py).
+#: The tile of each kernel; `outer` also runs over (expert, group) segments. As fast as any on an H100, for 64 adapters
+#: of rank 8 on a 30B model (bench/gpu_tiles.py).
 SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(128, 2), Tile(128, 4), Tile(256, 2)
 
 #: The largest block of ranks whose u stays in registers while columns pass.

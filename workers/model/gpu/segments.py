@@ -117,9 +117,8 @@ class Table:
         self._classes: dict[bytes, list[tuple[RankClass, Blocks]]] = {}
 
     def rewrite(self, rows: LoraRows) -> None:
-        """Of a single table: become that of other rows in the tensors that are here, so that launches which were
-        captured with them serve those rows. These must have the same offsets, and adapters of the same `forms`; none
-        may be trained."""
+        """For a table of single rows: take over other rows in the present tensors, so that launches captured with these
+        serve the other rows. They must have the same offsets, and adapters of the same `forms`; none may be trained."""
         other = Table(rows, self._device)
         names_N = [other._index[name] for name in self._index]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
@@ -229,7 +228,8 @@ def _addresses(adapters: Sequence[Adapter | None]) -> tuple[Mapping[str, int], N
 
 @lru_cache(maxsize=64)
 def _layout(shapes: tuple[AdapterShape, ...]) -> tuple[Mapping[str, int], dict[AdapterShape, NDArray[np.int64]]]:
-    """Of arenas of these shapes: the number of each tensor, and how many bytes into each it begins; -1: it has none."""
+    """For arenas of these shapes: the number of each tensor, and the offset in bytes of each in each shape; -1 if the
+    shape lacks it."""
     names = dict.fromkeys(name for shape in shapes for name in shape.slots)
     offsets = {
         shape: np.array([4 * shape.slots[name].offset if name in shape.slots else -1 for name in names])

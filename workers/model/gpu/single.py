@@ -39,8 +39,8 @@ class Piece(NamedTuple):
     warps: int
 
 
-#: Of `shrink_row`, for factors at least that wide and for others, and of `expand_row`. As fast as any on an H100, for
-#: 64 rows of a 30B model (bench/gpu_tiles.py).
+#: The pieces of `shrink_row`, for factors at least that wide and for others, and of `expand_row`. As fast as any on an
+#: H100, for 64 rows of a 30B model (bench/gpu_tiles.py).
 SHRINK_WIDE, SHRINK, EXPAND = Piece(1, 2048, 4), Piece(8, 1024, 4), Piece(RANKS, 128, 1)
 
 
@@ -52,7 +52,7 @@ def shrink_piece(wide: int) -> Piece:
 
 
 def expand_piece(wide: int) -> Piece:
-    """Of `expand_row`, for the widest of its parts."""
+    """The piece of `expand_row`, for the widest of its parts."""
     return EXPAND._replace(columns=min(EXPAND.columns, max(16, triton.next_power_of_2(wide))))
 
 
@@ -135,7 +135,7 @@ class SingleProducts:
         )
 
     def _where(self, u: Tensor) -> tuple[Tensor | int, ...]:
-        """Without pairs, something in their place that is not read."""
+        """The arguments that place pairs; without pairs, a tensor that is not read stands in for them."""
         token = self.token if self.token is not None else self.table.ranks_G
         expert = self.expert if self.expert is not None else self.table.ranks_G
         return self.table.ranks_G, self.table.scales_G, token, expert, len(self.table.ranks_G)

@@ -61,7 +61,7 @@ class Logits(NamedTuple):
     row_of_P: Tensor
 
     def logprobs(self) -> tuple[Tensor, Tensor]:
-        """Of the targets, [P]; and the log of each row's sum of exponentials, [R]."""
+        """The log-probabilities of the targets, [P]; and the log of each row's sum of exponentials, [R]."""
         base, wide = self.base_RV, self.base_RV.shape[1]
         sums_SR, found_P = base.new_empty(triton.cdiv(wide, SPLIT), len(base)), base.new_empty(len(self.row_of_P))
         for blocks, arguments, fixed in self._launches(FORWARD):
@@ -101,8 +101,8 @@ class Logits(NamedTuple):
         return self.divisor_R if self.divisor_R is not None else self.base_RV
 
     def _launches(self, tile: Tile) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any]]]:
-        """Of each launch: its blocks of rows, the arguments up to `wide`, and what is compiled into it. Rows without an
-        adapter are computed first, with all others where there are both."""
+        """For each launch: its blocks of rows, the arguments up to `wide`, and the constants that are compiled into it.
+        If some rows lack an adapter, a first launch computes all rows as if none had one."""
         (rows, wide), base, added = self.base_RV.shape, self.base_RV, self.added
         rest = self._divisors, rows, wide
         fixed = {"DIVIDED": self.divisor_R is not None, "BLOCK_M": DENSE_ROWS}

@@ -43,7 +43,7 @@ class Site:
 
     @classmethod
     def of(cls, a: str, parts: Mapping[str, int]) -> Site:
-        """Of parts by their names and widths, whose B are called beside `a`."""
+        """A site with these parts, by name and width; their B tensors are named beside `a`."""
         at = a.rpartition(".")[0]
         return cls(a, tuple(f"{at}.{name}_B" for name in parts), tuple(parts.values()))
 

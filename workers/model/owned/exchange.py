@@ -60,7 +60,7 @@ class Brought(NamedTuple):
         return sorted({index for index, count in zip(self.adapters, counts, strict=True) if count} - {NOBODY})
 
     def trained_ranks(self, counts: list[int]) -> list[int]:
-        """Of each group the rank of its adapter, 0 where these pairs train nothing."""
+        """For each group the rank of its adapter; 0 if these pairs train nothing."""
         groups = zip(self.adapters, self.trained, counts, strict=True)
         return [self.ranks[index] if trained and count and index != NOBODY else 0 for index, trained, count in groups]
 

@@ -20,7 +20,7 @@ from workers.model.lora.rows import LoraRows
 from workers.model.parts.frozen import frozen
 from workers.model.parts.rotary import Angles, pairs_apart, turn
 
-#: Of the norms of latents, whatever the model's other norms have (as in the published code).
+#: The epsilon of the latents' norms, whatever that of the model's other norms is (as in the published code).
 NORM_EPS = 1e-6
 
 _NO_SITE = Site("", (), ())
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
         up_THO = lora_linear(latent_TC, self.kv_up, _NO_SITE, lora).view(len(latent_TC), heads, -1)
         k_THN, v_THV = torch.split(up_THO, [self.latent.plain_dim, value_dim], dim=-1)
         k_THD = torch.cat((k_THN, k_turning.expand(-1, heads, -1)), dim=-1)
-        # Of one width, as the fused kernels have it.
+        # Padded to one width, as the fused kernels need it.
         width = max(dim, value_dim)
         q_THD, k_THD = (F.pad(x, (0, width - dim)) for x in (torch.cat((q_THN, q_turning), dim=-1), k_THD))
         return self._attend(attend, q_THD, k_THD, F.pad(v_THV, (0, width - value_dim)))[..., :value_dim]

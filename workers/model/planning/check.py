@@ -108,7 +108,8 @@ def numel(config: DecoderConfig) -> int:
 
 
 def experts_numel(config: DecoderConfig) -> int:
-    """Of these, what the owners of experts have (owned/): their products and the biases of the first."""
+    """The parameters that the owners of experts have (owned/): the experts' products, and the biases of the first
+    ones."""
     c = config
     expert = (1 + len(c.gate.parts)) * c.expert_size * c.moe_intermediate_size
     return len(c.mixture_layers) * c.num_experts * (expert + c.expert_bias * 2 * c.moe_intermediate_size)

@@ -271,8 +271,8 @@ def _computed(models: Sequence[Check], wanted: Wanted, room: _Room) -> int:
 
 
 def _travelling_bytes(model: Check) -> int:
-    """Of a token on its way to the owners of its experts and back, where these have equal work: at both ends what is
-    sent, what comes, and its rows of it."""
+    """Bytes for one token on its way to the owners of its experts and back, if the owners have equal work: at both ends
+    the sent and the received numbers, and the owner's rows of them."""
     config = model.card.config
     return 6 * config.experts_per_token * config.expert_size * ITEM_BYTES[model.dtype]
 

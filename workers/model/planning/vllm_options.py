@@ -148,8 +148,8 @@ def words(options: Mapping[str, Any]) -> list[str]:
 
 
 def mixing_connector(options: Mapping[str, Any]) -> str:
-    """Of a vLLM that somebody else has started: the connector that is not known to keep organisations and adapters
-    apart; "" when there is none."""
+    """For a vLLM that somebody else has started: the connector that is not known to keep organisations and adapters
+    apart; "" if there is none."""
     name = str((options.get("kv_transfer_config") or {}).get("kv_connector") or "")
     return "" if name in CONNECTORS or name in TRANSFERS else name
 

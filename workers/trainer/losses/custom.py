@@ -19,7 +19,7 @@ from workers.trainer.metrics import Measure
 
 #: A parsed graph of the largest size takes about a megabyte.
 KEPT = 64
-#: Of each loss: sizes of data.
+#: How many plans, each for other sizes of data, are kept of each loss.
 PLANS_KEPT = 4
 
 

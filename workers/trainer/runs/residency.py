@@ -179,7 +179,7 @@ class Residency:
 
     @property
     def size_bytes(self) -> int:
-        """Of all arenas that exist."""
+        """The bytes of all existing arenas."""
         return self._arenas.size_bytes
 
     @property

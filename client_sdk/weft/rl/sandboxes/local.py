@@ -261,8 +261,9 @@ def memory_of(pid: int) -> int:
 
 
 def _memory(status: bytes) -> int:
-    """Of /proc/PID/status, whose first line is a name that the process chose: any bytes but an end of line. What is
-    only read has no memory of its own, but page tables, which no limit of a process counts."""
+    """The memory in a process's /proc/PID/status, whose first line is a name that the process chose: any bytes but an
+    end of line. Pages that are only read take no memory of the process's own, except for page tables, which no limit of
+    a process counts."""
     lines = [line.split() for line in status.split(b"\n") if line.startswith((b"RssAnon:", b"RssShmem:", b"VmPTE:"))]
     return sum(int(line[1]) << 10 for line in lines)
 

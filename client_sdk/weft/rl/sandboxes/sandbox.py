@@ -37,7 +37,7 @@ Limit = Literal["time", "memory", "output"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a sandbox. A command that passes one of time, memory or output is ended with all that it has started.
+    """The limits of a sandbox. A command that exceeds its time, memory or output is ended with all that it has started.
 
     time_s: of a command, unless `exec` says otherwise.
     cpu_s: processor time of a process.

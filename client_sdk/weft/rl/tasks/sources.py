@@ -119,7 +119,7 @@ class DifficultyPools:
         self.means[index] = round(self.memory * old + (1 - self.memory) * mean, 4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of thousands of tasks within what a checkpoint keeps: a row of floats, packed."""
+        """The state, as a packed row of floats: so those of thousands of tasks fit into a checkpoint."""
         row = np.asarray([self.means.get(index, math.nan) for index in range(self.count)], np.float32)
         return {"drawn": self.drawn, "packed": base64.b85encode(zlib.compress(row.tobytes(), 9)).decode()}
 
