@@ -114,8 +114,8 @@ def expert_block(
 def _in_one_call(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor | None:
-    """`expert_block` by the kernels, in inference, where weights are packed and these experts are such that they serve
-    them; None elsewhere."""
+    """`expert_block` by the kernels: in inference, if weights are packed and the kernels support these experts; else
+    None."""
     gate_up, down = packed(experts.gate_up_EGD), packed(experts.down_EDF)
     biased = experts.gate_up_bias_EG is not None or experts.down_bias_ED is not None
     if not torch.is_inference_mode_enabled() or gate_up is None or down is None or experts.away is not None or biased:

@@ -38,7 +38,8 @@ class Mixture(nn.Module):
         self.down = frozen(dtype, e, own, f)
         self.gate_up_bias = frozen(torch.float32, e, parts * f) if config.expert_bias else None
         self.down_bias = frozen(torch.float32, e, d) if config.expert_bias else None
-        #: Where the experts are others' too, and `gate_up`, its bias and `down` are those of this process's own.
+        #: Set if experts are spread over processes: `gate_up`, its bias and `down` are then those of this process's own
+        #: experts.
         self.away: Away | None = None
         width = config.shared_intermediate_size
         self.shared = Mlp(config, f"{at}{config.shared_name}.", width, dtype) if width else None

@@ -47,8 +47,8 @@ class OwnerFailed(RuntimeError):
 
 
 class Brought(NamedTuple):
-    """What a process brings to a step, as all are told: the `ranks` of its adapters that have inner factors, and of
-    each group of its rows which of these it has, and whether it is trained."""
+    """What a process tells all others about its part of a step: the `ranks` of its adapters that have inner factors;
+    and for each group of its rows, which of these adapters it has (`adapters`), and whether it is `trained`."""
 
     recomputes: bool = False
     ranks: tuple[int, ...] = ()
@@ -67,9 +67,9 @@ class Brought(NamedTuple):
 
 @dataclass
 class Step:
-    """`brought` by each process; `adapters` and `grads` are this one's. `order`: (layer, whether backward), of which
-    `done` have begun, and after `first` of which what is served is kept for its backward. By layer: how many pairs were
-    `sent` to each owner, and what was `served` of those of some processes."""
+    """A step. `brought` is from each process; `adapters` and `grads` are this one's. `order` lists (layer, whether
+    backward), of which `done` have begun; of forwards from `first` on, the served pairs are kept for the backward. By
+    layer: how many pairs were `sent` to each owner; and the `served` ones of other processes."""
 
     brought: list[Brought]
     adapters: list[Adapter]
@@ -111,11 +111,12 @@ class Exchange:
         return self._step
 
     def begin(self, rows: LoraRows | None, recomputes: bool) -> bool:
-        """All begin a step, which trains if gradients are recorded. Returns whether its layers are recomputed."""
+        """Begin a step, together with all processes; it trains if gradients are recorded. Returns whether its layers
+        are recomputed."""
         return self._begin(rows, recomputes, torch.is_grad_enabled()).recomputes
 
     def finish(self, trains: bool) -> None:
-        """End a step: do for the others what they still need of it, with no pairs of this process's own."""
+        """End a step: do the rest of it for the other processes, without pairs of this process."""
         if self._between:
             raise RuntimeError("this process has left the others in the middle of a layer")
         with torch.no_grad():
@@ -163,7 +164,7 @@ class Exchange:
         return step
 
     def _brings(self, rows: LoraRows | None, recomputes: bool) -> tuple[Brought, list[Adapter]]:
-        """What this process tells the others, and the adapters that it means."""
+        """What this process tells the others, and its adapters in the order of their numbers."""
         if rows is None:
             return Brought(recomputes), []
         down_a = next(iter(self._owners.values())).names.down_a
@@ -233,9 +234,9 @@ class Exchange:
         into: list[int],
         out: list[int],
     ) -> tuple[list[Tensor], list[int]]:
-        """What owners have made of this process's pairs, nothing of one that has failed at it; and how each has fared.
-        This owner computes the pairs of several processes in `pieces`. When any owner runs out of memory, all compute
-        those of each process by themselves from then on: no operation fails for what others have sent."""
+        """The owners' results for this process's pairs, without those of an owner that failed; and the state of each
+        owner. This owner computes the pairs of several processes in `pieces`. Once any owner has run out of memory, all
+        owners compute the pairs of each process separately: no operation fails because of another's pairs."""
         states, found = [FINE] * self.ranks, [like]
         for of in pieces:
             try:
@@ -253,7 +254,8 @@ class Exchange:
         return self._travel.rows(rows, into, out), [state for state, _ in fared]
 
     def _send_factors(self, step: Step, layer: int, counts: PerGroup, came: PerGroup) -> AdapterPerGroup:
-        """The adapters of the groups that have come, with the inner factors of this owner's experts alone."""
+        """Send the adapters of groups that have pairs, each owner getting the inner factors of its own experts; returns
+        the received ones."""
         own = step.brought[self._travel.rank]
         out = []
         for owner, of in enumerate(counts):
@@ -277,7 +279,8 @@ class Exchange:
         return found
 
     def _return_gradients(self, step: Step, layer: int, states: list[int], gradients: AdapterPerGroup) -> None:
-        """Add to the gradients of this process's groups, in their order, what each owner has of them."""
+        """Send gradients to where their groups are; add what each owner has computed to the gradients of this process's
+        groups, in their order."""
         own, counts = step.brought[self._travel.rank], step.sent[layer]
         ranks = [[] if states[owner] else own.trained_ranks(of) for owner, of in enumerate(counts)]
         sizes = [sum(self._shape(layer, rank).numel for rank in each if rank) for each in ranks]
@@ -323,12 +326,12 @@ def _totals(counts: PerGroup) -> list[int]:
 
 
 def _rows(tensor: Tensor, into: list[int], of: range) -> Tensor:
-    """The rows that have come from these processes."""
+    """The rows that came from these processes."""
     return tensor[sum(into[: of.start]) : sum(into[: of.stop])]
 
 
 def _arenas(flat: Tensor, shapes: list[AdapterShape]) -> Iterator[Adapter]:
-    """Arenas that lie one behind the other. Their products are never scaled."""
+    """Arenas that lie one after another in `flat`. Their products are never scaled."""
     sizes = [shape.numel for shape in shapes]
     for shape, part in zip(shapes, flat.split_with_sizes(sizes), strict=True):
         yield Adapter(shape, part, 1.0)

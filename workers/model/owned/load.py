@@ -35,15 +35,15 @@ class Owned:
         self.decoder, self._exchange = decoder, exchange
 
     def finish(self, trains: bool) -> None:
-        """End a step: go on for the others, with nothing to compute here."""
+        """End a step: do the rest of it for the other processes, with nothing to compute here."""
         self._exchange.finish(trains)
 
 
 def load_owned(
     path: str | Path, dtype: torch.dtype, device: torch.device, control: dist.ProcessGroup | None = None
 ) -> Owned:
-    """The model in a folder, with this process's experts. `control`: a group for the CPU, where the default one is not.
-    Raises UnsupportedModel or ModelWeightsError by name."""
+    """The model in a folder, with this process's experts. `control`: a group for the CPU, if the default group is not
+    for it. Raises UnsupportedModel or ModelWeightsError, naming the model."""
     folder, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
     config = read_config(folder.name, folder)
     if problem := unequal(config, ranks):
@@ -67,7 +67,7 @@ def load_owned(
 
 
 def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, each: int) -> Decoder:
-    """A decoder with so many experts in each mixture, whose weights are to be copied in."""
+    """A decoder with that many experts in each mixture, whose weights are to be copied in."""
     decoder = Decoder(config, dtype, "meta")
     with torch.device(device):
         decoder.rotary = rotary_of(config)

@@ -17,14 +17,14 @@ from workers.model.lora.rows import LoraRows
 from workers.model.mixture.experts import Experts, Names, Sorted
 from workers.model.routing import Routing
 
-#: For each process something of each of its groups.
+#: A number for each group of each process.
 PerGroup = list[list[int]]
 AdapterPerGroup = list[list[Adapter | None]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """The pairs of a layer: so many of each group, with these adapters; and what their backward needs."""
+    """The pairs of a layer: how many each group has, their adapters, and what their backward needs."""
 
     counts: PerGroup
     adapters: AdapterPerGroup
@@ -56,7 +56,7 @@ class Owner:
     def backward(
         self, served: Served, gradients: AdapterPerGroup, dout_QD: Tensor, dv_Q: Tensor, weights_Q1: Tensor
     ) -> list[Tensor]:
-        """dx_QD, and du beside dweights. `gradients` of the groups that are trained are added to."""
+        """dx_QD; and du with dweights beside it. Adds to the `gradients` of trained groups."""
         routing = served.inner.routing
         inner = served.inner._replace(paired=self._paired(routing, served.counts, served.adapters, gradients))
         dv, weights = (each.index_select(0, routing.order) for each in (dv_Q, weights_Q1))

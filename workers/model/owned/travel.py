@@ -13,14 +13,15 @@ from workers.model.adapters.adapter import Adapter
 
 
 class Travel:
-    """`control` takes the numbers that hosts must know, which are on the CPU."""
+    """Sends data between the processes. `control` is the group for numbers that hosts must know, which are on the
+    CPU."""
 
     def __init__(self, device: torch.device, control: dist.ProcessGroup | None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device, self._control = device, control
 
     def rows(self, parts: Sequence[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
-        """Rows of several tensors in one go: `out` of them to each process, `into` come from each."""
+        """Send rows of several tensors at once: `out` of them to each process; `into` come from each."""
         wire = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
         got = wire.new_empty(sum(into), wire.shape[1])
         dist.all_to_all_single(got, wire, into, out)
@@ -28,7 +29,7 @@ class Travel:
         return [column.contiguous().view(part.dtype) for column, part in zip(columns, parts, strict=True)]
 
     def arenas(self, out: Sequence[Sequence[Adapter]], into: list[int]) -> Tensor:
-        """Arenas to each process; `into` numbers come from each, one behind the other."""
+        """Send arenas to each process; `into` numbers come from each, one process after another."""
         flats = [arena.flat for each in out for arena in each]
         wire = torch.cat(flats) if flats else torch.empty(0, device=self._device)
         got = wire.new_empty(sum(into))

@@ -1,4 +1,5 @@
-"""Where code that a model wrote is run: `Local` on this machine, `Modal` and `Prime` at those providers."""
+"""Sandboxes, in which code that a model wrote is run: `Local` on this machine, `Modal` and `Prime` at those
+providers."""
 
 from weft.rl.sandboxes.local import Local
 from weft.rl.sandboxes.modal import Modal

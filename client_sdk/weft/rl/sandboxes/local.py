@@ -34,13 +34,13 @@ from weft.rl.sandboxes.sandbox import FOLDER, CannotIsolateError, Done, Limit, L
 
 logger = logging.getLogger("weft")
 
-#: What is needed, and of which Debian package.
+#: The programs that are needed, each with its Debian package.
 NEEDED = {"bwrap": "bubblewrap", "nsenter": "util-linux", "unshare": "util-linux", "prlimit": "util-linux"}
-#: How often memory is looked at.
+#: How often the memory of commands is checked.
 LOOK_S = 0.05
-#: How long a holder may take to start, and what a command leaves to end.
+#: How long a holder may take to start; and how long the processes of an ended command may take to end.
 _STARTED_S, _ENDED_S = 10.0, 5.0
-#: Where users of sandboxes begin when this process is root: far above those of systems and containers.
+#: The first user id of sandboxes if this process is root: far above those of systems and containers.
 _USERS = 1 << 30
 _HOLD = (
     "mount -t tmpfs -o size={size},nr_inodes={nodes},mode=0755 tmpfs /mnt"
@@ -55,7 +55,7 @@ _WHERE = (
 
 class Local:
     """At most `most` sandboxes at a time. `read_only` are folders of the host, besides /usr, that commands may read;
-    others than their owner must be allowed to."""
+    users other than the owner must be allowed to read them."""
 
     def __init__(self, limits: Limits | None = None, *, most: int = 64, read_only: tuple[str, ...] = ()) -> None:
         self.limits, self.most, self.read_only = limits or Limits(), most, read_only
@@ -63,7 +63,7 @@ class Local:
         self._tried = False
 
     async def quota(self) -> Quota:
-        """By `most`, and by the memory that is free. Raises CannotIsolateError where none can be made."""
+        """The quota, from `most` and the free memory. Raises CannotIsolateError if no sandbox can be made."""
         await self._try()
         each = self.limits.memory_bytes + self.limits.disk_bytes
         fit = _free_bytes() // each
@@ -93,7 +93,7 @@ class Local:
         return box
 
     async def _try(self) -> None:
-        """Once: whether what runs in a sandbox is isolated."""
+        """Check once whether code in a sandbox is isolated. Raises CannotIsolateError."""
         if self._tried:
             return
         missing = sorted({package for tool, package in NEEDED.items() if shutil.which(tool, path=_PATH) is None})
@@ -115,7 +115,8 @@ class Local:
         self._tried = True
 
 
-#: What must be so inside: its own first process, one network interface (lo), and a root that cannot be written.
+#: Checks inside of a sandbox: a first process of its own, one network interface (lo), and a root that cannot be
+#: written.
 _PROBE = (
     'test $$ -le 9 && test "$(wc -l < /proc/net/dev)" = 3 && ! test -e /etc/passwd && ! touch /x 2>/dev/null'
     ' || { echo "the probe found it open"; exit 1; }'
@@ -193,7 +194,7 @@ class LocalSandbox:
         except TimeoutError:
             watch.end("time")
         finally:
-            _kill(process)  # and with it all that the command has started
+            _kill(process)  # this also ends everything that the command has started
             looking.cancel()
             await process.wait()
             self._running.discard(process)
@@ -206,7 +207,7 @@ class LocalSandbox:
 
 
 class _Watch:
-    """What ends a command before its time."""
+    """Ends a command before its time, and notes the limit."""
 
     def __init__(self, process: Process, memory_bytes: int) -> None:
         self._process, self._memory_bytes = process, memory_bytes
@@ -217,7 +218,7 @@ class _Watch:
         _kill(self._process)
 
     async def look(self) -> None:
-        """What cannot be looked at is ended, too: its memory would have no limit."""
+        """Watch the memory of a command. If it cannot be read, the command is ended, too: it would have no limit."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -230,14 +231,14 @@ class _Watch:
 
 async def _feed(process: Process, data: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # it need not read
+    with contextlib.suppress(ConnectionError):  # a command need not read its input
         process.stdin.write(data)
         await process.stdin.drain()
     process.stdin.close()
 
 
 async def _take(stream: StreamReader | None, kept: bytearray, most: int, watch: _Watch) -> None:
-    """The first `most` bytes; more end the command."""
+    """Keep the first `most` bytes; if more come, end the command."""
     assert stream is not None
     while piece := await stream.read(1 << 16):
         if len(kept) + len(piece) > most:
@@ -246,12 +247,13 @@ async def _take(stream: StreamReader | None, kept: bytearray, most: int, watch: 
 
 
 def memory_of(pid: int) -> int:
-    """Bytes that belong to a process and all that it has started, without files that they only map."""
+    """Bytes of memory of a process and of all that it has started, without pages of files that they only map."""
     found, open_ = 0, [pid]
     while open_:
         process = Path(f"/proc/{open_.pop()}/task")
-        threads = [0]  # each tells the whole process's memory, but those that have ended, as the first one may have
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        # each thread reports the memory of its process, except threads that have ended, as the first one may have
+        threads = [0]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             for task in process.iterdir():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     threads.append(_memory((task / "status").read_bytes()))
@@ -269,7 +271,7 @@ def _memory(status: bytes) -> int:
 
 
 async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
-    """A process that keeps an empty file system, and as which user it runs."""
+    """Start a holder, a process that keeps an empty file system; returns it, and the user that it runs as."""
     user: dict[str, Any] = {}
     if os.geteuid() == 0:
         number = _USERS + secrets.randbelow(_USERS)
@@ -280,7 +282,7 @@ async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
         holder = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env={"PATH": _PATH}, **user
         )
-    except (OSError, ValueError) as error:  # a root that may be no other user
+    except (OSError, ValueError) as error:  # this root may not become another user
         raise CannotIsolateError(f"cannot run as user {user.get('user')}: {error}. {_WHERE}") from error
     assert holder.stdout is not None
     assert holder.stderr is not None
@@ -289,7 +291,7 @@ async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STARTED_S):
                 ready = await holder.stdout.readline()
-    except BaseException:  # who waits for it has given up, as a rollout does that is late: nobody else would end it
+    except BaseException:  # the waiting task was cancelled, as that of a late rollout: nobody else ends the holder
         _kill(holder)
         await holder.wait()
         raise
@@ -302,7 +304,7 @@ async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
 
 
 def _argv(holder: int, home: Local, filter_fd: int) -> list[str]:
-    """What stands before a command."""
+    """The arguments that come before a command."""
     limits = home.limits
     inside = ["--ro-bind", "/usr", "/usr"]
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -330,8 +332,9 @@ def _argv(holder: int, home: Local, filter_fd: int) -> list[str]:
         *("--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(filter_fd)),
         *("--clearenv", "--setenv", "PATH", _PATH, "--setenv", "HOME", FOLDER, "--setenv", "LANG", "C.UTF-8"),
         *inside,
-        *("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),  # whoever writes to its memory lives on
-        *("--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),  # zeros, but none to map
+        # process 1 is bubblewrap's: whoever can write to its memory outlives it
+        *("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
+        *("--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),  # it gives zeros, but cannot be mapped
         *("--bind", "/mnt/tmp", "/dev/shm", "--remount-ro", "/dev"),
         *("--bind", "/mnt/work", FOLDER, "--bind", "/mnt/tmp", "/tmp", "--remount-ro", "/", "--chdir", FOLDER),
         *("--", "prlimit", *(f"--{name}={value}" for name, value in bounds.items()), "--"),
@@ -363,7 +366,7 @@ def _good(done: Done, what: str) -> Done:
 
 
 def _free_bytes() -> int:
-    """Memory of this machine that could be had."""
+    """How much memory of this machine is available."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

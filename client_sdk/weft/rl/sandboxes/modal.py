@@ -12,9 +12,9 @@ from weft.rl.sandboxes.sandbox import FOLDER, Done, Limits, Quota, SandboxError,
 
 
 class Modal:
-    """`most` is what your account allows: Modal's client does not tell it. `app` is the name of a Modal app, `image` a
-    `modal.Image` (None: its Debian); `lifetime_s` ends what nobody has closed. Of `limits`, disk, processes and files
-    are Modal's own, and memory is the container's."""
+    """`most` is how many sandboxes your account allows: Modal's client does not tell it. `app` is the name of a Modal
+    app, `image` a `modal.Image` (None: its Debian); after `lifetime_s` a sandbox that nobody closed is ended. The
+    limits of disk, processes and files are Modal's own, and `memory_bytes` holds for the container."""
 
     def __init__(
         self, app: str, *, most: int, image: Any = None, limits: Limits | None = None, lifetime_s: int = 3600
@@ -56,7 +56,7 @@ class ModalSandbox:
         (out, more), (err, most) = await asyncio.gather(
             *(_taken(stream, limits.output_bytes) for stream in (process.stdout, process.stderr))
         )
-        if more or most:  # Modal ends no single command: it runs into its time, unread
+        if more or most:  # Modal cannot end a single command: it runs until its time is over, and nobody reads it
             return Done(-9, out, err, time.monotonic() - began, "output")
         code, seconds = await process.wait.aio(), time.monotonic() - began
         return Done(code, out, err, seconds, "time" if code == -1 else None)
@@ -84,7 +84,7 @@ class ModalSandbox:
 
 
 async def _taken(stream: Any, most: int) -> tuple[bytes, bool]:
-    """The first `most` bytes, and whether there are more."""
+    """The first `most` bytes, and whether more came."""
     kept = b""
     async for piece in stream:
         kept += piece

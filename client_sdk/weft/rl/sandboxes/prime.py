@@ -13,14 +13,15 @@ from typing import Any
 from weft.packages import imported
 from weft.rl.sandboxes.sandbox import FOLDER, Done, Limits, Quota, SandboxError, Snapshot, absolute
 
-#: All of IPv4: the client's own way to say that there is no network.
+#: All of IPv4: how the client says that there is no network.
 _NOWHERE = ["0.0.0.0/0"]
 _GIB = 1 << 30
 
 
 class Prime:
-    """`most` is what your account allows: Prime's client does not tell it. `image` is a Docker image; `lifetime_s` ends
-    what nobody has closed. Of `limits`, processes and files are Prime's own, disk and memory the container's."""
+    """`most` is how many sandboxes your account allows: Prime's client does not tell it. `image` is a Docker image;
+    after `lifetime_s` a sandbox that nobody closed is ended. The limits of processes and files are Prime's own; those
+    of disk and memory hold for the container."""
 
     def __init__(self, image: str, *, most: int, limits: Limits | None = None, lifetime_s: int = 3600) -> None:
         self._prime = imported("prime_sandboxes", "Prime's sandboxes need its client: pip install prime-sandboxes")
@@ -62,7 +63,7 @@ class PrimeSandbox:
 
     @property
     def _errors(self) -> tuple[type[Exception], ...]:
-        """What the client raises where a file cannot be moved; its errors have no common base."""
+        """The errors that the client raises if a file cannot be moved; they have no common base."""
         prime = self._home._prime
         return (prime.APIError, prime.CommandTimeoutError, prime.UploadTimeoutError, prime.SandboxNotRunningError)
 

@@ -29,9 +29,9 @@ class CannotIsolateError(SandboxError):
     """This machine cannot isolate what runs in a sandbox, so nothing runs."""
 
 
-#: Where commands run, inside of the sandbox.
+#: The folder inside of a sandbox in which commands run.
 FOLDER = "/work"
-#: What may end a command before its time.
+#: The limits that may end a command before its time.
 Limit = Literal["time", "memory", "output"]
 
 
@@ -74,20 +74,20 @@ class Done:
 
     @property
     def text(self) -> str:
-        """What it wrote, as a model may read it."""
+        """The output, as a model may read it."""
         return (self.stdout + self.stderr).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The files of a sandbox at a time, for the same `Sandboxes`."""
+    """The files of a sandbox at one moment, for the same `Sandboxes`."""
 
     held: Any
 
 
 @dataclass(frozen=True)
 class Quota:
-    """How many more sandboxes there may be now, and what says so."""
+    """How many more sandboxes there may be now, and the reason for that number."""
 
     left: int
     why: str
@@ -101,34 +101,33 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str) -> bytes:
-        """A file. Raises SandboxError for one that cannot be read."""
+        """The contents of a file. Raises SandboxError if it cannot be read."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Make or replace a file, and its folders. Raises SandboxError where there is no room."""
+        """Make or replace a file, and the folders that it is in. Raises SandboxError if there is no room."""
         ...
 
     async def snapshot(self) -> Snapshot: ...
 
     async def close(self) -> None:
-        """End all that runs in it, and forget its files. Again is nothing."""
+        """End everything that runs in it, and delete its files. A second call does nothing."""
         ...
 
 
 class Sandboxes(Protocol):
-    """Who makes sandboxes."""
+    """Makes sandboxes."""
 
     async def quota(self) -> Quota: ...
 
     async def create(self, snapshot: Snapshot | None = None) -> Sandbox:
-        """One with the files of `snapshot`, or none."""
+        """A sandbox with the files of `snapshot`, or with none."""
         ...
 
 
 @asynccontextmanager
 async def opened(sandboxes: Sandboxes, snapshot: Snapshot | None = None) -> AsyncIterator[Sandbox]:
-    """A sandbox, closed however its use ends. One that cannot be closed is told, and takes nothing from what its use
-    came to."""
+    """A sandbox, closed at the end of the block, also after an error. A failure to close it is only logged."""
     box = await sandboxes.create(snapshot)
     try:
         yield box
@@ -142,7 +141,7 @@ async def opened(sandboxes: Sandboxes, snapshot: Snapshot | None = None) -> Asyn
 
 
 async def require(sandboxes: Sandboxes, count: int) -> None:
-    """Raises SandboxError, before anything is paid for, unless `count` sandboxes may be there at a time."""
+    """Raise SandboxError, before anything is paid for, unless `count` sandboxes may exist at a time."""
     quota = await sandboxes.quota()
     if quota.left < count:
         raise SandboxError(
@@ -152,5 +151,5 @@ async def require(sandboxes: Sandboxes, count: int) -> None:
 
 
 def absolute(path: str) -> str:
-    """A path inside of a sandbox, which may be given from FOLDER on."""
+    """The full path of a file in a sandbox; `path` may be relative to FOLDER."""
     return posixpath.join(FOLDER, path)

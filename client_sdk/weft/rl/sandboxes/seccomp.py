@@ -12,7 +12,7 @@ import errno
 import platform
 import struct
 
-#: By machine: the kernel's name for its calls (AUDIT_ARCH), and the numbers of what is refused.
+#: By machine: the kernel's name for its system calls (AUDIT_ARCH), and the numbers of the refused ones.
 MACHINES = {
     "x86_64": (
         0xC000003E,
@@ -31,23 +31,24 @@ MACHINES = {
         },
     ),
 }
-#: By machine: the numbers of the calls whose arguments count: mmap, socket, socketpair.
+#: By machine: the numbers of the calls whose arguments decide: mmap, socket, socketpair.
 _BY_ARGUMENT = {"x86_64": (9, 41, 53), "aarch64": (222, 198, 199)}
-#: Families of sockets that are allowed: unix, IPv4, IPv6, netlink. Others reach the hypervisor (vsock) or the kernel.
+#: The allowed families of sockets: unix, IPv4, IPv6, netlink. Others reach the hypervisor (vsock) or the kernel.
 _FAMILIES = (1, 2, 10, 16)
 _SHARED_ANONYMOUS = 0x01 | 0x20
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-#: Where struct seccomp_data has the call's number, its machine, and the lower halves of its first and fourth argument.
+#: The offsets in struct seccomp_data of the call's number, its machine, and the lower halves of its first and fourth
+#: argument.
 _NUMBER, _ARCH, _FIRST, _FOURTH = 0, 4, 16, 40
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
-#: Numbers from here on are calls of another convention (x32), by which a filter could be passed.
+#: Numbers from here on are calls of another convention (x32), which would get around the filter.
 _FOREIGN = 0x40000000
-#: Jumps to the last two steps.
+#: Jumps to one of the last two steps.
 _TO_REFUSE, _TO_ALLOW = -2, -1
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for a machine, or this one. Raises KeyError for one whose calls are not known here."""
+    """The filter for `machine`, by default this one. Raises KeyError for a machine whose calls are not known here."""
     machine = machine or platform.machine()
     arch, refused = MACHINES[machine]
     mmap, socket, socketpair = _BY_ARGUMENT[machine]
@@ -63,7 +64,7 @@ def program(machine: str | None = None) -> bytes:
     ]
 
     def over(place: int, jump: int) -> int:
-        """How many steps a jump passes over; a negative one is counted from the end."""
+        """How many steps a jump skips; a negative jump names a step counted from the end."""
         return jump if jump >= 0 else len(steps) + jump - place - 1
 
     return b"".join(
