@@ -19,8 +19,8 @@ from scheduler.simulator.workloads import Workload
 _HALVINGS = 15
 #: The longest handover that the search considers, in decode steps.
 _MOST_STEPS = 32
-#: Condition of the loads that calibrate a trainer (each column of length 1) beyond which errors of a hundredth in what
-#: was measured become as large as the terms.
+#: The largest accepted condition number of the loads that calibrate a trainer (each column of length 1): beyond it
+#: errors of a hundredth in the measurements become as large as the terms.
 _MOST_ALIKE = 100
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 @dataclass(frozen=True)
 class Batch:
     """Requests of one sequence each, sent at once and waited for: their `lengths` in decode steps, the `seconds` until
-    the last answer was there, and the `steps` of the generator meanwhile."""
+    the last answer came, and the generator's decode `steps` in that time."""
 
     lengths: Sequence[int]
     seconds: float
@@ -37,9 +37,9 @@ class Batch:
 
 
 def calibrate(slots: int, one: Batch, full: Batch, lone: Batch, burst: Batch, queued: Batch) -> Cluster:
-    """One generator of `slots`, its front and a client, from `one` long sequence and `full` slots of them; a `lone`
-    request that decodes nothing and a `burst` of those, no more than there are slots; and `queued`, of many times as
-    many as there are slots, whose ends do not coincide."""
+    """The machine that behaves as measured: one generator of `slots`, its front, and a client. Measured are `one` long
+    sequence and `full` slots of them; a `lone` request that decodes nothing, and a `burst` of those, at most as many as
+    there are slots; and `queued` requests, many times as many as there are slots, which end at different times."""
     front_s = max(0.0, burst.seconds - lone.seconds) / (len(burst.lengths) - 1)
     one_s = (one.seconds - lone.seconds) / one.steps
     full_s = (full.seconds - lone.seconds - (slots - 1) * front_s) / full.steps
@@ -50,7 +50,7 @@ def calibrate(slots: int, one: Batch, full: Batch, lone: Batch, burst: Batch, qu
         slots=slots,
         decode_s=one_s - each_s,
         decode_s_per_sequence=each_s,
-        prefill_speed=float("inf"),  # prompts are short, and in the front's time
+        prefill_speed=float("inf"),  # prompts are short, and their time is part of the front's
         front_s=front_s,
         ranks=1,
     )
@@ -70,10 +70,9 @@ def _handover_s(machine: Cluster, queued: Batch) -> float:
 
 
 def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
-    """`machine` with trainers of one rank that take for these loads about as long as was measured: the times of a
-    stage, a slice, a piece of light work, a token and a pair of tokens, none below 0, with which the relative errors
-    are least (the sum of their squares). ValueError if the loads are too much alike to tell the five apart, or one took
-    no time."""
+    """`machine` with trainers of one rank that take about the measured time for these loads. It finds the times of a
+    stage, a slice, a piece of light work, a token and a pair of tokens, none below 0, with the least sum of squared
+    relative errors. ValueError if the loads are too much alike to tell the five apart, or one took no time."""
     if not all(load.seconds > 0 for load in loads):
         raise ValueError("a load that calibrates has taken no time: measure it for longer")
     each = np.array([(load.stages, load.slices, load.light, load.tokens, load.pairs) for load in loads])
@@ -91,8 +90,8 @@ def calibrate_trainer(machine: Cluster, loads: Sequence[Work]) -> Cluster:
 
 
 def non_negative(rows: Array, values: Array) -> Array:
-    """The x, none below 0, with the least |rows x - values|: of each choice of terms that are not 0 the least squares,
-    and of those without a negative term the best. For few terms: there are 2^terms choices."""
+    """The x, none below 0, with the least |rows x - values|. It solves least squares for each choice of terms that may
+    differ from 0, and takes the best solution without a negative term. For few terms: there are 2^terms choices."""
     best, least = np.zeros(rows.shape[1]), float(np.sum(values**2))
     for count in range(1, rows.shape[1] + 1):
         for kept in map(list, combinations(range(rows.shape[1]), count)):

@@ -55,7 +55,8 @@ class Cluster:
 
     @classmethod
     def of(cls, gpus: int, trainer_share: float = 0.3) -> Cluster:
-        """`gpus` GPUs, about `trainer_share` of them for one trainer. Few are a small server: one GPU a replica."""
+        """A cluster of `gpus` GPUs, about `trainer_share` of them for one trainer. Few GPUs are a small server, with
+        one GPU for each replica."""
         each = 8 if gpus >= 32 else 1
         replicas = max(1, min(round(gpus * (1 - trainer_share) / each), (gpus - 1) // each))
         return cls(replicas=replicas, gpus_per_replica=each, ranks=max(1, gpus - replicas * each))

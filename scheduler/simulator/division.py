@@ -24,8 +24,8 @@ MOST = 16
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is had in practice of an H100 or H200 (docs/production.md): operations and bytes per second, the bytes that
-    its neighbours send it, and what an hour of it costs."""
+    """What an H100 or H200 reaches in practice (docs/production.md): operations and bytes per second, the bytes per
+    second that it receives from its neighbours, and the price of an hour."""
 
     operations_per_s: float = 400e12
     bytes_per_s: float = 3.0e12
@@ -35,9 +35,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Owned:
-    """A mixture whose `experts` the ranks own, at least so many `ranks`. Of the active parameters `active` are those of
-    experts. In a pass `token_bytes` travel for a token to its experts and back, were they all on other ranks, and
-    `adapter_bytes` for the experts' factors of a run."""
+    """A mixture whose `experts` are owned by ranks, at least `ranks` of them. `active` are the active parameters that
+    belong to experts. In a pass `token_bytes` travel for a token to its experts and back, if all of them are on other
+    ranks; and `adapter_bytes` for the experts' factors of a run."""
 
     experts: int
     ranks: int
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Division:
-    """`shard` as in the settings; "" for one rank."""
+    """A division of the GPUs, and what it achieved. `shard` is as in the settings; "" for one rank."""
 
     cluster: Cluster
     shard: str
@@ -76,7 +76,7 @@ class Division:
 
 
 def gather_s(shape: Shape, ranks: int, gpu: Gpu) -> float:
-    """The layers that one rank receives in a pass that is one step: of all but its own part."""
+    """How long a rank receives layers in a pass that is one step: all parts but its own."""
     return shape.gathered_bytes * (ranks - 1) / ranks / gpu.received_bytes_per_s
 
 
@@ -91,12 +91,12 @@ def cluster_of(
     owned: Owned | None = None,
     busiest: float = 1.0,
 ) -> Cluster:
-    """`owned` where the ranks own the experts; the `busiest` owner has so many times as much to do as all have on
-    average, and the others wait for it."""
+    """The cluster with these counts. With `owned` the ranks own the experts: the `busiest` owner has that many times
+    the average work, and the others wait for it."""
     many = shape.gpus
     operations_s = shape.active_parameters / gpu.operations_per_s / many
     decode_s = shape.weight_bytes / gpu.bytes_per_s / many
-    away = (ranks - 1) / ranks / ranks / gpu.received_bytes_per_s  # what one rank receives of what travels
+    away = (ranks - 1) / ranks / ranks / gpu.received_bytes_per_s  # seconds that one rank receives, for each byte that travels
     waited_for = owned.active * (busiest - 1) if owned else 0
     each_s = shape.kv_bytes_per_token * KEPT_TOKENS / gpu.bytes_per_s / many + 2 * operations_s
     return Cluster(
@@ -119,8 +119,8 @@ def cluster_of(
 
 
 def candidates(shape: Shape, gpus: int, tenants: int) -> list[tuple[int, int, int]]:
-    """(trainers, ranks of each, replicas) that use the GPUs, as far as they can be used; a trainer without a run is of
-    no use."""
+    """(trainers, ranks of each, replicas) that use as many of the GPUs as possible. There are never more trainers than
+    tenants, since a trainer without a run does nothing."""
     found = []
     ranks = shape.ranks
     while ranks <= gpus - shape.gpus:
@@ -132,7 +132,7 @@ def candidates(shape: Shape, gpus: int, tenants: int) -> list[tuple[int, int, in
 
 
 def layouts(shape: Shape, ranks: int) -> dict[str, Owned | None]:
-    """How so many ranks may have the base, by the name of the setting."""
+    """The layouts in which that many ranks can keep the base, by the name of the setting."""
     owned = shape.owned
     if ranks == 1:
         return {"": None}
@@ -159,8 +159,8 @@ def divisions(
 
 
 def faster_below_tokens(shape: Shape, gpu: Gpu, ranks: int, runs: int, busiest: float = 1.0) -> float:
-    """Owners of experts are faster than ranks that gather in passes with fewer tokens than this: a pass of one step
-    with so many runs. Above, gathering is no longer what a pass waits for. Attention is not counted."""
+    """The number of tokens in a pass below which owners of experts are faster than ranks that gather; the pass is one
+    step with that many runs. Above it a pass no longer waits for gathering. Attention is not counted."""
     counts = {"trainers": 1, "ranks": ranks, "replicas": 1, "slots": 1}
     owners = cluster_of(shape, gpu, **counts, owned=shape.owned, busiest=busiest)
     each_s = 1 / owners.trained_tokens_per_s_per_gpu / ranks + owners.travel_s

@@ -62,8 +62,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def compare(cluster: Cluster, counts: Sequence[int], hours: float, seed: int = 0, after: float = 0.0) -> Iterator[Row]:
-    """One tenant alone, of each RL load; then each count of mixed tenants, in fair order and by arrival. `after` so
-    many hours, `hours` are counted. Each row takes a while."""
+    """The rows of the report: one tenant alone, for each RL load; then each count of mixed tenants, in fair order and
+    by arrival. `hours` are counted, beginning `after` that many. Each row takes a while."""
 
     def row(tenants: str, order: str, loads: Sequence[Workload], queue: type[FairTree[Any]] = FairTree) -> Row:
         played = Simulation(cluster, loads, seed=seed, queue=queue).run(hours * 3600, after * 3600)

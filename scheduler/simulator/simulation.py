@@ -125,7 +125,7 @@ class Simulation:
         self._trainers = Trainers(cluster, self._train_queue, paths, self._pairs_of, self._cost_of, self._trained)
 
     def run(self, seconds: float, after_s: float = 0.0) -> Result:
-        """What happens in `window_s` after `after_s`, or until every tenant's loop has ended."""
+        """Simulate `seconds`, after `after_s` that are not counted, or until every tenant's loop has ended."""
         for tenant in self.tenants.values():
             self._at(tenant.workload.begins_s, partial(self._sample, tenant))
         self._play(after_s)

@@ -46,8 +46,8 @@ class Work:
 
 
 def stages_of(units: Iterable[Unit]) -> list[list[Unit]]:
-    """As a trainer computes a pass (`workers.trainer.trainer`): what a run has behind a step in a stage of its own,
-    with what all other runs have behind as many."""
+    """The stages in which a trainer computes a pass (`workers.trainer.trainer`): a run's units after n of its steps are
+    in stage n, together with those of all other runs."""
     stages, steps = list[list[Unit]](), Counter[str]()
     for unit in units:
         run = unit.send.run_id
@@ -60,7 +60,7 @@ def stages_of(units: Iterable[Unit]) -> list[list[Unit]]:
 
 @dataclass
 class _Trainer:
-    """`stages` of its present pass, each with the time of its end."""
+    """One trainer. `stages` are those of its present pass, each with the time of its end."""
 
     name: str
     stages: deque[tuple[float, list[Unit]]] = field(default_factory=deque)
@@ -84,8 +84,8 @@ class Trainers:
         cost_of: Callable[[Unit], int],
         done: Callable[[Unit, float], None],
     ) -> None:
-        """`paths` are the places of runs in the queue; of runs without one any trainer takes what is next. `cost_of`:
-        the tokens that a unit counts as."""
+        """`paths`: the path of each run in the queue; without paths any trainer takes whatever comes next. `cost_of`:
+        how many tokens a unit counts as."""
         self._cluster = cluster
         self._queue = queue
         self._pairs_of, self._cost_of, self._ended = pairs_of, cost_of, done

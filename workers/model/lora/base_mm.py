@@ -63,15 +63,15 @@ def replayed() -> Iterator[None]:
         _replayed.reset(before)
 
 
-#: torch's CUDA kernel takes fewer groups than this, and rows that are multiples of 16 bytes.
+#: The limits of torch's grouped CUDA kernel: fewer groups than this, and rows that are multiples of 16 bytes.
 MAX_GROUPS = 1024
 ROW_BYTES = 16
 
 
 def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype: one grouped GEMM where
-    the device has it, else Triton's on a device, which what is `replayed` has in any case, and on a CPU expert by
-    expert. `ends_E` int32 on the device: where the rows of each expert end."""
+    """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype. On a device it is one
+    grouped GEMM if the device has it, else (and for `replayed` work in any case) Triton's; on a CPU expert by expert.
+    `ends_E` int32 on the device: where the rows of each expert end."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
     x_PI = x_PI.to(weight_EOI.dtype)
@@ -102,7 +102,7 @@ def in_triton(x_PI: Tensor) -> bool:
 
 
 def takes(x_PI: Tensor, weight_EIO: Tensor) -> bool:
-    """Whether the grouped kernel computes this product."""
+    """Whether the device's grouped kernel can compute this product."""
     widths = (*weight_EIO.shape[1:],)
     aligned = all(width * x_PI.element_size() % ROW_BYTES == 0 for width in widths)
     return x_PI.is_cuda and x_PI.dtype == torch.bfloat16 and aligned and len(x_PI) > 0

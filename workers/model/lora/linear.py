@@ -69,7 +69,7 @@ class Then(Protocol):
     """A function of a linear's y, float32, whose only use it is."""
 
     def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
-        """May write to y."""
+        """The results; it may write to y."""
 
     def backward(self, y_TO: Tensor, *grads: Tensor) -> Tensor:
         """The gradient of y, in the dtype of the weights or in float32."""
@@ -78,7 +78,8 @@ class Then(Protocol):
 def lora_linear_then(
     x_TI: Tensor, weight_OI: Tensor, site: Site, rows: LoraRows | None, then: Then
 ) -> tuple[Tensor, ...]:
-    """`then` of `lora_linear`, on a device: between the two nothing is written that only the next product reads."""
+    """The result of `then` for y of `lora_linear`, on a device: nothing is written in between that only the next
+    product reads."""
     found, trigger = _found([site], weight_OI, rows)
     if torch.is_grad_enabled() and (trigger is not None or x_TI.requires_grad):
         out = _LoraLinear.apply(x_TI, trigger, weight_OI, found, then)  # type: ignore[no-untyped-call]
@@ -89,7 +90,7 @@ def lora_linear_then(
 def _found(
     sites: Sequence[Site], weight_OI: Tensor, rows: LoraRows | None
 ) -> tuple[list[tuple[Site, LoraProducts]], Tensor | None]:
-    """The sites that adapters have, with their products, and the trigger of those that are trained."""
+    """The sites for which there are adapters, with their products; and the trigger, if some of these are trained."""
     found = [(each, of) for each in sites if (of := products_of(rows, each.a, weight_OI)) is not None]
     groups = [group for each, _ in found for group in rows.groups(each.a)] if rows is not None else []
     return found, rows.trigger(groups) if rows is not None else None

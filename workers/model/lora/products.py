@@ -27,7 +27,7 @@ class LoraProducts(Protocol):
         """The same groups over the (token, expert) pairs of `routing`, each with the factor of its group and expert."""
 
     def room(self, like: Tensor, stack: int = 1) -> Tensor:
-        """A `u` for `shrink`, of as many rows as `like` has. `expand` reads nothing of it but what `shrink` writes."""
+        """A new `u` for `shrink`, with as many rows as `like`. `expand` reads only what `shrink` has written."""
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
         """u[:, part] = x W^T of each row's group (and expert), for the tensor W called `name`."""

@@ -21,7 +21,7 @@ from workers.model.device import sent
 
 @dataclass(frozen=True)
 class Group:
-    """Rows start:stop belong to one adapter; `grad` takes its gradient, None when it is not trained here."""
+    """Rows start:stop belong to one adapter; `grad` receives its gradient, None if it is not trained here."""
 
     index: int
     start: int

@@ -28,15 +28,15 @@ def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
 
 
 def weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing, added: Added | None) -> Tensor:
-    """sum_k weights[:, k] * y, [T, D] float32, of what the experts give, with what is added."""
+    """The experts' outputs put together: sum_k weights[:, k] * y, [T, D] float32, plus `added`."""
     if lora_products.on_device(y_PD):
         return over_choices(y_PD, routing, weights_TK, added)
     return _with(torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1), added)
 
 
 def summed(dx_PD: Tensor, routing: Routing, added: Added | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of each token from those of its pairs, with what is added: on a device in `dtype`, that of the
-    tokens, else in float32."""
+    """The gradient of each token, summed over its pairs, plus `added`: on a device in `dtype`, that of the tokens; else
+    in float32."""
     if lora_products.on_device(dx_PD):
         return over_choices(dx_PD, routing, None, added, dtype)
     return _with(_per_token(dx_PD.to(torch.float32), routing).sum(1), added)
@@ -55,9 +55,8 @@ def over_choices(
     added: Added | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The sum over K, of weighted x, [T, I], first to last; on a device in `dtype`, with what is added. On a CPU
-    torch's own sum has an order that depends on I, and so a group's numbers would depend on the largest rank in the
-    batch."""
+    """The sum over K of (weighted) x, [T, I], in the order of choices; on a device in `dtype`, plus `added`. On a CPU
+    the order of torch's own sum depends on I, so a group's numbers would depend on the largest rank in the batch."""
     if lora_products.on_device(x_PI):
         from workers.model.gpu import combine  # Triton: only a GPU needs it
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 class Names(NamedTuple):
-    """Adapter tensors of one MLP, by name; `each_...` where experts do not share the outer factors. Without a gate
-    `gate_up_a` is up's alone."""
+    """Names of one MLP's adapter tensors; `each_...` are used if experts do not share the outer factors. Without a gate
+    `gate_up_a` is that of up alone."""
 
     gate_up_a: str
     inner_b: tuple[str, ...]
@@ -54,8 +54,8 @@ class Names(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The frozen experts of a layer; gate_up_EGD stacks gate over up. With `away` the weights are those of the experts
-    that this process owns, and `down_bias_ED` is that of all."""
+    """The frozen experts of a layer; gate_up_EGD stacks gate over up. With `away` the weights are those of this
+    process's own experts only, but `down_bias_ED` has the biases of all."""
 
     gate_up_EGD: Tensor
     down_EDF: Tensor
@@ -71,7 +71,7 @@ class Inner(Protocol):
     layer's routing."""
 
     def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-        """y_PD, v_P, and what the backward needs beside what it is given."""
+        """y_PD, v_P, and the tensors that the backward needs besides its arguments."""
 
     def backward(
         self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
@@ -160,7 +160,8 @@ class _Plan(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """`Inner` where the experts are: pairs sorted by expert, and the products of their adapters' inner factors."""
+    """`Inner` on the process that has the experts: pairs sorted by expert, and the products of their adapters' inner
+    factors."""
 
     routing: Routing
     experts: Experts
@@ -189,7 +190,8 @@ class Sorted(NamedTuple):
         return y_PD, v_P
 
     def _fused(self, gate_up_PG: Tensor, u_P: Tensor | None) -> Inside | None:
-        """On a device, where experts have the plain gate: everything between their products in one pass."""
+        """On a device, if experts have the plain gate: everything between their two products, in one pass; else
+        None."""
         experts, plain = self.experts, self.experts.gate.gated and self.experts.gate.limit is None
         if not lora_products.on_device(gate_up_PG) or not plain or experts.gate_up_bias_EG is not None:
             return None

@@ -38,7 +38,7 @@ class Again(Protocol):
     h: Tensor
 
     def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
-        """Write the gradient of what it took to `dgate_up`."""
+        """Write the gradient of its input to `dgate_up`."""
 
 
 def again(config: GateConfig, gate_up: Tensor) -> Again:

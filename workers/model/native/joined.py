@@ -26,7 +26,7 @@ Names = tuple[str, str, str, str, str]
 
 
 def takes_parts(products: object, parts: Parts) -> TypeGuard[NativeProducts | None]:
-    """Whether `linear` computes so many parts of these adapters."""
+    """Whether `linear` can compute that many parts of these adapters."""
     return products is None or (isinstance(products, NativeProducts) and len(parts) <= PARTS)
 
 

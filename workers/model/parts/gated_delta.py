@@ -87,7 +87,7 @@ class GatedDelta(Recurrent):
         return -self.decay_log.exp() * F.softplus(decay_NH + self.decay_bias)
 
     def _inputs(self, x_NI: Tensor) -> _Inputs:
-        """The projections, parted."""
+        """The projections of the input, split."""
         c = self.config
         each, dim = c.value_heads // c.key_heads, c.key_dim
         if not c.grouped:
@@ -123,7 +123,7 @@ class _Inputs(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What the rule computes with. `decay` are logarithms."""
+    """The inputs of the rule. `decay` are logarithms."""
 
     q_HND: Tensor
     k_HND: Tensor

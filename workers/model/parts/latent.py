@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
 
     def by_head(self) -> tuple[Tensor, Tensor]:
-        """What keys and what values are made of, for each head: [H, N, C] and [H, V, C]."""
+        """The matrices from a latent to each head's key and value: [H, N, C] and [H, V, C]."""
         parts_HOC = self.kv_up.view(self.config.num_heads, -1, self.latent.kv_rank)
         return parts_HOC[:, : self.latent.plain_dim], parts_HOC[:, self.latent.plain_dim :]
 
