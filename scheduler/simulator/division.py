@@ -96,7 +96,7 @@ def cluster_of(
     many = shape.gpus
     operations_s = shape.active_parameters / gpu.operations_per_s / many
     decode_s = shape.weight_bytes / gpu.bytes_per_s / many
-    away = (ranks - 1) / ranks / ranks / gpu.received_bytes_per_s  # seconds that one rank receives, for each byte that travels
+    away = (ranks - 1) / ranks / ranks / gpu.received_bytes_per_s  # seconds of one rank per byte that travels
     waited_for = owned.active * (busiest - 1) if owned else 0
     each_s = shape.kv_bytes_per_token * KEPT_TOKENS / gpu.bytes_per_s / many + 2 * operations_s
     return Cluster(
