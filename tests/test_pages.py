@@ -7,6 +7,8 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import click
 import pytest
@@ -109,22 +111,26 @@ def test_commands_are_there() -> None:
     assert {command: wrong(command) for command in found if wrong(command)} == {}
 
 
-def messages() -> Iterator[str]:
+@cache
+def messages() -> tuple[str, ...]:
     """What the programs may say: every text in their code that is no docstring."""
+    said = []
     for room in ("api", "billing", "client_sdk/weft", "migrations", "scheduler", "store", "workers"):
         for path in (ROOT / room).rglob("*.py"):
             tree = ast.parse(path.read_text())
             bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr):
-                    yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+                    parts = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+                    said.append("".join(map(str, parts)))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
-                    yield node.value
+                    said.append(node.value)
+    return tuple(said)
 
 
 def test_what_messages_name_is_there() -> None:
     """Pages, and commands: between backticks, or from the name of a command on."""
-    said = list(messages())
+    said = messages()
     pages = {page for text in said for page in re.findall(r"docs/[\w/-]+\.md", text)}
     assert len(pages) >= 10
     assert [page for page in pages if not (ROOT / page).exists()] == []
@@ -142,6 +148,29 @@ def test_targets_and_programs_are_there() -> None:
         assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.M)) <= targets, page
         for program in re.findall(r"`?(?:\.venv/bin/)?python ((?:bench|examples|tools|deploy)/[\w/]+\.py)", text):
             assert (ROOT / program).exists(), (page, program)
+
+
+def headings(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    return {heading.replace("`", "").lower() for heading in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+def test_links_lead_somewhere() -> None:
+    """README's too, which are no part of the site, and headings that a page or a message names in quotes."""
+    wrong = []
+    for page in PAGES:
+        path, text = ROOT / page, (ROOT / page).read_text()
+        for target in re.findall(r"\]\(([^)\s:]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)):
+            name, _, anchor = target.partition("#")
+            there = (path.parent / name).resolve() if name else path
+            anchors = (
+                {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings(there)} if anchor else {""}
+            )
+            wrong += [(page, target)] if not there.exists() or anchor not in anchors else []
+    for said in [*((ROOT / page).read_text() for page in PAGES), *messages()]:
+        for name, heading in re.findall(r"(docs/[\w/-]+\.md)`?,\s+\"([^\"]+)\"", said):
+            wrong += [(name, heading)] if heading.lower() not in headings(ROOT / name) else []
+    assert wrong == []
 
 
 def test_the_wheel_is_of_this_version() -> None:

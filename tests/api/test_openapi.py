@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -135,4 +136,12 @@ def test_the_page_of_errors_has_every_code_with_its_status() -> None:
     told = {(code.strip("`"), int(status)) for codes, status in rows for code in codes.split(", ")}
     of_no_class = {("method_not_allowed", 405), ("organisation_suspended", 403), ("organisation_closed", 403)}
     before_a_route = {(code, status) for status, code in CODES.items()}
-    assert told == set(error_codes()) | of_no_class | before_a_route
+    assert told == set(error_codes()) | of_no_class | before_a_route | refused_by_openai_s_routes()
+
+
+def refused_by_openai_s_routes() -> set[tuple[str, int]]:
+    """What `Refused` is given as its code, wherever it is raised."""
+    trees = [ast.parse(path.read_text()) for path in (PAGE.parents[1] / "api" / "routes" / "openai").glob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 3]
+    codes = [call.args[2] for call in calls if ast.unparse(call.func) == "Refused"]
+    return {(code.value, 400) for code in codes if isinstance(code, ast.Constant) and isinstance(code.value, str)}
