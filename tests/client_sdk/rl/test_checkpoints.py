@@ -15,6 +15,7 @@ from weft.rest_client import RestClient
 from weft.rl.loops.checkpoint import packed
 from weft.training_client import TrainingClient
 from weft.wire.rest import Checkpoint, CheckpointsListResponse
+from weft.wire.sessions import SessionSearchRequest
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 
@@ -42,6 +43,13 @@ class Listing:
         self._change(self.rows)
         self._change = lambda rows: None
         return CheckpointsListResponse(checkpoints=page)
+
+    async def get_training_run_by_tinker_path(self, path: str, scope: str) -> Any:
+        return SimpleNamespace(last_request_time=next(row.time for row in self.rows if row.tinker_path == path))
+
+    async def search_sessions(self, request: SessionSearchRequest) -> Any:
+        ages_s = {"late": [1]}.get(str(request.session_id), [1000])
+        return SimpleNamespace(sessions=[SimpleNamespace(created_at=NOW - timedelta(seconds=age)) for age in ages_s])
 
 
 def newest(rows: list[Checkpoint], change: Any) -> int:
@@ -157,6 +165,20 @@ def test_a_checkpoint_tells_of_those_that_expire() -> None:
     assert save(Run("second", rows), 3)["runs"] == ["second", "first"]
     with pytest.raises(WeftError, match="mine-0 is of step 3, this loop came to step 3"):
         save(Run("third", rows), 3)
+
+
+@pytest.mark.parametrize(("age_s", "refused"), [(2, False), (1, True), (0, True)])
+def test_a_save_that_a_killed_loop_has_left_at_the_server_stops_no_later_life(age_s: int, refused: bool) -> None:
+    """This life began when that save still waited, and so without it; whoever has asked for anything since is alive."""
+    rows = [saved("mine", 4, age_s, "killed")]
+    run = Run("late:train:0", rows)
+    if refused:
+        with pytest.raises(WeftError, match="mine-4 is of step 4, this loop came to step 3"):
+            save(run, 3)
+        return
+    assert save(run, 3)["runs"] == ["late:train:0", "killed"]
+    assert newest([*rows], lambda rows: None) == 4
+    assert save(run, 4)["step"] == 4
 
 
 def test_of_more_than_a_checkpoint_keeps_the_largest_sources_begin_anew(caplog: pytest.LogCaptureFixture) -> None:

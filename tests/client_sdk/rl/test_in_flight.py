@@ -43,6 +43,32 @@ def test_nothing_goes_on_behind_the_end() -> None:
     assert told[-1] == "the loop has ended"
 
 
+@pytest.mark.parametrize("schedule", [rl.Partial(tokens=1, in_flight=3), rl.Async(max_lag=2)])
+def test_nothing_is_sampled_beyond_the_last_batch(schedule: Any) -> None:
+    """What is under way then is paid for, and trains nobody: a later life tries it again."""
+    begun = list[int]()
+
+    async def solve(task: int, chat: rl.Chat) -> float:
+        begun.append(task)
+        await asyncio.sleep(30 if len(begun) > 1 else 0)
+        await chat.user("?").sample(max_tokens=4)
+        return 1.0
+
+    async def life() -> None:
+        run, env = cast(Any, Run(policy("8")[1], None)), rl.function(solve, range(9))
+        async with rl.Rollouts(run, env, groups=rl.Groups(1, 1), schedule=schedule, batches=1) as rollouts:
+            await rollouts.batch()
+            await rollouts.step(None)
+            await asyncio.sleep(0)
+            assert (rollouts.metrics()["in_flight"], len(asyncio.all_tasks())) == (0, 1)
+            again = [index for _, index, _ in rollouts.state_dict()["again"]]
+            assert sorted(again) == sorted(begun[1:])
+            with pytest.raises(ValueError, match="all batches that were announced are taken"):
+                await rollouts.batch()
+
+    asyncio.run(life())
+
+
 @pytest.mark.parametrize(
     ("schedule", "concurrency", "batches", "begun"),
     [

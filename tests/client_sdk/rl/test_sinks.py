@@ -55,6 +55,20 @@ def test_without_a_terminal_there_is_a_line_for_each_step(capsys: pytest.Capture
     assert capsys.readouterr() == ("", "step 2/4  reward 0.5124  loss 12\n")
 
 
+def test_an_evaluation_that_ends_steps_later_is_told_and_takes_the_bar_back_nowhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = rl.Progress()
+    bar.log(1, 4, {"eval/reward": 0.75})
+    assert capsys.readouterr().err == "step 2/4  eval/reward 0.75\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for step, told in ((2, {"reward": 0.5, "tokens": 7.0}), (1, {"eval/reward": 0.75})):
+        bar.log(step, 4, told)
+    [task] = bar._bar.tasks
+    bar.close()
+    assert (task.completed, task.fields["text"]) == (3, "reward 0.5  eval/reward 0.75")
+
+
 class Failing:
     """As a package of others fails: trackio's database on a full disk, a tracker whose server is away."""
 

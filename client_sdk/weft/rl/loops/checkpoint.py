@@ -20,6 +20,7 @@ from weft.errors import WeftError
 from weft.rest_client import RestClient
 from weft.rl import checks
 from weft.training_client import TrainingClient
+from weft.wire.sessions import SessionSearchRequest
 from weft.wire.shown import arguments
 from weft.wire.weights import SaveWeightsRequest
 
@@ -54,9 +55,10 @@ class Checkpoints:
         """Save the run after `step` steps; returns the checkpoint's path. `began` is the checkpoint that this life
         resumed from. Raises WeftError if another loop has saved as many steps under this name: which of the two the
         next life resumes would be chance, and the spending of the other would be lost."""
-        found = await self.newest(run.create_rest_client())
-        if found is not None and found[0] != began and found[1]["step"] >= step:
-            run_id = (await run.get_info_async()).model_id
+        rest, run_id = run.create_rest_client(), (await run.get_info_async()).model_id
+        found = await self.newest(rest)
+        ahead = found is not None and found[0] != began and found[1]["step"] >= step
+        if found is not None and ahead and await _goes_on(rest, found[0], run_id):
             # nothing else records this spending: no run is billed for it
             if _most(found[1]["elsewhere"], state) != found[1]["elsewhere"]:
                 await self._put(run, step, {**state, "step": _REFUSED})
@@ -100,6 +102,14 @@ class Checkpoints:
                 break
             offset, last = offset + _PAGE - 1, listed[-1].tinker_path
         return None if best is None else (best[1], {**best[2], "runs": runs, "elsewhere": elsewhere})
+
+
+async def _goes_on(rest: RestClient, path: str, run_id: str) -> bool:
+    """Whether the run of `path` was asked for anything since the session of `run_id` began. That of a loop that was
+    killed before was not, though its last save may have waited at the server until this loop had begun without it."""
+    other = await rest.get_training_run_by_tinker_path(path, "accessible")
+    own = await rest.search_sessions(SessionSearchRequest(session_id=run_id.partition(":")[0]))
+    return not own.sessions or other.last_request_time >= own.sessions[0].created_at
 
 
 def _together(runs: list[str], more: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from weft.rl.loops.batch import Batch, denominator
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.rollouts import sampler_limits
 from weft.rl.loops.train import Loop, Recipe, Report
-from weft.rl.losses.loss import Loss
+from weft.rl.losses.loss import OF_ROLLOUTS, Loss
 from weft.rl.rollout import data_of
 from weft.rl.signal.advantages import reinforce
 from weft.sampling_client import SamplingClient
@@ -66,6 +66,8 @@ async def distill_async(
 
 
 class _Distill(Loop):
+    _has = OF_ROLLOUTS | {"ref"}
+
     def __init__(
         self,
         run: TrainingClient,

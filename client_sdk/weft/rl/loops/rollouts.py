@@ -134,9 +134,16 @@ class Rollouts:
     ) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        tried = dict(self._tried)
-        await self._cancel(list(self._tasks))
-        self._tried = tried  # a checkpoint saved after the end lists these tasks as unfinished
+        await self._end()
+
+    async def _end(self) -> None:
+        """Cancel everything under way. A checkpoint saved afterwards lists these tasks as unfinished, so that a later
+        life tries them again."""
+        tried, under_way = dict(self._tried), list(self._tasks)
+        await self._cancel(under_way)
+        self._tried = tried
+        for number in under_way:
+            self.pacer.drop(number)
 
     @property
     def _most_groups(self) -> int:
@@ -173,6 +180,8 @@ class Rollouts:
 
     async def batch(self) -> Batch:
         """The next batch, once there is one."""
+        if self._left == 0:
+            raise ValueError("all batches that were announced are taken: Rollouts(batches=...) says how many there are")
         while True:
             await self._cancel(self.pacer.late())
             self._launch()
@@ -184,6 +193,8 @@ class Rollouts:
                 self._training = taken
                 self._left = None if self._left is None else self._left - 1
                 await self._cancel(self.pacer.late())
+                if self._left == 0:
+                    await self._end()
                 self._launch()
                 return Batch(found, self.pacer.version, self._base or 0)
             self._news.clear()
@@ -212,7 +223,7 @@ class Rollouts:
 
     def _launch(self) -> None:
         """Start as many groups as there is room for."""
-        room = self.pacer.room() if self._error is None else 0
+        room = self.pacer.room() if self._error is None and self._left != 0 else 0
         if self._left is not None and not isinstance(self.schedule, Partial):
             room = min(room, self._left * self.pacer.most - self.pacer.flying - self.pacer.ready)
         if self._concurrency is not None:

@@ -50,7 +50,8 @@ def _package(name: str) -> Any:
 
 
 class Progress:
-    """A bar with the numbers that matter, on the terminal; a line for each step where there is none."""
+    """A bar with the numbers that matter, and those of the last evaluation, on the terminal; a line for each where
+    there is none."""
 
     def __init__(self, shown: tuple[str, ...] = ("reward", "loss", "lag/max", "spent_usd")) -> None:
         self.shown = shown
@@ -58,9 +59,10 @@ class Progress:
         self._task: Any = None
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
-        text = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.shown if name in metrics)
+        names = [name for name in self.shown if name in metrics] or list(metrics)  # an evaluation has none of these
+        told = {name: metrics[name] for name in names}
         if not sys.stderr.isatty():
-            print(f"step {step + 1}/{of}  {text}", file=sys.stderr, flush=True)
+            print(f"step {step + 1}/{of}  {_text(told)}", file=sys.stderr, flush=True)
             return
         if self._bar is None:
             rich = importlib.import_module("rich.progress")
@@ -68,12 +70,19 @@ class Progress:
             self._bar = rich.Progress(*columns, rich.TimeRemainingColumn(), transient=False)
             self._bar.start()
             self._task = self._bar.add_task("", total=of, text="")
-        self._bar.update(self._task, completed=step + 1, text=text)
+            self._told, self._done = dict[str, float](), 0
+        self._told |= told
+        self._done = max(self._done, step + 1)  # an evaluation ends later steps on
+        self._bar.update(self._task, completed=self._done, text=_text(self._told))
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
+
+
+def _text(told: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in told.items())
 
 
 class JsonLines:

@@ -25,7 +25,7 @@ from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.rate import Rate, params_of
 from weft.rl.loops.rollouts import Groups, Rollouts, on_policy
 from weft.rl.loops.sinks import Progress, Sink, close, tell
-from weft.rl.losses.loss import Loss, importance_sampling, means, ppo
+from weft.rl.losses.loss import OF_ROLLOUTS, Loss, importance_sampling, means, ppo
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.schedules import Schedule, Sync
 from weft.rl.signal.advantages import Advantage, dr_grpo
@@ -127,11 +127,18 @@ async def train_async(run: TrainingClient, env: Environment | Mapping[str, Envir
 
 
 class Loop:
-    """One life of a training loop. Distillation overrides `_data`."""
+    """One life of a training loop. Distillation overrides `_data`, and `_has`: which fields a loss may read of it."""
+
+    _has = OF_ROLLOUTS
 
     def __init__(self, run: TrainingClient, env: Environment | Mapping[str, Environment], recipe: Recipe) -> None:
         self.run, self.env, self.recipe = run, env, recipe
         self.loss = recipe.chosen_loss()
+        if missing := [name for name in self.loss.reads if name not in self._has]:
+            raise ValueError(
+                f"the loss {self.loss.name!r} reads {missing[0]!r}, which the data of this loop do not have: `ref` is a"
+                " teacher's (rl.distill), and a loop of your own may add others (batch.data(..., more=...))"
+            )
         self.report = Report()
         self.runs: list[str] = []
         self._sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)

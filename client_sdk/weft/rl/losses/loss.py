@@ -30,6 +30,8 @@ PULLS = {"dro": "beta", "stable_reinforce": "kl_coeff"}
 
 #: What a traced loss tells of its tokens, as sums over so many of them.
 _OF_TOKENS, _TOKENS = ("custom/mismatch_kl:sum", "custom/masked:sum"), "custom/tokens:sum"
+#: What `Loss.datum` has of every rollout.
+OF_ROLLOUTS = frozenset({"target_tokens", "logprobs", "advantages", "mask", "q", "weights", *OF_THE_FORWARD})
 
 
 def means(metrics: Mapping[str, float]) -> dict[str, float]:
