@@ -21,7 +21,7 @@ import torch
 import weft
 from weft import rl
 from weft.rl.loops import rollouts
-from weft.rl.loops.rollouts import model_limits
+from weft.rl.loops.limits import model_limits
 from weft.rl.loops.sft import nll
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 

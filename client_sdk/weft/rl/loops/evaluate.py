@@ -13,7 +13,8 @@ from weft.rl.chat.chat import Chat, Policy, is_fatal, stops_of
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked
 from weft.rl.loops.failures import Failures
-from weft.rl.loops.rollouts import Groups, sampler_limits
+from weft.rl.loops.limits import sampler_limits
+from weft.rl.loops.rollouts import Groups
 from weft.rl.sandboxes.sandbox import require
 from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient

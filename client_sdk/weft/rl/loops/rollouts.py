@@ -27,18 +27,16 @@ from weft.rl.chat.render import Renderer, TemplateRenderer
 from weft.rl.envs.environment import Environment, Reward, checked, own
 from weft.rl.loops.batch import Batch
 from weft.rl.loops.failures import Failures, InARow
+from weft.rl.loops.limits import model_limits, on_policy
 from weft.rl.loops.mixture import Tries, Try, mixture
-from weft.rl.rollout import Group, Rollout, off_policy
+from weft.rl.rollout import Group, Rollout
 from weft.rl.sandboxes.sandbox import Sandboxes, require
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.pacer import Pacer
 from weft.rl.schedule.schedules import Partial, Schedule, Sync
 from weft.rl.signal.filters import GroupFilter, RolloutFilter
 from weft.rl.tasks.sources import Source
-from weft.run_weights import base_model_of
-from weft.sampling_client import SamplingClient
 from weft.training_client import TrainingClient
-from weft.wire.account.limits import ModelLimits
 from weft.wire.sampling import SamplingParams
 from weft.wire.weights import SamplingClientKind
 
@@ -379,18 +377,6 @@ class Rollouts:
         self._next.load_state_dict(state)
 
 
-async def model_limits(run: TrainingClient) -> ModelLimits:
-    """The limits of the run's base model."""
-    limits = await run.create_rest_client().get_limits()
-    return limits.models[base_model_of(await run.get_info_async())]
-
-
-async def sampler_limits(sampler: SamplingClient) -> ModelLimits:
-    """The limits of the sampler's base model, which may differ from the run's."""
-    limits = await sampler.create_rest_client().get_limits()
-    return limits.models[await sampler.get_base_model_async()]
-
-
 def _drawn(chats: Sequence[Chat]) -> int:
     """How many tokens these rollouts have drawn so far."""
     return sum(len(turn.tokens) for chat in chats for turn in chat.recorded)
@@ -399,13 +385,3 @@ def _drawn(chats: Sequence[Chat]) -> int:
 def _name_of(keep: GroupFilter) -> str:
     """The name under which a filter's rejections are counted."""
     return str(getattr(keep, "__name__", type(keep).__name__))
-
-
-def on_policy(params: SamplingParams) -> SamplingParams:
-    """Returns `params`. Raises ValueError if tokens drawn with them cannot be trained on."""
-    wrong = off_policy(params.temperature, params.top_p, params.top_k)
-    if wrong:
-        raise ValueError(f"rollouts to train on are drawn from all tokens, at a temperature above 0; got {wrong}")
-    if params.max_tokens is not None:
-        checks.count("sampling.max_tokens", params.max_tokens)
-    return params

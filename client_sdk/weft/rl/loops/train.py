@@ -22,8 +22,9 @@ from weft.rl.loops.batch import Batch, Reduce
 from weft.rl.loops.checkpoint import Checkpoints, advantage_state, load_advantage, tell_resumed
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
+from weft.rl.loops.limits import on_policy
 from weft.rl.loops.rate import Rate, params_of
-from weft.rl.loops.rollouts import Groups, Rollouts, on_policy
+from weft.rl.loops.rollouts import Groups, Rollouts
 from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.losses.loss import OF_ROLLOUTS, Loss, importance_sampling, means, ppo
 from weft.rl.schedule.concurrency import Concurrency
