@@ -401,11 +401,14 @@ def test_a_server_that_starts_again_loads_nothing_that_can_wait(tmp_path: Path) 
 
 
 HELP = """
-import sys
+import click, sys
 from click.testing import CliRunner
-from api.cli import weftd
+from api.cli import COMMANDS, weftd
 print(CliRunner().invoke(weftd, ["--help"]).output)
 assert not {"numpy", "sqlalchemy", "fastapi", "httpx", "pydantic", "asyncio"} & set(sys.modules), "loaded for help"
+for name in {*COMMANDS} - {"doctor"}:  # which looks at everything
+    weftd.get_command(click.Context(weftd), name)
+assert not {"numpy", "torch", "fastapi", "httpx"} & set(sys.modules), "loaded before anything is computed"
 """
 
 
