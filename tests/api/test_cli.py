@@ -524,7 +524,7 @@ def test_key_list_and_revoke(tmp_path: Path) -> None:
         return out
 
     secret = key("create", "--org", "acme").strip()
-    assert re.fullmatch(rf"{secret[:12]}\tacme\t\d{{4}}-\d\d-\d\d\tactive\n", key("list"))
+    assert re.fullmatch(rf"{secret[:12]}\tacme\t\d{{4}}-\d\d-\d\d\tactive\t1\n", key("list"))
     assert key("revoke", secret[:12]) == ""
     assert "revoked" in key("list")
     assert "no key in use" in refused("key", "revoke", secret[:12], "--data-dir", str(tmp_path))
