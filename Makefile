@@ -25,6 +25,7 @@ setup: $(STAMP)
 
 # A pip that chooses among the files of an index in a third of the time of the one that Python 3.11 brings (23.0), and
 # what builds both packages, once, not in an environment for each.
+# setuptools warns of `compat` at length, once for each package: that is kept back.
 # Torch goes first and pinned, so that the rest cannot pull another one. On a GPU machine: make setup TORCH_INDEX=<url>.
 $(STAMP): pyproject.toml setup.py client_sdk/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(NEW_ENOUGH)' \
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml setup.py client_sdk/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'pip>=26' 'setuptools>=77'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
 	  --config-settings editable_mode=compat --editable client_sdk --editable '.[dev]'
 	$(BIN)/python -m workers.model.native.build workers/*/*/*.c || true
 	@touch $@

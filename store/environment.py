@@ -86,7 +86,7 @@ def _refuse_unknown(variable: str, text: str, settings: Collection[str]) -> None
             f"{setting} cannot be set by the environment; put it into the file of --config, or see weftd serve --help"
         )
     else:
-        near = difflib.get_close_matches(variable, known, 1)
+        near = difflib.get_close_matches(variable, known, 1, 0.75)  # all begin alike
         what = f"there is no such variable{f'; is {near[0]} meant?' if near else ''}"
     raise SettingsError(f"{variable}: {what} (docs/operating.md)")
 

@@ -58,7 +58,7 @@ def _in_words(fault: ErrorDetails) -> str:
     if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
         return "is missing: name the folder that holds everything, here or by --data-dir"
     if fault["type"] != "extra_forbidden":
-        return fault["msg"] + _got(fault)
+        return fault["msg"].removeprefix("Value error, ") + _got(fault)
     known = Settings.model_fields
     for section in sections:
         kind = known[section].annotation if section in known else None

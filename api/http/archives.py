@@ -1,7 +1,7 @@
 """Archives of checkpoints, for older clients: a tar of the export that save_weights_external would have made.
 
 Made when first asked for, kept while links to it are good, deleted by the reaper. Plain tar: float32 weights do not
-compress. No torch here: the conversion works on numpy arrays.
+compress. No torch here: the conversion works on numpy arrays, which are imported for it alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import orjson
-from safetensors.numpy import load_file
 
 from store.blobs.contract import Blobs, Damaged, files_of
-from workers.model.adapters.peft_format import write_export
 
 #: How long signed links are valid.
 LINKS_LAST = timedelta(hours=1)
@@ -64,6 +62,10 @@ def _fill(source: Path, folder: Path) -> None:
 
 
 def _export(source: Path, target: Path) -> Path:
+    from safetensors.numpy import load_file
+
+    from workers.model.adapters.peft_format import write_export
+
     fields = orjson.loads((source / "adapter_config.json").read_bytes())
     tensors = load_file(source / "adapter.safetensors")
     said = {"base_model": fields["base_model"], "rank": fields["rank"], "alpha": fields["alpha"]}

@@ -110,6 +110,7 @@ def _serve(
     from billing.metering.charges import check_prices
     from billing.money.wallets import set_default
     from store.blobs.opening import blobs_of
+    from store.blobs.room import NoRoom, Room
 
     gc.freeze()
     gc.enable()
@@ -125,6 +126,8 @@ def _serve(
         except SQLAlchemyError as error:
             raise _unusable(settings, error) from None
         blobs = blobs_of(settings)
+        with suppress(NoRoom):
+            Room(blobs.root).check()  # logs it, and the first request would be refused
         if not settings.redis_url:
             blobs.clear_unfinished()
             shutil.rmtree(settings.data_dir / "pages", ignore_errors=True)  # pages of trainers that are gone
@@ -195,6 +198,8 @@ def _unusable(settings: Settings, error: Exception) -> CannotServe:
     with suppress(OSError):
         if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # with a full disk SQLite may only say "disk I/O error"
             reason += "; the disk of this folder is full: make room"
+    if "not a database" in reason or "malformed" in reason:
+        reason += '; put the right weft.db back, or restore a backup into a new folder (docs/operating.md, "Damage")'
     return CannotServe(f"cannot use the database of {settings.data_dir}: {reason}")
 
 
@@ -248,7 +253,10 @@ def only_one(data_dir: Path) -> Iterator[None]:
             os.write(descriptor, str(os.getpid()).encode())
         except BlockingIOError:
             owner = os.read(descriptor, 20).decode() or "unknown"
-            raise CannotServe(f"another weftd (process {owner}) serves the data folder {data_dir}") from None
+            says = (
+                f"another weftd (process {owner}) serves the data folder {data_dir}: end that, or name another folder"
+            )
+            raise CannotServe(says) from None
         except OSError as error:
             raise _unusable_folder(data_dir, error) from None
         try:
@@ -293,6 +301,12 @@ def _nursery(programs: Sequence[WorkerProgram]) -> Iterator[Nursery | None]:
         nursery.close()
 
 
+#: What to do, by why a socket cannot be bound.
+_INSTEAD = {
+    errno.EADDRINUSE: "; end what listens there, or take another port",
+    errno.EADDRNOTAVAIL: "; host is an address of this machine, or 0.0.0.0 for all of them",
+    errno.EACCES: "; take a port above 1023",
+}
 #: Keep-alive: a client whose machine or network is gone closes nothing. It is probed after 30 s of silence, and given
 #: up 30 s later.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -307,7 +321,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         )[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise CannotServe(f"cannot use the address {host}: {error.strerror}") from None
+        raise CannotServe(f"cannot use the address {host}: {error.strerror}{_INSTEAD[errno.EADDRNOTAVAIL]}") from None
     with sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
@@ -317,7 +331,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             sock.bind(address)
             sock.listen(BACKLOG)
         except OSError as error:
-            instead = "; end what listens there, or take another port" if error.errno == errno.EADDRINUSE else ""
+            instead = _INSTEAD.get(error.errno or 0, "")
             raise CannotServe(f"cannot listen on {host} port {port}: {error.strerror}{instead}") from None
         yield sock
 

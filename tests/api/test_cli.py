@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -219,7 +220,8 @@ def test_a_signal_while_it_starts_ends_it_in_peace(tmp_path: Path) -> None:
 def test_a_data_folder_has_one_server(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, _):
         message = refused("serve", "--data-dir", str(tmp_path), "--port", "0")
-        assert message == f"weftd: another weftd (process {process.pid}) serves the data folder {tmp_path}\n"
+        says = f"another weftd (process {process.pid}) serves the data folder {tmp_path}"
+        assert message == f"weftd: {says}: end that, or name another folder\n"
         process.kill()
         process.wait()
     with serving(tmp_path):
@@ -260,6 +262,23 @@ def test_a_disk_that_is_full_while_a_server_starts_is_one_line(tmp_path: Path, m
         open_database(settings)
 
 
+def test_a_database_that_is_none_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "weft.db").write_text("hello")
+    with pytest.raises(CannotServe, match=f"of {tmp_path}: file is not a database; put the right weft.db back, or"):
+        open_database(load_settings(None, data_dir=tmp_path))
+
+
+def test_a_server_on_a_disk_without_room_says_so_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings(None, data_dir=tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5 << 20))
+    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=CannotServe("far enough")))
+    with socket.socket() as sock, pytest.raises(CannotServe, match="far enough"):
+        _serve(settings, {}, load_prices(settings.prices), sock, None, None, [])
+    assert "nearly full (5 MiB free, 128 are needed): nothing new is accepted" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["port", "metrics_port"])
 def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
     file = tmp_path / "weft.toml"
@@ -281,7 +300,12 @@ def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
         (["--model", "m"], "", "not NAME=PATH"),
         (["--model", "m=/a", "--model", "m=/b"], "", "named twice"),
         (["--prot", "1"], "", "--prot"),
-        (["--host", "no.such.host.invalid"], "", r"no\.such\.host\.invalid"),
+        (["--host", "no.such.host.invalid"], "", r"no\.such\.host\.invalid: .*; host is an address of this machine"),
+        (
+            ["--host", "192.0.2.1"],
+            "",
+            "cannot listen on 192.0.2.1 .*; host is an address of this machine, or 0.0.0.0 for",
+        ),
         ([], "prot = 1", "prot"),
         ([], "[[prices]]\nversion = 'x'", "effective_from"),
         ([], "database_url = 'sqlite:////nonexistent/weft.db'", "unable to open"),
@@ -401,11 +425,14 @@ def test_a_server_that_starts_again_loads_nothing_that_can_wait(tmp_path: Path) 
 
 
 HELP = """
-import sys
+import click, sys
 from click.testing import CliRunner
-from api.cli import weftd
+from api.cli import COMMANDS, weftd
 print(CliRunner().invoke(weftd, ["--help"]).output)
 assert not {"numpy", "sqlalchemy", "fastapi", "httpx", "pydantic", "asyncio"} & set(sys.modules), "loaded for help"
+for name in {*COMMANDS} - {"doctor"}:  # which looks at everything
+    weftd.get_command(click.Context(weftd), name)
+assert not {"numpy", "torch", "fastapi", "httpx"} & set(sys.modules), "loaded before anything is computed"
 """
 
 
@@ -497,7 +524,7 @@ def test_key_list_and_revoke(tmp_path: Path) -> None:
         return out
 
     secret = key("create", "--org", "acme").strip()
-    assert re.fullmatch(rf"{secret[:12]}\tacme\t\d{{4}}-\d\d-\d\d\tactive\n", key("list"))
+    assert re.fullmatch(rf"{secret[:12]}\tacme\t\d{{4}}-\d\d-\d\d\tactive\t1\n", key("list"))
     assert key("revoke", secret[:12]) == ""
     assert "revoked" in key("list")
     assert "no key in use" in refused("key", "revoke", secret[:12], "--data-dir", str(tmp_path))

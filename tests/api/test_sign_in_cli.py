@@ -199,7 +199,7 @@ class TestDoctor:
     ("text", "message"),
     [
         ('issuer = "https://idp.example"', "issuer needs client_id and public_url"),
-        ('issuer = "http://idp.example"', "must be an https:// address"),
+        ('issuer = "http://idp.example"', r"oidc\.issuer: must be an https:// address"),
         ('issuer = "https://user:pw@idp.example"', "must be an https:// address"),
         ("required = true", "required needs an issuer"),
         (

@@ -66,7 +66,7 @@ def test_copies_are_what_is_used_beside_the_plan(tmp_path: Path, used_gib: int, 
     config = replace(gpu.SHAPES["qwen3-30b-a3b"], num_layers=16)
     sizes = {"keys and values": 10, "processes and libraries": 2, "runs in training": 29, "weights": 20}
     parts = [Part(name, size << 30) for name, size in sizes.items()]
-    plan = Plan(Device("cuda:0", 139 << 30), parts, Part("paged", 0), 64, 1, 1, 1, 2048, False)
+    plan = Plan(Device("cuda:0", 139 << 30), parts, Part("paged", 0), 64, 1, 1, 1, 2048, False, True, True)
     bench = gpu_served.Bench(args, config, device, {"claims": []})
     bench.start(1.0, plan, before_bytes=1 << 30)
     (claim,) = json.loads((tmp_path / "out.json").read_text())["claims"]

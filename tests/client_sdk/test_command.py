@@ -120,6 +120,39 @@ def test_an_adapter_that_cannot_be_tried_is_not_called_wrong(
     assert (done.exit_code, "it could not be tried with these files and versions: " in done.output) == (2, True)
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_a_hub_that_is_away_is_not_asked(stub: Stub, monkeypatch: pytest.MonkeyPatch, away: bool) -> None:
+    """Its client would try again for a minute. The stub knows nothing of models, and answers all the same."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1" if away else stub.base_url)
+    verify.ask_the_hub("a/model")
+    assert os.environ["HF_HUB_OFFLINE"] == ("1" if away else "")
+
+
+ENDS_IN_A_DOWNLOAD = """
+import sys, tempfile, threading
+from pathlib import Path
+from weft.exports.folder import made
+begun = threading.Event()
+def download():
+    with made(Path(sys.argv[1])), tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        begun.set()
+        threading.Event().wait()
+threading.Thread(target=download, daemon=True).start()
+assert begun.wait(10)
+"""
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_program_that_ends_in_a_download_leaves_no_empty_folder(tmp_path: Path, there_before: bool) -> None:
+    folder = tmp_path / "adapter"
+    if there_before:
+        folder.mkdir()
+    subprocess.run([sys.executable, "-c", ENDS_IN_A_DOWNLOAD, str(folder)], check=True)
+    assert list(tmp_path.iterdir()) == [folder] * there_before
+    assert not there_before or not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("through", ["pipe", "link"])
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, through: str) -> None:
     """`weft trace --to /dev/null` made a file of the device, for all programs of the machine; /dev/stdout is a link."""

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from api.cli import weftd
 from api.routes.server import probes as probe_routes
 from store.load_settings import load_settings
+from workers.model.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -125,6 +126,9 @@ def test_the_image_has_every_package_and_no_root() -> None:
     assert {"api", "store", "weft_server"} <= rooms
     assert rooms | {"client_sdk", "setup.py", "pyproject.toml"} <= copied
     assert "USER 1000" in lines
+    ahead = f"RUN XDG_CACHE_HOME=/opt/weft/{build._AHEAD.parent.relative_to(ROOT)} python -m workers.model.native.build"
+    assert "WORKDIR /opt/weft" in lines
+    assert any(line.startswith(ahead) for line in lines)
 
 
 @pytest.mark.parametrize("dockerfile", sorted(DEPLOY.rglob("Dockerfile*")), ids=lambda path: path.parent.name)
@@ -136,7 +140,7 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
 
 @pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile"])
 def test_every_kernel_is_compiled_ahead(file: str) -> None:
-    [patterns] = re.findall(r"python -m workers.model.native.build ([^|\n]+)", (ROOT / file).read_text())
+    [patterns] = re.findall(r"python -m workers.model.native.build ([^|&\n]+)", (ROOT / file).read_text())
     named = [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
     assert sorted(named) == sorted((ROOT / "workers").rglob("*.c"))
 

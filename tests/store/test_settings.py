@@ -151,6 +151,7 @@ def test_a_variable_that_is_no_toml_is_a_word(tmp_path: Path, monkeypatch: pytes
     [
         ("WEFT_DATABSE_URL", r"^WEFT_DATABSE_URL: there is no such variable; is WEFT_DATABASE_URL meant\?"),
         ("WEFT_STRIPE_KEY", "is WEFT_STRIPE_SECRET_KEY meant"),
+        ("WEFT_PORTT", r"^WEFT_PORTT: there is no such variable \(docs"),
         ("WEFT_ZZZ", r"^WEFT_ZZZ: there is no such variable \(docs"),
         ("WEFT_LONG_POLL_S", "long_poll_s cannot be set by the environment"),
         ("WEFT_PORT", "port cannot be set by the environment"),

@@ -126,7 +126,7 @@ def budget() -> None:
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--usd", "limit_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
 @click.option("--project", help="Of this project of it.")
-@click.option("--key", "key_id", type=int, help="Of this key of it, by its number.")
+@click.option("--key", "key_id", type=int, help="Of this key of it, by its number in weftd key list.")
 @click.option("--period", type=click.Choice(PERIODS), default="month", show_default=True)
 @click.option("--soft", is_flag=True, help="Only record when it is reached.")
 def set_(

@@ -87,10 +87,10 @@ def rotate(place: Place, prefix: str, overlap_hours: int) -> None:
 @key.command("list")
 @where
 def list_(place: Place) -> None:
-    """Show the prefix, organisation, date and state of every key."""
+    """Show the prefix, organisation, date, state and number of every key."""
     with database_of(place) as database, database.read() as session:
         for org, row in keys.list_keys(session):
-            click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{_state(row)}")
+            click.echo(f"{row.prefix}\t{org.name}\t{row.created_at:%Y-%m-%d}\t{_state(row)}\t{row.id}")
 
 
 def _state(row: ApiKey) -> str:

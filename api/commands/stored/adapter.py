@@ -6,6 +6,7 @@ import uuid
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from sqlalchemy.orm import Session
@@ -17,7 +18,9 @@ from store import tables
 from store.database import audit
 from store.database.caller import OPERATOR, acting_as
 from store.database.sure import write_surely
-from workers.model.adapters.imported import CannotImport, Imported, read_adapter
+
+if TYPE_CHECKING:
+    from workers.model.adapters.imported import Imported
 
 
 @click.group()
@@ -39,6 +42,7 @@ def import_(place: Place, org: str, model: str | None, name: str, folder: Path) 
     from api.errors import ApiError
     from api.paths import check_name
     from api.server.serve import CannotServe, read_cards
+    from workers.model.adapters.imported import CannotImport, read_adapter
 
     settings = settings_of(place)
     try:

@@ -28,7 +28,7 @@ async def cost_of_ownership(
     request: Request, service: ServiceDep, viewer: ViewerDep, days: Annotated[int | None, Query(ge=1, le=366)] = None
 ) -> HTMLResponse:
     if not viewer.operator:
-        raise Forbidden("this page is the operator's: weftd user login-link --operator")
+        raise Forbidden("this page is the operator's: weftd user login-link --org NAME --email WHO --operator")
     known = service.settings.limits.sample_days
     try:
         days = days_back(days, known)

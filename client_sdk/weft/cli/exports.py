@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from weft.cli.shell import Server, main
+from weft.cli.shell import Failed, Server, main
 from weft.errors import WeftError
 from weft.exports.layout import REFERENCE, Layout
 
@@ -62,7 +62,7 @@ def verify(folder: Path, base: str | None) -> None:
     try:
         right, sentence = verifying.verify(folder, base)
     except verifying.CannotTry as error:
-        raise click.UsageError(str(error)) from None
+        raise Failed(str(error), 2) from None
     click.echo(sentence)
     if not right:
         raise SystemExit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,16 +72,25 @@ trained, sample from Weft's own engine, or train with `train_unembed=False`.
 
 @contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Create `folder` for the block. After an error it is removed again if it is new and empty."""
+    """Create `folder` for the block. After an error, or if the program ends meanwhile, it is removed again if it is new
+    and empty."""
     was = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    # Called at the end of a program, too, whose threads see no error then: the latest first, so after what lies in it.
+    undo = weakref.finalize(made, _remove_empty, folder)
+    if was:
+        undo.detach()
     try:
         yield
     except BaseException:
-        if not was:
-            with suppress(OSError):
-                folder.rmdir()
+        undo()
         raise
+    undo.detach()
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def finish(part: Path, folder: Path, path: str, layout: Layout, leave_out_unembedding: bool) -> list[Path]:

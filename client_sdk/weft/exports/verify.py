@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import ssl
 import sys
+import urllib.error
+import urllib.request
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 #: Mean differences up to here are rounding, also in bfloat16 on the one side.
 ROUNDING = 0.004
+#: A Hub that has not answered within this is taken to be away.
+HUB_S = 5.0
 #: How large a part of the adapter's effect may be missing. An adapter without its experts misses half and more.
 SHARE = 0.1
 
@@ -56,19 +62,45 @@ def installed() -> str:
     return ", ".join(found)
 
 
+def hub_answers(address: str) -> bool:
+    """Whether anything answers at `address`, be it with an error."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError as error:  # certificates are read from elsewhere than the Hub's client reads them
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)
+    return True
+
+
+def ask_the_hub(base: str) -> None:
+    """Say that `base` comes from the Hub. One that is away is not asked: its client would try again for a minute."""
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if hub_answers(address):
+        print(f"{base} is asked of the Hub; --base names a folder that has it", flush=True)
+    else:
+        print(f"{address} does not answer: {base} is looked for among what was fetched before", flush=True)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def loaded_logprobs(folder: Path, base: str, tokens: list[int]) -> list[float]:
     """The log-probability of each token but the first, with base model and adapter in float32."""
+    if base.startswith((".", "/", "~")) and not Path(base).is_dir():  # transformers takes it for a name on the Hub
+        raise CannotTry(f"there is no folder {base}: --base is the base model's folder, or its name on the Hub")
+    if not Path(base).is_dir():
+        ask_the_hub(base)  # before its client is imported, which reads the environment then
+
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    # without this, transformers would look for the name on the Hub
-    if base.startswith((".", "/", "~")) and not Path(base).is_dir():
-        raise CannotTry(f"there is no folder {base}: --base is the base model's folder, or its name on the Hub")
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise CannotTry(f"the base model {base!r} cannot be loaded (--base names another place): {error}") from None
+        why = str(error).partition("\n")[0]
+        raise CannotTry(
+            f"the base model {base!r} cannot be loaded; --base names another place, as a folder: {why}"
+        ) from None
     model = PeftModel.from_pretrained(model, str(folder)).eval()
     given = torch.tensor([tokens])
     with torch.no_grad():
@@ -85,8 +117,6 @@ def verify(folder: Path, base: str | None = None) -> tuple[bool, str]:
     print(installed(), flush=True)
     try:
         reference = json.loads(file.read_text())
-        if base is None and not Path(reference["base_model"]).is_dir():
-            print(f"{reference['base_model']} is asked of the Hub; --base names a folder that has it", flush=True)
         return verdict(loaded_logprobs(folder, base or reference["base_model"], reference["tokens"]), reference)
     except CannotTry:
         raise

@@ -178,6 +178,14 @@ def test_what_was_compiled_is_kept(again: Path) -> None:
     assert [(each, each.stat().st_mtime_ns) for each in again.parent.iterdir()] == [(again, made)]
 
 
+def test_an_image_has_what_it_compiled(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies over the user's cache."""
+    monkeypatch.setattr(build, "_AHEAD", again.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home := again.parents[1] / "empty"))
+    assert isinstance(build.library(), ctypes.CDLL)
+    assert not home.exists()
+
+
 @pytest.mark.parametrize("homeless", ["read-only", "unknown", "others may write"])
 def test_who_has_no_folder_compiles_once_all_the_same(
     homeless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,8 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
 def _fields(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CannotImport(f"{file} is not there: name a folder that PEFT, or weft download, has written") from None
     except (OSError, ValueError) as error:
         raise CannotImport(f"{file}: cannot be read: {error}") from None
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":

@@ -1,9 +1,10 @@
 """Compiles the kernels for this machine, once, and loads them.
 
-The result is kept in the user's cache folder, or among temporary files where they have none, under the hash of source,
-flags, compiler and processor, with a checksum at its end: what a crash or a full disk left is compiled anew. Compiling
-takes a few seconds; `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the generator's
-attend.c. Without a C compiler torch computes the same sums, several times slower where groups are small or layers are
+The result is kept in the user's cache folder, or among temporary files where they have none, under the hash of
+source, flags, compiler and processor, with a checksum at its end: what a crash or a full disk left is compiled anew.
+Compiling takes a few seconds; `python -m workers.model.native.build [FILE.c ...]` does it ahead, also for the
+generator's attend.c. An image has what it compiled ahead beside the rooms, where no volume of a user's cache hides
+it. Without a C compiler torch computes the same sums, several times slower where groups are small or layers are
 recurrent.
 """
 
@@ -27,6 +28,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).absolute().parent
+#: Where the build of an image, which sets XDG_CACHE_HOME to it, leaves compiled kernels. Only read otherwise.
+_AHEAD = _HERE.parents[2] / "compiled" / "weft"
 #: The sources of one library, since they call each other.
 _TOGETHER = tuple(_HERE / name for name in ("kernels.c", "outer.c", "gemm.c", "gate.c", "joined.c"))
 #: Headers that kernels include, the generator's too.
@@ -56,7 +59,10 @@ def _compiled(compiler: str, files: Sequence[Path]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     texts = [file.read_text() for file in (*files, *_HEADERS)]
     facts = "\n".join((*texts, *_FLAGS, version, processor()))
-    target = _cache_folder() / f"{files[0].stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    name = f"{files[0].stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    if _whole(_AHEAD / name):
+        return _AHEAD / name
+    target = _cache_folder() / name
     if not _whole(target):
         handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)

@@ -97,7 +97,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """`parts` in memory, and what is `paged` out of it. The rest is what the settings should say."""
+    """`parts` in memory, and what is `paged` out of it. The rest is what the settings should say, of a trainer and of a
+    generator where they are planned."""
 
     device: Device
     parts: list[Part]
@@ -108,6 +109,8 @@ class Plan:
     resident_bytes: int
     microbatch_tokens: int
     packed: bool
+    trains: bool
+    samples: bool
 
     @property
     def used_bytes(self) -> int:
@@ -118,16 +121,22 @@ class Plan:
         rows = [*self.parts, Part("left alone", self.device.size_bytes - self.used_bytes)]
         of = f"{self.device.count} x {self.device.name}" if self.device.count > 1 else self.device.name
         shown = [f"{part.name:<32}{gib(part.size_bytes):>12}  {part.note}".rstrip() for part in rows]
-        return [
-            f"{f'{of}, each' if self.device.count > 1 else of:<32}{gib(self.device.size_bytes):>12}",
-            *shown,
-            f"{self.paged.name:<32}{gib(self.paged.size_bytes):>12}  {self.paged.note}".rstrip(),
+        generator = [
             f"generator.slots = {self.slots}",
             f"generator.kv_tokens = {self.kv_tokens}",
             f"generator.adapter_cache_bytes = {self.adapter_cache_bytes}",
             *([f"generator.packed = {str(self.packed).lower()}"] if self.device.kind == "cpu" else []),
+        ]
+        trainer = [
+            f"{self.paged.name:<32}{gib(self.paged.size_bytes):>12}  {self.paged.note}".rstrip(),
             f"trainer.microbatch_tokens = {self.microbatch_tokens}",
             f"trainer.resident_bytes = {self.resident_bytes}",
+        ]
+        return [
+            f"{f'{of}, each' if self.device.count > 1 else of:<32}{gib(self.device.size_bytes):>12}",
+            *shown,
+            *(trainer if self.trains else []),
+            *(generator if self.samples else []),
         ]
 
 
@@ -145,7 +154,8 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
     slots, kv_tokens = _keys_and_values(models, device, wanted, room, spread, more)
     resident, paged = _runs(models, device, wanted, room)
     adapters = _adapters(models, wanted, room)
-    return Plan(device, room.parts, paged, slots, kv_tokens, adapters, resident, tokens, packed)
+    who = wanted.trainers > 0, wanted.generators > 0
+    return Plan(device, room.parts, paged, slots, kv_tokens, adapters, resident, tokens, packed, *who)
 
 
 class _Room:

@@ -89,6 +89,9 @@ def test_a_field_of_its_configuration_that_cannot_be_is_named(tmp_path: Path) ->
         file.write_text(json.dumps({**fields, **wrong}))
         with pytest.raises(CannotImport, match=re.escape(says)):
             read_adapter(tmp_path / "theirs", decoder.config)
+    file.unlink()
+    with pytest.raises(CannotImport, match=r"adapter_config\.json is not there: name a folder that PEFT, or"):
+        read_adapter(tmp_path / "theirs", decoder.config)
 
 
 def test_a_trained_head_is_imported_or_it_is_said_how(tmp_path: Path) -> None:

@@ -119,6 +119,10 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
     with pytest.raises(DoesNotFit, match=r"models: 30B-A3B takes 56.9 GiB .* 80.0 GiB, of which 56.9 GiB are taken"):
         plan([model], Device("gpu", 80 * GIB), Wanted())
     assert plan([model], Device("gpu", 80 * GIB), Wanted(generators=0)).resident_bytes >= runs
+    for there, told in ({"generators": 0}, {"trainer"}), ({"trainers": 0}, {"generator"}):
+        lines = plan([model], gpu, replace(Wanted(), **there)).lines()
+        assert {line.partition(".")[0] for line in lines if " = " in line} == told
+        assert ("runs paged out" in "".join(lines)) == ("trainer" in told)
 
 
 def test_ranks_that_own_experts(folder_of: Any, tmp_path: Path) -> None:
