@@ -770,6 +770,22 @@ def test_a_sample_whose_sampler_is_gone_holds_up_no_other(play: Play, monkeypatc
     play(scenario)
 
 
+def test_a_sample_is_queued_at_what_it_may_use_and_with_the_share_of_its_organisation(
+    play: Play, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    postgres_database.write_now(lambda session: session.execute(update(tables.Organisation).values(weight=3)))
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        queued = list[Item]()
+        monkeypatch.setattr(one.queue, "push_all", queued.extend)
+        new = sample(0)
+        await one.journal.accept(new)
+        await until(lambda: queued)
+        assert [(item.cost, item.weight) for item in queued] == [(new.tokens, 3)]
+
+    play(scenario)
+
+
 def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
