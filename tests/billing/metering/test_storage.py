@@ -226,8 +226,9 @@ def sampler_of_another_session(till: Till) -> None:
 
 
 def test_weights_whose_session_ended_unseen_are_billed_no_longer(till: Till) -> None:
-    sampler(till, "u")
     sampler_of_another_session(till)
+    till.database.write_now(lambda session: session.add(session_row("a", START, "third")))
+    sampler(till, "u")
     meter(till.database, till.prices, NOON)
     assert {span.checkpoint_id for span in till.rows(tables.StorageSpan)} == {"u", "v"}
     leave(till)
@@ -324,6 +325,7 @@ class TestWeightsThatLoseTheirName:
         save(till, NOON)
         if closed:
             load(till, "weights/c")
+            till.database.write_now(lambda session: session.add_all([run_row("a", START, other) for other in "bz"]))
             till.database.write_now(lambda session: setattr(session.get_one(tables.Run, "r"), "state", "closed"))
         delete(till, NOON + timedelta(minutes=30))
         assert (self.stored(till), self.minutes(till)) == (0, {("a", "r"): 30})
@@ -366,7 +368,7 @@ class TestWeightsThatLoseTheirName:
 
     def test_each_by_its_own_size_where_many_lose_it_at_once(self, till: Till, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(storage, "AT_A_TIME", 2)
-        names = ("c", "d", "e")
+        names = ("d", "c", "e", "f")
         for size, name in enumerate(names, 1):
             save(till, NOON, name, size * GB)
             sampler(till, name, model_path=f"tinker://r/sampler_weights/{name}")
@@ -379,7 +381,7 @@ class TestWeightsThatLoseTheirName:
 
         till.database.write_now(lose)
         end_session(till, "s", 90)
-        assert self.minutes(till) == {("a", "r"): (1 + 2 + 3) * 90}
+        assert self.minutes(till) == {("a", "r"): (1 + 2 + 3 + 4) * 90}
 
     @pytest.mark.parametrize("use", ["sampled", "loaded"])
     def test_not_by_a_session_that_was_over_before(self, till: Till, use: str) -> None:
@@ -462,8 +464,8 @@ class TestWeightsThatLoseTheirName:
 
 
 def test_bytes_and_hours_are_rounded_half_up() -> None:
-    half = timedelta(minutes=30)
-    assert [byte_hours(size, NOON, NOON + half) for size in (0, 1, 2, 3)] == [0, 1, 1, 2]
+    quarter = timedelta(minutes=15)
+    assert [byte_hours(size, NOON, NOON + quarter) for size in range(8)] == [0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_who_saved_is_told_with_what_is_billed(till: Till) -> None:
@@ -563,5 +565,6 @@ def test_pieces_make_the_whole(size: int, start: datetime, length: timedelta) ->
     pieces = list(hours(start, start + length))
     assert sum(((stop - begun) for begun, stop in pieces), timedelta(0)) == length
     assert len({begun.replace(minute=0, second=0, microsecond=0) for begun, _ in pieces}) == len(pieces)
+    assert all(begun == begun.replace(minute=0, second=0, microsecond=0) for begun, _ in pieces[1:])
     whole = byte_hours(size, start, start + length)
     assert abs(sum(byte_hours(size, *piece) for piece in pieces) - whole) <= len(pieces) / 2 + 1
