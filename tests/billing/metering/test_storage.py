@@ -132,11 +132,14 @@ def test_what_was_stored_while_nobody_metered_is_billed_a_week_at_a_time(till: T
 
 def test_it_ends_with_the_deletion(till: Till) -> None:
     save(till, NOON)
+    for other in ("b", "d"):  # of no bytes, so that they cost nothing
+        save(till, NOON, other, 0)
     delete(till, NOON + timedelta(minutes=90))
     for minutes in (100, 200, 300):
         meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
     assert [quantity for _, quantity, _ in billed(till)] == [GB, GB // 2]
-    assert till.rows(tables.StorageSpan) == []
+    on = {(span.checkpoint_id, span.started_at) for span in till.rows(tables.StorageSpan)}
+    assert on == {("b", NOON), ("d", NOON)}
     assert till.agrees()
 
 
@@ -308,6 +311,7 @@ class TestWeightsThatLoseTheirName:
 
     @pytest.mark.parametrize("use", ["sampled", "loaded"])
     def test_are_billed_until_the_session_is_over(self, till: Till, use: str) -> None:
+        till.database.write_now(lambda db: db.add_all([session_row("a", START, other) for other in ("before", "then")]))
         save(till, NOON)
         if use == "sampled":
             sampler(till, "c", model_path="tinker://r/sampler_weights/c")
@@ -418,14 +422,15 @@ class TestWeightsThatLoseTheirName:
         end_session(till, "of b", 60)
         assert self.minutes(till) == {("a", "r"): 30, ("b", None): 30}
 
-    def test_by_each_organisation_for_as_long_as_its_own_are_on_them(self, till: Till) -> None:
+    @pytest.mark.parametrize(("a", "b"), [(60, 90), (90, 60)])
+    def test_by_each_organisation_for_as_long_as_its_own_are_on_them(self, till: Till, a: int, b: int) -> None:
         save(till, NOON)
         sampler(till, "c", model_path="tinker://r/sampler_weights/c")
         other_session(till, "b", "weights/c")
         delete(till, NOON + timedelta(minutes=30))
-        end_session(till, "s", 60)
-        end_session(till, "of b", 90)
-        assert self.minutes(till) == {("a", "r"): 60, ("b", None): 60}
+        for minutes, name in sorted([(a, "s"), (b, "of b")]):
+            end_session(till, name, minutes)
+        assert self.minutes(till) == {("a", "r"): a, ("b", None): b - 30}
 
     def test_also_where_the_name_is_saved_again(self, till: Till) -> None:
         """The checkpoint goes on under its id, and its end is not theirs."""
