@@ -90,14 +90,13 @@ def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tupl
 
 
 def invoiced_nusd(session: Session, org_id: str, period_start: datetime) -> int:
-    """How much of a month's usage is invoiced: what is in the outbox, and the remainder below a micro-USD of its
-    meters."""
+    """How much of a month's usage is invoiced: what is in the outbox, and the remainder below a micro-USD of each meter;
+    0 if no meter has reached one."""
     row = StripeOutbox
     query = select(row.meter, func.sum(row.value_uusd)).where(row.org_id == org_id, row.period_start == period_start)
-    return sum(
-        int(put_uusd) * NUSD_PER_UUSD + used_nusd(session, org_id, period_start, METERS[meter]) % NUSD_PER_UUSD
-        for meter, put_uusd in session.execute(query.group_by(row.meter)).all()
-    )
+    put_uusd = {meter: int(value) for meter, value in session.execute(query.group_by(row.meter))}
+    rests = (used_nusd(session, org_id, period_start, kinds) % NUSD_PER_UUSD for kinds in METERS.values())
+    return sum(put_uusd.values()) * NUSD_PER_UUSD + sum(rests) if put_uusd else 0
 
 
 def unput_uusd(session: Session, org_id: str, period_start: datetime) -> int:

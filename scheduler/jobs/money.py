@@ -13,6 +13,7 @@ from billing.metering import storage
 from billing.money import grants
 from billing.money.accounts import period_start
 from billing.money.alerts import raise_alert, resolve_alert
+from billing.money.budgets import PERIODS
 from billing.payments.periods import period_before
 from billing.reports import reconcile
 from scheduler.jobs.registry import JobContext, Result, job
@@ -53,10 +54,7 @@ def budget_alerts(context: JobContext) -> Result:
     """Alert on budgets whose spending has reached a threshold. An alert ends with its budget or the budget's period."""
     with context.database.read() as session:
         reached = session.scalars(_untold(context.now())).all()
-        budgets = session.execute(select(Budget.id, Budget.period))
-        present = tuple(f"{id}:{period_start(period, context.now()):%Y-%m}:" for id, period in budgets)
-        shown = session.scalars(select(Alert.ref).where(Alert.kind == "budget", Alert.resolved_at.is_(None)))
-        over = [ref for ref in shown if not ref.startswith(present)]
+        over = session.scalars(_over(context.now())).all()
     for row in reached:
         alert = partial(
             raise_alert,
@@ -82,6 +80,14 @@ def _untold(now: datetime) -> Select[BudgetAlert]:
     ref = row.budget_id + ":" + month + ":" + cast(row.pct, String)
     told = exists().where(Alert.kind == "budget", Alert.ref == ref)
     return select(row).where(row.budget_id.in_(select(Budget.id)), row.start.in_(starts), not_(told))
+
+
+def _over(now: datetime) -> Select[str]:
+    """Alerts that are shown, of no budget that is there, or of another month than this."""
+    starts = {period: f"{period_start(period, now):%Y-%m}" for period in PERIODS}
+    shown = Budget.id + ":" + case(starts, value=Budget.period) + ":"
+    there = exists().where(Budget.id == Alert.detail["budget_id"].as_string(), Alert.ref.startswith(shown))
+    return select(Alert.ref).where(Alert.kind == "budget", Alert.resolved_at.is_(None), not_(there))
 
 
 def _ref(row: BudgetAlert) -> str:

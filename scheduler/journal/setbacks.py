@@ -34,7 +34,6 @@ class Runs(Protocol):
     """The runs in hand (`scheduler.journal.training`)."""
 
     runs: dict[str, RunLane]
-    released: list[str]
 
     def queue_units(self, lane: RunLane, units: list[Unit]) -> None: ...
 
@@ -113,7 +112,6 @@ class Setbacks:
             self._breaking.discard(lane.run_id)
         log.error("%s", why)
         self._training.close_for_good(lane, why, "server")
-        self._training.released.append(lane.run_id)
         self._training.wake()
         await self._storing.write(update(tables.Run).where(tables.Run.id == lane.run_id).values(broken=why))
 

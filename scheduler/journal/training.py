@@ -294,8 +294,9 @@ class Training:
     # ---- the end of runs
 
     def close_for_good(self, lane: RunLane, why: str, category: str) -> None:
-        """The run does nothing more: all unanswered operations fail with `why`."""
+        """The run does nothing more, and trainers may forget it: all unanswered operations fail with `why`."""
         lane.broken, lane.broken_category = why, category
+        self.released.append(lane.run_id)
         self.unqueue(lane)
         for op in lane.abandon():
             self._fail(op, why, category)

@@ -51,6 +51,7 @@ class StripeMeterCursor(Base):
     seq: Mapped[int]
 
 
+_UNRESOLVED = text("resolved_at IS NULL")
 _UNPROCESSED = text("processed_at IS NULL")
 
 
@@ -97,7 +98,12 @@ class Alert(Base):
     operator alone."""
 
     __tablename__ = "alerts"
-    __table_args__ = (UniqueConstraint("kind", "ref"), Index("ix_alerts_org_at", "org_id", "raised_at"))
+    __table_args__ = (
+        UniqueConstraint("kind", "ref"),
+        Index("ix_alerts_org_at", "org_id", "raised_at"),
+        # Of all that were ever raised, few are not over.
+        Index("ix_alerts_open", "kind", "ref", sqlite_where=_UNRESOLVED, postgresql_where=_UNRESOLVED),
+    )
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     org_id: Mapped[str | None] = mapped_column(ForeignKey("organisations.id"))
     kind: Mapped[str] = mapped_column(String(64))

@@ -24,6 +24,7 @@ from billing.money.ledger import refund_operation
 from billing.payments.meters import change_mode, put_into_outbox
 from billing.payments.sender import claim
 from billing.payments.summaries import unclear
+from billing.prices import load_prices
 from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.registry import JobContext
 from scheduler.journal.ending.references import in_use
@@ -250,6 +251,17 @@ def test_samples_to_forget_are_found_among_all_that_ended(database: Database, mo
         forget_samples(database, LATER)
     ((_, by),) = [step for found in _explained_by_sqlite(database, asked.found).values() for step in found]
     assert "ix_operations_samples" in by
+
+
+def test_alerts_of_budgets_that_are_over_are_found_among_those_that_are_shown(
+    settings: Settings, database: Database, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked()
+    with asked.listening(monkeypatch):
+        JOBS["budget_alerts"].run(JobContext(database, blobs, settings, load_prices(), lambda: LATER))
+    steps = [step for found in _explained_by_sqlite(database, asked.found).values() for step in found]
+    by = {by for table, by in steps if table == "alerts" and "ref=?" not in by}
+    assert by == {"SEARCH alerts USING INDEX ix_alerts_open (kind=?)"}
 
 
 def test_who_saves_or_deletes_reads_nothing_of_what_else_is_queued(

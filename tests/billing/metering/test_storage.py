@@ -132,11 +132,14 @@ def test_what_was_stored_while_nobody_metered_is_billed_a_week_at_a_time(till: T
 
 def test_it_ends_with_the_deletion(till: Till) -> None:
     save(till, NOON)
+    for other in ("b", "d"):  # of no bytes, so that they cost nothing
+        save(till, NOON, other, 0)
     delete(till, NOON + timedelta(minutes=90))
     for minutes in (100, 200, 300):
         meter(till.database, till.prices, NOON + timedelta(minutes=minutes))
     assert [quantity for _, quantity, _ in billed(till)] == [GB, GB // 2]
-    assert till.rows(tables.StorageSpan) == []
+    on = {(span.checkpoint_id, span.started_at) for span in till.rows(tables.StorageSpan)}
+    assert on == {("b", NOON), ("d", NOON)}
     assert till.agrees()
 
 
@@ -209,14 +212,32 @@ def test_weights_without_a_name_are_billed_until_their_session_is_over(till: Til
     assert till.rows(tables.StorageSpan) == []
 
 
+def sampler_of_another_session(till: Till) -> None:
+    def write(session: Session) -> None:
+        session.add(session_row("a", START, "other", key_id=2))
+        session.flush()
+        session.add(run_row("a", START, "its run", "other"))
+        session.flush()
+        row = tables.Sampler(
+            id="its sampler", org_id="a", session_id="other", sampling_session_seq_id=0, base_model="m",
+            model_path=None, adapter_ref="weights/v", run_id="its run", kind="snapshot", created_at=NOON,
+        )  # fmt: skip
+        session.add(row)
+        storage.begin_sampler(session, row.adapter_ref, "its run", GB, NOON)
+
+    till.database.write_now(write)
+
+
 def test_weights_whose_session_ended_unseen_are_billed_no_longer(till: Till) -> None:
+    sampler_of_another_session(till)
+    till.database.write_now(lambda session: session.add(session_row("a", START, "third")))
     sampler(till, "u")
     meter(till.database, till.prices, NOON)
-    assert [span.checkpoint_id for span in till.rows(tables.StorageSpan)] == ["u"]
+    assert {span.checkpoint_id for span in till.rows(tables.StorageSpan)} == {"u", "v"}
     leave(till)
     meter(till.database, till.prices, NOON + timedelta(minutes=30))
     assert [quantity for _, quantity, _ in billed(till)] == [GB // 2]
-    assert till.rows(tables.StorageSpan) == []
+    assert [span.checkpoint_id for span in till.rows(tables.StorageSpan)] == ["v"]
 
 
 def test_a_checkpoint_is_billed_on_when_the_session_of_its_samplers_ends(till: Till) -> None:
@@ -228,14 +249,15 @@ def test_a_checkpoint_is_billed_on_when_the_session_of_its_samplers_ends(till: T
     assert ("12:00", GB, GB_HOUR_NUSD) in billed(till)
 
 
-def other_session(till: Till, org_id: str, ref: str) -> None:
+def other_session(till: Till, org_id: str, ref: str, name: str = "") -> None:
     """A younger session, of the same organisation or another, with a sampler on weights that have a name."""
+    name = name or f"of {org_id}"
 
     def write(session: Session) -> None:
-        session.add(session_row(org_id, START + timedelta(minutes=1), f"of {org_id}", key_id=2))
+        session.add(session_row(org_id, START + timedelta(minutes=1), name, key_id=2))
         session.flush()
         row = tables.Sampler(
-            id=f"{org_id} {ref}", org_id=org_id, session_id=f"of {org_id}", sampling_session_seq_id=0, base_model="m",
+            id=f"{org_id} {ref}", org_id=org_id, session_id=name, sampling_session_seq_id=0, base_model="m",
             model_path="tinker://r/sampler_weights/c", adapter_ref=ref, run_id=None, kind="snapshot", created_at=NOON,
         )  # fmt: skip
         session.add(row)
@@ -261,25 +283,14 @@ def end_session(till: Till, name: str, minutes: int) -> None:
     till.database.write_now(write)
 
 
-def test_the_end_of_a_session_ends_what_its_own_samplers_are_on(till: Till) -> None:
-    def write(session: Session) -> None:
-        session.add(session_row("a", START, "other", key_id=2))
-        session.flush()
-        session.add(run_row("a", START, "its run", "other"))
-        session.flush()
-        row = tables.Sampler(
-            id="its sampler", org_id="a", session_id="other", sampling_session_seq_id=0, base_model="m",
-            model_path=None, adapter_ref="weights/v", run_id="its run", kind="snapshot", created_at=NOON,
-        )  # fmt: skip
-        session.add(row)
-        storage.begin_sampler(session, row.adapter_ref, "its run", GB, NOON)
-
+@pytest.mark.parametrize("ended", ["s", "other"])
+def test_the_end_of_a_session_ends_what_its_own_samplers_are_on(till: Till, ended: str) -> None:
     sampler(till, "u")
-    till.database.write_now(write)
-    end_session(till, "s", 30)
+    sampler_of_another_session(till)
+    end_session(till, ended, 30)
     meter(till.database, till.prices, NOON + timedelta(hours=1))
-    events = till.rows(tables.UsageEvent)
-    assert {event.run_id: event.quantity for event in events} == {"r": GB // 2, "its run": GB}
+    hours_of = {event.run_id: event.quantity / GB for event in till.rows(tables.UsageEvent)}
+    assert hours_of == {"r": 0.5 if ended == "s" else 1, "its run": 0.5 if ended == "other" else 1}
 
 
 class TestWeightsThatLoseTheirName:
@@ -300,6 +311,7 @@ class TestWeightsThatLoseTheirName:
 
     @pytest.mark.parametrize("use", ["sampled", "loaded"])
     def test_are_billed_until_the_session_is_over(self, till: Till, use: str) -> None:
+        till.database.write_now(lambda db: db.add_all([session_row("a", START, other) for other in ("before", "then")]))
         save(till, NOON)
         if use == "sampled":
             sampler(till, "c", model_path="tinker://r/sampler_weights/c")
@@ -311,21 +323,69 @@ class TestWeightsThatLoseTheirName:
         assert self.stored(till) == 0
         assert self.minutes(till) == {("a", "r"): 90}
 
-    def test_without_anybody_on_them_they_are_gone(self, till: Till) -> None:
+    @pytest.mark.parametrize("closed", [False, True])
+    def test_without_anybody_on_them_they_are_gone(self, till: Till, closed: bool) -> None:
+        """A run that was loaded from them and is closed is not on them any more."""
         save(till, NOON)
+        if closed:
+            load(till, "weights/c")
+            till.database.write_now(lambda session: session.add_all([run_row("a", START, other) for other in "bz"]))
+            till.database.write_now(lambda session: setattr(session.get_one(tables.Run, "r"), "state", "closed"))
         delete(till, NOON + timedelta(minutes=30))
         assert (self.stored(till), self.minutes(till)) == (0, {("a", "r"): 30})
 
-    def test_once_however_many_sessions_are_on_them(self, till: Till) -> None:
+    @pytest.mark.parametrize("heir", ["before s", "t, behind it"])
+    def test_once_however_many_sessions_are_on_them(self, till: Till, heir: str) -> None:
         save(till, NOON)
         sampler(till, "c", model_path="tinker://r/sampler_weights/c")
-        other_session(till, "a", "weights/c")
+        other_session(till, "a", "weights/c", heir)
         delete(till, NOON + timedelta(minutes=30))
         assert self.stored(till) == GB
         end_session(till, "s", 60)
         assert self.stored(till) == GB
-        end_session(till, "of a", 150)
+        end_session(till, heir, 150)
         assert self.minutes(till) == {("a", "r"): 150}
+
+    @pytest.mark.parametrize("both", ["c", "d"])
+    def test_of_two_that_a_session_leaves_those_go_on_that_another_is_on(self, till: Till, both: str) -> None:
+        for name in ("c", "d"):
+            save(till, NOON, name)
+            sampler(till, name, model_path=f"tinker://r/sampler_weights/{name}")
+        other_session(till, "a", f"weights/{both}")
+        for name in ("c", "d"):
+            delete(till, NOON + timedelta(minutes=30), name)
+        end_session(till, "s", 60)
+        end_session(till, "of a", 90)
+        assert self.minutes(till) == {("a", "r"): 60 + 90}
+
+    @pytest.mark.parametrize("first", ["s", "of a"])
+    def test_each_until_its_own_session_is_over(self, till: Till, first: str) -> None:
+        for name in ("c", "d"):
+            save(till, NOON, name)
+        sampler(till, "c", model_path="tinker://r/sampler_weights/c")
+        other_session(till, "a", "weights/d")
+        for name in ("c", "d"):
+            delete(till, NOON + timedelta(minutes=30), name)
+        end_session(till, first, 60)
+        end_session(till, "of a" if first == "s" else "s", 90)
+        assert self.minutes(till) == {("a", "r"): 60 + 90}
+
+    def test_each_by_its_own_size_where_many_lose_it_at_once(self, till: Till, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(storage, "AT_A_TIME", 2)
+        names = ("d", "c", "e", "f")
+        for size, name in enumerate(names, 1):
+            save(till, NOON, name, size * GB)
+            sampler(till, name, model_path=f"tinker://r/sampler_weights/{name}")
+
+        def lose(session: Session) -> None:
+            rows = [session.get_one(Checkpoint, name) for name in names]
+            storage.end(session, rows, NOON + timedelta(minutes=30))
+            for row in rows:
+                session.delete(row)
+
+        till.database.write_now(lose)
+        end_session(till, "s", 90)
+        assert self.minutes(till) == {("a", "r"): (1 + 2 + 3 + 4) * 90}
 
     @pytest.mark.parametrize("use", ["sampled", "loaded"])
     def test_not_by_a_session_that_was_over_before(self, till: Till, use: str) -> None:
@@ -341,15 +401,19 @@ class TestWeightsThatLoseTheirName:
         assert self.stored(till) == 0
         assert self.minutes(till) == {("a", "r"): 90}
 
-    def test_not_beside_another_checkpoint_of_the_same(self, till: Till) -> None:
+    @pytest.mark.parametrize(("expires", "named"), [(None, 60), (300, 60), (20, 20)])
+    def test_not_beside_another_checkpoint_of_the_same(self, till: Till, expires: int | None, named: int) -> None:
+        """Unless that has expired before: then from when the first is gone."""
         save(till, NOON)
         save(till, NOON, "copy")
+        if expires is not None:
+            expire(till, "copy", NOON + timedelta(minutes=expires))
         till.database.write_now(lambda session: setattr(session.get_one(Checkpoint, "copy"), "ref", "weights/c"))
         sampler(till, "c", model_path="tinker://r/sampler_weights/c")
         delete(till, NOON + timedelta(minutes=30))
         delete(till, NOON + timedelta(minutes=60), "copy")
         end_session(till, "s", 90)
-        assert self.minutes(till) == {("a", "r"): 30 + 60 + 30}
+        assert self.minutes(till) == {("a", "r"): 30 + named + (90 - (60 if named == 60 else 30))}
 
     def test_by_who_samples_what_another_had_published(self, till: Till) -> None:
         save(till, NOON)
@@ -358,14 +422,15 @@ class TestWeightsThatLoseTheirName:
         end_session(till, "of b", 60)
         assert self.minutes(till) == {("a", "r"): 30, ("b", None): 30}
 
-    def test_by_each_organisation_for_as_long_as_its_own_are_on_them(self, till: Till) -> None:
+    @pytest.mark.parametrize(("a", "b"), [(60, 90), (90, 60)])
+    def test_by_each_organisation_for_as_long_as_its_own_are_on_them(self, till: Till, a: int, b: int) -> None:
         save(till, NOON)
         sampler(till, "c", model_path="tinker://r/sampler_weights/c")
         other_session(till, "b", "weights/c")
         delete(till, NOON + timedelta(minutes=30))
-        end_session(till, "s", 60)
-        end_session(till, "of b", 90)
-        assert self.minutes(till) == {("a", "r"): 60, ("b", None): 60}
+        for minutes, name in sorted([(a, "s"), (b, "of b")]):
+            end_session(till, name, minutes)
+        assert self.minutes(till) == {("a", "r"): a, ("b", None): b - 30}
 
     def test_also_where_the_name_is_saved_again(self, till: Till) -> None:
         """The checkpoint goes on under its id, and its end is not theirs."""
@@ -404,8 +469,8 @@ class TestWeightsThatLoseTheirName:
 
 
 def test_bytes_and_hours_are_rounded_half_up() -> None:
-    half = timedelta(minutes=30)
-    assert [byte_hours(size, NOON, NOON + half) for size in (0, 1, 2, 3)] == [0, 1, 1, 2]
+    quarter = timedelta(minutes=15)
+    assert [byte_hours(size, NOON, NOON + quarter) for size in range(8)] == [0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_who_saved_is_told_with_what_is_billed(till: Till) -> None:
@@ -505,5 +570,6 @@ def test_pieces_make_the_whole(size: int, start: datetime, length: timedelta) ->
     pieces = list(hours(start, start + length))
     assert sum(((stop - begun) for begun, stop in pieces), timedelta(0)) == length
     assert len({begun.replace(minute=0, second=0, microsecond=0) for begun, _ in pieces}) == len(pieces)
+    assert all(begun == begun.replace(minute=0, second=0, microsecond=0) for begun, _ in pieces[1:])
     whole = byte_hours(size, start, start + length)
     assert abs(sum(byte_hours(size, *piece) for piece in pieces) - whole) <= len(pieces) / 2 + 1

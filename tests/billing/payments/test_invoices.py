@@ -64,8 +64,9 @@ def _alerts(payments: Payments) -> list[str]:
 
 
 def test_a_month_from_use_to_payment(payments: Payments, org_id: str) -> None:
+    payments.use(org_id, "prefill", 999)  # below what Stripe counts in
     assert _end_november(payments) == {"closed": 1}
-    assert _invoice(payments).total_nusd == 3_910_123_456
+    assert _invoice(payments).total_nusd == 3_910_124_455
     invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
     assert invoice["total"] == 321 + 70
     _tell(payments)
@@ -73,7 +74,7 @@ def test_a_month_from_use_to_payment(payments: Payments, org_id: str) -> None:
     payments.fake.stripe.pay_invoice(invoice)
     _tell(payments)
     assert _invoice(payments).status == "paid"
-    assert payments.ledger(org_id)[2:] == [("invoice", 3_910_000_000), ("adjustment", 123_456)]
+    assert payments.ledger(org_id)[3:] == [("invoice", 3_910_000_000), ("adjustment", 124_455)]
     assert sum(amount for _, amount in payments.ledger(org_id)) == 0
     assert reconcile_books(payments.context) == {"differ": 0, "drift_nusd": 0}
     assert _alerts(payments) == []

@@ -180,5 +180,8 @@ def test_a_customer_made_after_the_backup_is_theirs_after_the_restore(
         if first == "paid":
             hear(restored)
         assert customer_of(client, restored.database, org_id, restored.now) == made
+        asked_for = len(stripe_server.front.requests)
+        assert customer_of(client, restored.database, org_id, restored.now) == made
+        assert len(stripe_server.front.requests) == asked_for  # the books know it
         hear(restored)
         assert [kind for kind, _ in restored.ledger(org_id)] == ["topup"]

@@ -39,7 +39,7 @@ from scheduler.journal.ending.results import FETCHED_LAST, Results
 from scheduler.journal.rows import SMALL_BYTES, from_row, pack as pack_op
 from scheduler.journal.samples.samplers import SamplerFacts
 from scheduler.links import loading, redis_queue
-from scheduler.links.broadcasts import Accepted, Broadcasts, Listener
+from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Listener
 from scheduler.links.contract import Answered, Item, QueueUnreachable
 from scheduler.links.large_results import INLINE_BYTES, pack
 from scheduler.links.loading import Loading, LoadingBoard, announced
@@ -342,6 +342,7 @@ def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
         ids = [await two.journal.accept(create(), run_row())]
+        assert not await two.journal.cancel("org", ids[0])  # it is no sample
         refused = NewOperation("org", "s", RUN, 3, "forward_backward", "m", 10, b"bad", refused="too long")
         ids += [await two.journal.accept(train(2)), await one.journal.accept(train(1))]
         ids += [await one.journal.accept(train(4)), await two.journal.accept(refused)]
@@ -769,11 +770,28 @@ def test_a_sample_whose_sampler_is_gone_holds_up_no_other(play: Play, monkeypatc
     play(scenario)
 
 
+def test_a_sample_is_queued_at_what_it_may_use_and_with_the_share_of_its_organisation(
+    play: Play, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    postgres_database.write_now(lambda session: session.execute(update(tables.Organisation).values(weight=3)))
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        queued = list[Item]()
+        monkeypatch.setattr(one.queue, "push_all", queued.extend)
+        new = sample(0)
+        await one.journal.accept(new)
+        await until(lambda: queued)
+        assert [(item.cost, item.weight) for item in queued] == [(new.tokens, 3)]
+
+    play(scenario)
+
+
 def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
         await until(lambda: one.queue.known([request_id]))
         assert isinstance(await two.result(request_id, 0), Waiting)
+        assert await one.journal.outcome("other", request_id, 0) is None
         assert not await two.journal.cancel("other", request_id)
         with two.journal._waiters.on(request_id) as waiting:
             assert await two.journal.outcome("other", request_id, 0) is None
@@ -847,6 +865,36 @@ def test_a_sample_that_a_generator_holds_is_not_ended_by_cancelling_it(play: Pla
         assert (await one.result(request_id)).payload == b"tokens"
 
     play(scenario)
+
+
+def test_an_answer_that_comes_twice_is_billed_once_and_counted_out_once(
+    play: Play, blobs: FolderBlobs, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replica has one more sample queued, by which one sees what is counted out too often."""
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        for replica in (one, two):
+            monkeypatch.setattr(replica.broadcasts, "ended", lambda ends: None)
+        bodies = (b"1", b"22", b"", b"", b"x" * (SMALL_BYTES + 1))
+        stay = [await replica.journal.accept(sample(seq, bodies[seq])) for seq, replica in enumerate((one, two))]
+        ids = [await one.journal.accept(sample(seq, bodies[seq])) for seq in (2, 3, 4)]
+        rows = await postgres_database.write(lambda session: [session.get_one(tables.Operation, id) for id in ids])
+        dones = [Done(id, b"tokens", {"prefill": 5, "sample": 4}) for id in ids]
+        elsewhere, twice, heard = [(from_row(row), done) for row, done in zip(rows, dones, strict=True)]
+        assert await two.journal.end(*elsewhere)  # which was accepted by the other one
+        assert not await one.journal.end(*elsewhere)
+        assert await asyncio.gather(*(one.journal.end(*twice) for _ in range(2))) == [True, False]
+        ending = asyncio.create_task(one.journal.end(*heard))
+        await asyncio.sleep(0)
+        one.journal.heard([Ended(heard[0].id, "org", heard[0].lane, 4, "sample", 6)], 0)
+        assert await ending
+        await one.journal.flush()
+        assert [replica.journal._backlog.own() for replica in (one, two)] == [{"org": (1, 1)}, {"org": (1, 2)}]
+        assert [list(replica.journal._open) for replica in (one, two)] == [[each] for each in stay]
+        assert not blobs.exists(rows[2].body_ref)
+
+    play(scenario)
+    assert count(postgres_database, tables.UsageEvent) == 3 * 2
 
 
 def test_who_waits_where_an_operation_is_settled_needs_no_broadcast(

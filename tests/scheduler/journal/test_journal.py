@@ -464,11 +464,13 @@ def test_a_run_whose_creation_failed_answers_everything_with_the_reason(folder: 
         async with service.worker(service.trainer) as link:
             made = await service.journal.accept(create(), run_row())
             queued = await service.journal.accept(train(1))
-            await service.ask(link, PullPass(["m"]))
+            pass_ = await service.ask(link, PullPass(["m"]))
             link.send(Done(made, failure=Failure("no such checkpoint", "user")))
             assert "never created: no such checkpoint" in str((await outcome(service, queued)).error)
             later = await service.journal.accept(train(2))
             assert "never created" in str((await outcome(service, later)).error)
+            link.send(PassOver(pass_.pass_id, 0, 0, 0.0))
+            assert (await service.ask(link, PullPass(["m"]))).release == [RUN]  # its memory is another's, at once
 
     go(scenario())
 
