@@ -90,8 +90,8 @@ def used_nusd(session: Session, org_id: str, period_start: datetime, kinds: tupl
 
 
 def invoiced_nusd(session: Session, org_id: str, period_start: datetime) -> int:
-    """How much of a month's usage is invoiced: what is in the outbox, and the remainder below a micro-USD of each meter;
-    0 if no meter has reached one."""
+    """How much of a month's usage is invoiced: what is in the outbox, and the remainder below a micro-USD of each
+    meter; 0 if no meter has reached one."""
     row = StripeOutbox
     query = select(row.meter, func.sum(row.value_uusd)).where(row.org_id == org_id, row.period_start == period_start)
     put_uusd = {meter: int(value) for meter, value in session.execute(query.group_by(row.meter))}
