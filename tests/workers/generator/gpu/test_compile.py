@@ -75,26 +75,32 @@ print(json.dumps(found))
 FORMS: list[tuple[Any, ...]] = [
     *((name, 90, 8, 128, "tf32", "bf16") for name in ("store", "partial", "combine")),
     *((name, 80, 4, 64, "tf32", "bf16") for name in ("store", "partial", "combine")),
-    *(("partial", gpu, 1, 256, "ieee", "fp32") for gpu in SHARED_BYTES),
+    ("partial", 80, 1, 256, "ieee", "fp32"),
     ("partial", 80, 32, 80, "tf32", "bf16"),
     *((name, 90, 8, 64, "tf32", "bf16", 128, True) for name in ("partial", "combine")),
     ("combine", 90, 8, 64, "tf32", "bf16", 0, True),
     ("store_blocks", 90, 8, 128, "tf32", "bf16"),
-    *(("attend_tiles", gpu, 8, 128, "tf32", "bf16") for gpu in SHARED_BYTES),
+    ("attend_tiles", 90, 8, 128, "tf32", "bf16"),
     ("attend_tiles", 90, 8, 64, "tf32", "bf16", 128, True),
     ("attend_tiles", 80, 4, 256, "tf32", "bf16"),
     ("attend_tiles", 80, 1, 256, "ieee", "fp32"),
     ("copy_pages", 90, 0, 0, "", ""),
 ]
+#: Of these there is one above that has as little room, or less.
+OTHERS: list[tuple[Any, ...]] = [
+    ("partial", 90, 1, 256, "ieee", "fp32"),
+    ("attend_tiles", 80, 8, 128, "tf32", "bf16"),
+]
 
 
-def test_kernels_compile_for_the_gpus_we_mean() -> None:
+@pytest.mark.parametrize("forms", [FORMS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["forms", "others"])
+def test_kernels_compile_for_the_gpus_we_mean(forms: list[tuple[Any, ...]]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(FORMS)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, json.dumps(forms)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for form, (cubin_bytes, shared_bytes, ahead) in zip(FORMS, json.loads(done.stdout), strict=True):
+    for form, (cubin_bytes, shared_bytes, ahead) in zip(forms, json.loads(done.stdout), strict=True):
         assert cubin_bytes > 0
         assert ahead or form[0] not in ("partial", "attend_tiles"), f"{form} waits for each page, element by element"
         assert shared_bytes <= SHARED_BYTES[form[1]], f"{form} wants {shared_bytes} bytes of shared memory"
