@@ -66,7 +66,7 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 @cache
 def revisions() -> tuple[str, ...]:
-    """Those that this program knows: their files are named by number, and each follows the one before."""
+    """The revisions that this program knows, oldest first; their files are named by number."""
     return tuple(sorted(file.name.partition("_")[0] for file in _HERE.glob("versions/[0-9]*_*.py")))
 
 

@@ -49,7 +49,7 @@ def where(command: Callable[..., None]) -> Callable[..., None]:
     def at(data_dir: Path | None, config: Path | None, **given: Any) -> None:
         command(Place(data_dir, config), **given)
 
-    folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder that holds everything.")
+    folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder with the service's data.")
     config = click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML (docs/operating.md).")
     return folder(config(at))
 

@@ -164,4 +164,4 @@ class FairQueue(Protocol):
         """Put back the items of workers whose time is over."""
 
     def known(self, item_ids: Sequence[str]) -> set[str]:
-        """Those of the items that the carrier knows, in any place."""
+        """The items among these that the carrier has, in any of its places."""

@@ -149,8 +149,8 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
 
 
 class _Room:
-    """The memory taken so far. Required parts may take everything that the device has; chosen ones leave a part
-    alone."""
+    """The memory taken so far. Required parts may take everything that the device has; chosen parts leave SPARE of it
+    free."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -159,17 +159,17 @@ class _Room:
 
     @property
     def free_bytes(self) -> int:
-        """What is left for chosen parts."""
+        """The bytes left for chosen parts."""
         return max(0, int(self.device.size_bytes * (1 - SPARE)) - sum(part.size_bytes for part in self.parts))
 
     @property
     def unused_bytes(self) -> int:
-        """What is left, including the part that is left alone."""
+        """The bytes that no part takes, SPARE included."""
         return max(0, self.device.size_bytes - sum(part.size_bytes for part in self.parts))
 
     @property
     def left_bytes(self) -> int:
-        """What is left for required parts."""
+        """The bytes left for required parts, whatever chosen parts take."""
         return self.device.size_bytes - self._must_bytes
 
     def take(self, name: str, size_bytes: int, note: str = "", *, must: str = "", way_out: str = "") -> None:
