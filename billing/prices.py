@@ -104,7 +104,9 @@ class PriceList:
         then."""
         index = bisect_right(self._starts, at)
         if index == 0:
-            raise PriceError(f"no prices hold at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}")
+            raise PriceError(
+                f"no prices are valid at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}"
+            )
         version = self._versions[index - 1]
         if kind == STORAGE:
             return Rate(version.version, version.storage_uusd_per_gb_month, BYTE_HOURS_PER_RATE)

@@ -59,7 +59,7 @@ def settings_of(place: Place, **overrides: Any) -> Settings:
     from store.settings import SettingsError
 
     if place == (None, None):
-        refuse("--data-dir is missing: name the folder that holds everything")
+        refuse("--data-dir is missing: name the folder with the service's data")
     try:
         return load_settings(place.config, data_dir=place.data_dir, **overrides)
     except SettingsError as error:

@@ -31,7 +31,7 @@ def worker(place: Place, role: str, redis: str | None) -> None:
 
     settings = settings_of(place, redis_url=redis)
     if not settings.redis_url:
-        refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
+        refuse("no Redis is named: give --redis URL, or set redis_url in the settings")
     say_as(settings, role)
     try:
         tracing.configure(role)

@@ -147,7 +147,7 @@ def check_oidc(settings: OidcSettings) -> None:
     if not settings.on:
         return
     if find_spec("authlib") is None:
-        raise CannotServe("oidc: what it needs is not installed: pip install 'weft-tuning-server[oidc]'")
+        raise CannotServe("oidc: the packages that it needs are not installed: pip install 'weft-tuning-server[oidc]'")
     try:
         client_secret(settings)
     except OidcError as error:

@@ -133,7 +133,7 @@ def set_(
 ) -> None:
     """Make or change the budget of an organisation, or of a project or key of it."""
     if project is not None and key_id is not None:
-        refuse("give --project or --key, not both: a budget is of one of them")
+        refuse("give --project or --key, not both: a budget limits one of them")
 
     def meant(session: Session) -> tuple[str, Scope, str]:
         org_id = organisation(session, org).id

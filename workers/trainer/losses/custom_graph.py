@@ -89,10 +89,10 @@ def _check_as_planned(value: Any, planned: Any) -> None:
             or (value.dtype == torch.bool) != (planned.kind == "b")
             or (planned.exact and value.shape != planned.dims)
         ):
-            raise CustomLossError("its result is another than was planned; this is an error of the server's")
+            raise CustomLossError("its result differs from what was planned; this is an error of the server's")
     elif isinstance(planned, tuple):
         if len(value) != len(planned):
-            raise CustomLossError("its result is another than was planned; this is an error of the server's")
+            raise CustomLossError("its result differs from what was planned; this is an error of the server's")
         for item, plan in zip(value, planned, strict=True):
             _check_as_planned(item, plan)
 
