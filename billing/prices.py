@@ -119,7 +119,7 @@ class PriceList:
 def load_prices(tables: list[dict[str, Any]] | None = None, *, now: datetime | None = None) -> PriceList:
     """The price list of an operator's `[[prices]]` tables, or the default one when there are none.
 
-    Raises PriceError when a table is wrong, or when no version holds yet (`now`): work could not be billed."""
+    Raises PriceError if a table is wrong, or no version is valid yet (`now`): work could not be billed."""
     tables = tables or tomllib.loads(_DEFAULT.read_text())["prices"]
     try:
         versions = [_Version.model_validate(table) for table in tables]

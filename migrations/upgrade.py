@@ -76,7 +76,7 @@ def head() -> str:
 
 
 def revision_of(engine: Engine) -> str | None:
-    """The revision of a database; None when there are no tables at all, and what reads worse the upgrade will tell."""
+    """The revision of a database; None if there are no tables at all, and what reads worse the upgrade will tell."""
     with engine.connect() as connection:
         try:
             return revision_in(connection)

@@ -107,7 +107,7 @@ class FairQueue(Protocol):
     """Times are seconds; every call is atomic. Raises QueueUnreachable."""
 
     def push(self, item: Item) -> bool:
-        """Queue an item at the end of its path. False when its id is known already."""
+        """Queue an item at the end of its path. False if its id is known already."""
 
     def correct(self, path: Path, tokens: int) -> None:
         """Correct the charge of what was served from `path`: it used `tokens` more than it was charged (fewer, if

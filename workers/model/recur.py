@@ -69,7 +69,7 @@ class Recur(Protocol):
 
 
 def begun(states: Sequence[State | None] | None, begin: State) -> tuple[Sequence[Tensor] | None, ...]:
-    """The parts of states, each of all sequences; `begin` are those of one that begins. None where all begin."""
+    """The parts of states, each of all sequences; `begin` are those of one that begins. None if all begin."""
     if states is None:
         return (None,) * len(begin)
     return tuple(zip(*(state or begin for state in states), strict=True))

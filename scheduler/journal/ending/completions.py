@@ -38,7 +38,7 @@ class FeedKey:
 
 @dataclass(frozen=True)
 class Completion:
-    """`size_bytes` of the result; None when the request failed."""
+    """`size_bytes` of the result; None if the request failed."""
 
     request_id: str
     size_bytes: int | None

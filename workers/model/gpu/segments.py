@@ -136,7 +136,7 @@ class Table:
 
     @property
     def addresses(self) -> Tensor:
-        """int64 [N, G]: the address of each group's tensors; 0 where there is none."""
+        """int64 [N, G]: the address of each group's tensors; 0 if there is none."""
         return self._device_weights_NG
 
     def index(self, name: str) -> int:
@@ -144,11 +144,11 @@ class Table:
         return self._index[name]
 
     def weights(self, name: str) -> Tensor:
-        """int64 [G]: the address of each group's tensor; 0 where there is none."""
+        """int64 [G]: the address of each group's tensor; 0 if there is none."""
         return self._device_weights_NG[self._index[name]]
 
     def grads(self, name: str) -> Tensor:
-        """int64 [G]: the address of each group's gradient; 0 where there is none."""
+        """int64 [G]: the address of each group's gradient; 0 if there is none."""
         return self._device_grads_NG[self._grad_index[name]]
 
     def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:

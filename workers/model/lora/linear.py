@@ -46,7 +46,7 @@ class Site:
 
     @classmethod
     def of(cls, a: str, parts: Mapping[str, int]) -> Site:
-        """A site with these parts, by name and width. Their B tensors are in the same layer as `a`."""
+        """A site with these parts, by name and width. Their B tensors have the prefix of `a`."""
         at = a.rpartition(".")[0]
         return cls(a, tuple(f"{at}.{name}_B" for name in parts), tuple(parts.values()))
 

@@ -58,8 +58,8 @@ def over_choices(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The (weighted) sum over K of x, [T, I], always in the order of choices; on a device in `dtype` and with `added`.
-    torch's own sum on a CPU takes an order that depends on I, which for low-rank rows is the largest rank in the batch:
-    a group's bits would depend on its neighbours."""
+    torch's own sum on a CPU takes an order that depends on I, which follows from the largest rank in the batch if x are
+    low-rank rows: a group's bits would depend on its neighbours."""
     if lora_products.on_device(x_PI):
         from workers.model.gpu import combine  # Triton: only a GPU needs it
 

@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
+    """Settings of these names (`store.settings`), 0 if the plan chooses; and who is on the device. `packed` None: as
     memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers share one copy,
     ranks on a CPU too, which else have a part each: with `owned` a share of the experts, and all of the rest. `spread`:
     a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is planned for.

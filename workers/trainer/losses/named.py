@@ -3,7 +3,7 @@
 Every loss is the plain SUM over the positions it is given: no mean and no normalisation, so that two half batches equal
 one whole batch.
 
-Shapes: P positions of one slice, flattened over data (and over K targets per position); all float32. lp_P = log
+Shapes: P positions of one slice, flattened over data (and over K targets per position). lp_P = log
 p(target) now; inputs q_P = `logprobs`, those when sampled, and A_P = `advantages`; r = exp(lp - q).
 
 Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r; stable_reinforce is ours.
