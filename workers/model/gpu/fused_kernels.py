@@ -1,10 +1,10 @@
 """Triton kernels of what is computed between two products, each in one pass over memory: read in the dtype of the
 product before, computed in float32, rounded once to the dtype of the product after.
 
-    swiglu, swiglu_backward              inside of experts (gate.py)
+    swiglu, swiglu_backward                  inside of experts (gate.py)
     gather, gather_sum, gather_sum_expand    tokens to experts and back (combine.py)
-    add_norm, add_norm_backward          the norm of the hidden state (norms.py)
-    turn, turn_backward                  queries and keys (heads.py)
+    add_norm, add_norm_backward              the norm of the hidden state (norms.py)
+    turn, turn_backward                      queries and keys (heads.py)
 
 These files launch them and state the shapes; arguments that adapters need are explained in kernels.py. Kernels of
 logits are in softmax_kernels.py.

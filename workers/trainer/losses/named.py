@@ -3,17 +3,17 @@
 Every loss is the plain SUM over the positions it is given: no mean and no normalisation, so that two half batches equal
 one whole batch.
 
-Shapes: P positions of one slice, flattened over data (and over K targets per position). lp_P = log
-p(target) now; inputs q_P = `logprobs`, those when sampled, and A_P = `advantages`; r = exp(lp - q).
+Shapes: P positions of one slice, flattened over data (and over K targets per position). lp_P = log p(target) now;
+inputs q_P = `logprobs`, those when sampled, and A_P = `advantages`; r = exp(lp - q).
 
 Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r; stable_reinforce is ours.
 docs/losses.md has all of them, with their defaults.
 
 A position that cannot contribute is outside an RL loss: its q reaches no exp, since prompt positions often carry a
-placeholder for which exp(lp - q) overflows. If every term of a loss has the factor A, these are the positions with A =
-0. A quadratic term (dro, stable_reinforce) remains at A = 0, because a group whose rewards are all equal must still be
-held to its sampler. In these losses only positions with A = 0 and q = 0 are outside: the prompts in Tinker's recipes,
-which were not sampled.
+placeholder for which exp(lp - q) overflows. If every term of a loss has the factor A, these are the positions with A=0.
+A quadratic term (dro, stable_reinforce) remains at A=0, because a group whose rewards are all equal must still be held
+to its sampler. In these losses only positions with A=0 and q=0 are outside: the prompts in Tinker's recipes, which were
+not sampled.
 """
 
 from __future__ import annotations

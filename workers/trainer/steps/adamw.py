@@ -77,8 +77,8 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
     Runs with equal hyperparameters share one call of torch's fused multi-tensor kernel, which takes one value of each
     hyperparameter; step counts and clipping may differ. Separate calls cost little: on a CPU the kernel goes through
     one arena after the other in any case, and 64 calls cost 0.5 ms more than one, beside the 10 ms that 64 runs of
-    200,000 parameters take. Calls with a number per run (torch._foreach_mul_ and the like) would pass over memory ten times
-    instead of once."""
+    200,000 parameters take. Calls with a number per run (torch._foreach_mul_ and the like) would pass over memory ten
+    times instead of once."""
     if not steps:
         return []
     norms = norms_of([step.grad for step in steps])
