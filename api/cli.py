@@ -35,7 +35,7 @@ COMMANDS = {
     "payments": ("money.payments", "Prepare the Stripe account for payments."),
     "plan": ("planning.plan", "Which settings of a model fit into memory."),
     "project": ("people.project", "Projects of organisations."),
-    "repair": ("stored.repair", "Start again after the database has lost commits."),
+    "repair": ("stored.repair", "Let a server start whose database has lost commits."),
     "restore": ("stored.backup", "Put a backup back into a new data folder."),
     "simulate": ("planning.simulate", "Waits, throughput and price of tenants on one cluster."),
     "tco": ("money.tco", "What making a token costs, and the margin in its price."),
