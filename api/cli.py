@@ -20,27 +20,27 @@ from api.commands.places import Place, refuse, say_as, settings_of, where
 #: By command: the module, and the text in `weftd --help`. Only the module of the command that runs is imported: a
 #: server that restarts needs no other, and `--help` needs none.
 COMMANDS = {
-    "adapter": ("stored.adapter", "Adapters that other tools have trained."),
+    "adapter": ("stored.adapter", "Import adapters trained by other tools."),
     "audit": ("people.audit", "The audit log."),
     "backup": ("stored.backup", "Copy database, blobs and secret into a folder; the service may run."),
-    "billing": ("money.credit", "Wallets, and whether the books agree."),
+    "billing": ("money.credit", "How organisations pay; check the books."),
     "budget": ("money.credit", "Limits on spending."),
     "credit": ("money.credit", "Credit of organisations."),
-    "doctor": ("doctor", "What is wrong with machine, stores and models, and what to do."),
-    "jobs": ("jobs", "What the server does on its own: billing, webhooks, reaping."),
+    "doctor": ("doctor", "Find what is wrong with machine, stores or models, and what to do."),
+    "jobs": ("jobs", "Periodic work of the server: billing, webhooks, expiry."),
     "key": ("people.key", "API keys of organisations."),
     "migrate": ("worker", "Bring the database up to date, before a new version starts."),
     "model": ("planning.plan", "Model folders."),
     "org": ("people.org", "Organisations."),
-    "payments": ("money.payments", "Stripe: what must be there before money can move."),
-    "plan": ("planning.plan", "What of a model fits into memory, and with which settings."),
+    "payments": ("money.payments", "Prepare the Stripe account for payments."),
+    "plan": ("planning.plan", "Which settings of a model fit into memory."),
     "project": ("people.project", "Projects of organisations."),
-    "repair": ("stored.repair", "Accept that the database has lost commits."),
+    "repair": ("stored.repair", "Let a server start whose database has lost commits."),
     "restore": ("stored.backup", "Put a backup back into a new data folder."),
     "simulate": ("planning.simulate", "Waits, throughput and price of tenants on one cluster."),
-    "tco": ("money.tco", "What a token costs to make, and what is left of its price."),
+    "tco": ("money.tco", "What making a token costs, and the margin in its price."),
     "user": ("people.user", "Members of organisations."),
-    "worker": ("worker", "Work for servers elsewhere, as a trainer or a generator."),
+    "worker": ("worker", "Run a trainer or a generator for servers elsewhere."),
 }
 
 

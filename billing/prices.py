@@ -104,7 +104,9 @@ class PriceList:
         then."""
         index = bisect_right(self._starts, at)
         if index == 0:
-            raise PriceError(f"no prices hold at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}")
+            raise PriceError(
+                f"no prices are valid at {at.isoformat()}: the first begin at {self._starts[0].isoformat()}"
+            )
         version = self._versions[index - 1]
         if kind == STORAGE:
             return Rate(version.version, version.storage_uusd_per_gb_month, BYTE_HOURS_PER_RATE)
@@ -117,7 +119,7 @@ class PriceList:
 def load_prices(tables: list[dict[str, Any]] | None = None, *, now: datetime | None = None) -> PriceList:
     """The price list of an operator's `[[prices]]` tables, or the default one when there are none.
 
-    Raises PriceError when a table is wrong, or when no version holds yet (`now`): work could not be billed."""
+    Raises PriceError if a table is wrong, or no version is valid yet (`now`): work could not be billed."""
     tables = tables or tomllib.loads(_DEFAULT.read_text())["prices"]
     try:
         versions = [_Version.model_validate(table) for table in tables]

@@ -84,7 +84,7 @@ def read_jsonl(path: Path) -> list[Conversation]:
 
 
 def datum(tokenizer: Any, conversation: Conversation) -> types.Datum | None:
-    """A conversation as training data, weight 1 on every token the assistant says; None when it is too long."""
+    """A conversation as training data, weight 1 on every token the assistant says; None if it is too long."""
     tokens: list[int] = []
     weights: list[float] = []
     for i, message in enumerate(conversation):

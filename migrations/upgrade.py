@@ -66,7 +66,7 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 @cache
 def revisions() -> tuple[str, ...]:
-    """Those that this program knows: their files are named by number, and each follows the one before."""
+    """The revisions that this program knows, oldest first; their files are named by number."""
     return tuple(sorted(file.name.partition("_")[0] for file in _HERE.glob("versions/[0-9]*_*.py")))
 
 
@@ -76,7 +76,7 @@ def head() -> str:
 
 
 def revision_of(engine: Engine) -> str | None:
-    """The revision of a database; None when there are no tables at all, and what reads worse the upgrade will tell."""
+    """The revision of a database; None if there are no tables at all, and what reads worse the upgrade will tell."""
     with engine.connect() as connection:
         try:
             return revision_in(connection)

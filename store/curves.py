@@ -143,7 +143,7 @@ def _instant(text: str) -> datetime:
 
 
 def _known(session: Session, run_id: str, name: str, steps: list[int]) -> set[int]:
-    """Those of `steps` that the curve already has."""
+    """The steps among these that the curve already has."""
     known: set[int] = set()
     for start in range(0, len(steps), _ROWS):
         part = steps[start : start + _ROWS]

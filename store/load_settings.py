@@ -56,7 +56,7 @@ def _in_words(fault: ErrorDetails) -> str:
     """What is wrong with a setting and, if it is known, what to write instead."""
     *sections, name = map(str, fault["loc"] or ("",))
     if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
-        return "is missing: name the folder that holds everything, here or by --data-dir"
+        return "is missing: name the folder with the service's data, here or by --data-dir"
     if fault["type"] != "extra_forbidden":
         return fault["msg"].removeprefix("Value error, ") + _got(fault)
     known = Settings.model_fields

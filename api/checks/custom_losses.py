@@ -39,7 +39,7 @@ def checked_loss(body: CreateCustomLossRequest) -> bytes:
 
 
 def uploaded_loss(batch: TrainBatch, session_id: str, blobs: Blobs) -> CustomLoss | None:
-    """The loss that a batch names, which must be of this session; None when it names none."""
+    """The loss that a batch names, which must be of this session; None if it names none."""
     loss_id = loss_id_of(batch.loss_fn_config) if batch.loss_fn == CUSTOM else None
     if loss_id is None:
         return None

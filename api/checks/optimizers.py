@@ -17,7 +17,7 @@ CONFIGS: dict[str, dict[str, Any]] = {ADAMW: {"type": ADAMW}, DIMUON: {"type": D
 
 
 def family_of(config: Any, field: str) -> str | None:
-    """The name of the optimizer that `config` (a type of weft.wire, or JSON) asks for; None when there is none.
+    """The name of the optimizer that `config` (a type of weft.wire, or JSON) asks for; None if there is none.
 
     Raises Invalid for one that this server does not have."""
     if config is None:

@@ -37,12 +37,11 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
 
 @click.command()
 @where
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def doctor(place: Place, as_json: bool) -> None:
-    """Look at disk, permissions, database, object store, Redis, clocks, jobs, sign-in, prices, models, GPU, kernels;
-    change nothing.
-
-    One line for each, and below it what to do. Exit code 1 when something is wrong; warnings alone are 0."""
+    """Check disk, permissions, database, object store, Redis, clocks, jobs, sign-in, prices, models, GPU and kernels;
+    change nothing. Prints a line for each, and below a fault how to mend it. Exit code 1 if something is wrong;
+    warnings alone are 0."""
     settings = settings_of(place)
     bad = False
     for check in CHECKS:

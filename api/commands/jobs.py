@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def jobs() -> None:
-    """What the server does on its own: billing, webhooks, reaping."""
+    """Periodic work of the server: billing, webhooks, expiry."""
 
 
 @jobs.command("list")
@@ -50,7 +50,7 @@ def list_(place: Place, check: bool) -> None:
 @where
 @click.argument("name")
 def run(place: Place, name: str) -> None:
-    """Run the job NAME now, whether or not it is due; what it did, as JSON."""
+    """Run the job NAME now, whether or not it is due. Prints what it did, as JSON."""
     from scheduler.jobs.catalogue import JOBS
     from scheduler.jobs.running import run_now
 
@@ -85,7 +85,7 @@ def worker(place: Place, concurrency: int) -> None:
 @jobs.command()
 @where
 def beat(place: Place) -> None:
-    """Have workers look for due jobs, every few seconds. One is enough; several do no harm."""
+    """Have workers look for due jobs every few seconds. One such process is enough; several do no harm."""
     _celery(_migrated(place)).Beat(loglevel="INFO", quiet=True).run()
 
 

@@ -49,7 +49,7 @@ def where(command: Callable[..., None]) -> Callable[..., None]:
     def at(data_dir: Path | None, config: Path | None, **given: Any) -> None:
         command(Place(data_dir, config), **given)
 
-    folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder that holds everything.")
+    folder = click.option("--data-dir", type=click.Path(path_type=Path), help="Folder with the service's data.")
     config = click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML (docs/operating.md).")
     return folder(config(at))
 
@@ -59,7 +59,7 @@ def settings_of(place: Place, **overrides: Any) -> Settings:
     from store.settings import SettingsError
 
     if place == (None, None):
-        refuse("--data-dir is missing: name the folder that holds everything")
+        refuse("--data-dir is missing: name the folder with the service's data")
     try:
         return load_settings(place.config, data_dir=place.data_dir, **overrides)
     except SettingsError as error:

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 @click.argument("role", type=click.Choice(["trainer", "generator"]))
 @click.option("--redis", metavar="URL", help="The Redis of the API replicas (default: redis_url of the settings).")
 def worker(place: Place, role: str, redis: str | None) -> None:
-    """Work as ROLE until SIGTERM, which lets it finish what it has. Whatever supervises it starts it again."""
+    """Run a worker with this ROLE until SIGTERM, which lets it finish its work. Whatever supervises it starts it
+    again."""
     from api.server.serve import CannotServe, read_cards
     from api.server.workers.memory_plan import planned
     from api.server.workers.worker_programs import lone_worker
@@ -30,7 +31,7 @@ def worker(place: Place, role: str, redis: str | None) -> None:
 
     settings = settings_of(place, redis_url=redis)
     if not settings.redis_url:
-        refuse("there is no Redis to come to: give --redis URL, or redis_url in the settings")
+        refuse("no Redis is named: give --redis URL, or set redis_url in the settings")
     say_as(settings, role)
     try:
         tracing.configure(role)
@@ -55,6 +56,6 @@ def worker(place: Place, role: str, redis: str | None) -> None:
 @click.command()
 @where
 def migrate(place: Place) -> None:
-    """Bring the database up to date, and exit: before the servers of a new version start."""
+    """Bring the database up to date, and exit. Run it before servers of a new version start."""
     with database_of(place, may_be_new=True):
         click.echo("the database is up to date")

@@ -13,7 +13,7 @@ from billing.reports.spending import DayRow, Window
 
 @dataclass(frozen=True)
 class Bill:
-    """The present UTC month. `forecast_nusd` and `per_mtok_nusd` are None where there is nothing to go by."""
+    """The present UTC month. `forecast_nusd` and `per_mtok_nusd` are None if there is nothing to go by."""
 
     month: str
     so_far_nusd: int

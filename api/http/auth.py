@@ -73,7 +73,7 @@ def while_good(request: Request, who: Principal, work: Callable[[Session], T]) -
     def written(session: Session) -> T:
         now = look(session)
         if now is None or (now.role, now.scopes, now.status) != (who.role, who.scopes, who.status):
-            raise Unauthenticated("what this was asked with was revoked or changed meanwhile: nothing was done")
+            raise Unauthenticated("the credential of this request was revoked or changed meanwhile: nothing was done")
         return work(session)
 
     return written

@@ -89,7 +89,7 @@ def account_of(settings: OidcSettings, claims: Mapping[str, Any]) -> Account:
     if not isinstance(email, str) or not email:
         raise Unwelcome(f"{settings.name} does not tell your e-mail address here.")
     if any(letter.lower().isascii() != letter.isascii() for letter in email):  # U+212A is not a k, but becomes one
-        raise Unwelcome(f"{settings.name} spells your e-mail address with a sign that is no letter of addresses.")
+        raise Unwelcome(f"{settings.name} sends an e-mail address for you with a character that addresses cannot have.")
     email = email.strip().lower()
     if claims.get(settings.verified_claim) not in (True, "true", 1, "1"):
         raise Unwelcome(f"{settings.name} has not verified the address {email}.")

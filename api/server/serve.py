@@ -146,11 +146,11 @@ def _serve(
 
 
 def check_oidc(settings: OidcSettings) -> None:
-    """Raises CannotServe when the settings for sign-in cannot be used. The provider is asked when somebody comes."""
+    """Raises CannotServe if the settings for sign-in cannot be used. The provider is asked when somebody comes."""
     if not settings.on:
         return
     if find_spec("authlib") is None:
-        raise CannotServe("oidc: what it needs is not installed: pip install 'weft-tuning-server[oidc]'")
+        raise CannotServe("oidc: the packages that it needs are not installed: pip install 'weft-tuning-server[oidc]'")
     try:
         client_secret(settings)
     except OidcError as error:
@@ -158,7 +158,7 @@ def check_oidc(settings: OidcSettings) -> None:
 
 
 def check_store(settings: Settings) -> None:
-    """Raises CannotServe when the object store of the settings cannot be used, or not by several."""
+    """Raises CannotServe if the object store of the settings cannot be used, or not by several."""
     from store.blobs.opening import check_blobs
 
     if settings.blob_url and settings.redis_url and settings.server_secret is None:
@@ -171,7 +171,7 @@ def check_store(settings: Settings) -> None:
 
 
 def claim_store(settings: Settings, database: Database) -> None:
-    """Raises CannotServe when the prefix of the object store is another service's."""
+    """Raises CannotServe if the prefix of the object store is another service's."""
     from store.blobs.owner import claim_prefix
 
     with refusing(SettingsError, OSError):

@@ -56,7 +56,7 @@ def own_operation(session: Session, who: Principal, request_id: str) -> tables.O
     """An operation, to be cancelled by `who`: one that they asked for."""
     row = operation_by_id(session, who, request_id)
     if not is_own(who, row):
-        raise Forbidden(f"request {row.id} is somebody else's, and a member cancels only what they have asked for")
+        raise Forbidden(f"request {row.id} is somebody else's, and a member can cancel only their own requests")
     return row
 
 

@@ -61,7 +61,7 @@ def take(session: Session, org_id: str, amount_nusd: int, memo: str) -> LedgerEn
     Grants are used up by it in the order of spending; otherwise their expiry would take it once more. Call it in a
     write."""
     if amount_nusd <= 0:
-        raise ValueError(f"what is taken must be more than 0, got {amount_nusd} nUSD")
+        raise ValueError(f"the amount to take must be more than 0, got {amount_nusd} nUSD")
     entry = ledger.post(
         session,
         org_id=org_id,

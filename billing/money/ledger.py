@@ -34,7 +34,7 @@ def post(
 ) -> LedgerEntry | None:
     """Move a wallet's balance by `amount_nusd` (negative takes money away), once for each (org, type, ref).
 
-    Call it in a write. None when that reference was posted before; then nothing changes."""
+    Call it in a write. None if that reference was posted before; then nothing changes."""
     if amount_nusd == 0:
         raise ValueError(f"ledger entry {type} {ref_type} {ref_id}: the amount is 0; an entry moves the balance")
     wallet = wallet_of(session, org_id)

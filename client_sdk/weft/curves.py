@@ -97,7 +97,7 @@ class Curves:
             logger.warning("%d logged points were dropped: %s", dropped, error)
 
     async def _send_some(self) -> bool:
-        """Send one request. Returns False when no point waits; the next `log` then starts sending again."""
+        """Send one request. Returns False if no point waits; the next `log` then starts sending again."""
         if not self._run.session.ending.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._run.session.ending.wait(), GATHER_S)

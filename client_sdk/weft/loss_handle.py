@@ -39,7 +39,7 @@ _FORBIDDEN_METHODS = frozenset({"item", "numpy", "tolist", "backward"})
 class LossHandle:
     """A loss made by `ServiceClient.create_custom_loss`, for `forward_backward_custom` of the same session.
 
-    `inputs` are `logprobs` and then the loss inputs it reads, with their ranks; `loss_id` is None when it runs here.
+    `inputs` are `logprobs` and then the loss inputs it reads, with their ranks; `loss_id` is None if it runs here.
     """
 
     name: str

@@ -312,7 +312,7 @@ class RestClient(AdminClient):
         return self._get("/weft/usage", UsageResponse, run_id=run_id)
 
     def get_balance(self) -> APIFuture[BalanceResponse]:
-        """What was spent, ever and this month, and what is left; `balance_nusd` is None where nothing limits it."""
+        """What was spent, ever and this month, and what is left; `balance_nusd` is None if nothing limits it."""
         return self._get("/weft/balance", BalanceResponse)
 
     def get_budgets(self) -> APIFuture[BudgetsResponse]:

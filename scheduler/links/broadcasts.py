@@ -62,7 +62,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """An operation has its outcome, in the database. `size_bytes` of its result; None when it failed. Without `told`,
+    """An operation has its outcome, in the database. `size_bytes` of its result; None if it failed. Without `told`,
     the outcome has to be read there."""
 
     op_id: str

@@ -107,7 +107,7 @@ class FairQueue(Protocol):
     """Times are seconds; every call is atomic. Raises QueueUnreachable."""
 
     def push(self, item: Item) -> bool:
-        """Queue an item at the end of its path. False when its id is known already."""
+        """Queue an item at the end of its path. False if its id is known already."""
 
     def correct(self, path: Path, tokens: int) -> None:
         """Correct the charge of what was served from `path`: it used `tokens` more than it was charged (fewer, if
@@ -164,4 +164,4 @@ class FairQueue(Protocol):
         """Put back the items of workers whose time is over."""
 
     def known(self, item_ids: Sequence[str]) -> set[str]:
-        """Those of the items that the carrier knows, in any place."""
+        """The items among these that the carrier has, in any of its places."""

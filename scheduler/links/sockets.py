@@ -63,9 +63,9 @@ class WorkerLink:
         self._socket.close()
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message, or None when none came in `timeout_s` (None waits for ever, 0 only looks).
+        """The next message, or None if none came in `timeout_s` (None waits for ever, 0 only looks).
 
-        Raises EOFError when the server is gone."""
+        Raises EOFError if the server is gone."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             message = self._frames.take()

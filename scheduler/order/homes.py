@@ -128,7 +128,7 @@ class Homes:
         return self._homes.get(run_id)
 
     def without(self, run_ids: Set[str]) -> Set[str]:
-        """Those of these runs that have no home."""
+        """The runs among these that have no home."""
         return run_ids - self._homes.keys()
 
     def settle(self, claim: Claim, trainer: str) -> None:

@@ -1,8 +1,8 @@
-"""The simulated machines: how long they take, and what they cost.
+"""The simulated machines: how long their work takes, and what they cost.
 
-The defaults are what the case studies publish for a model of about 100 B parameters on H100: 816 trained tokens/s and
-GPU; replicas of 8 GPUs that decode 21 sequences at 48 tokens/s each, bound by memory, so that more sequences slow each
-other little.
+The defaults are what the case studies publish for a model of about 100 B parameters on H100: 816 trained tokens/s per
+GPU, and replicas of 8 GPUs that decode 21 sequences at 48 tokens/s each. Decoding is bound by memory, so more sequences
+slow each other little.
 """
 
 from __future__ import annotations
@@ -12,22 +12,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """`replicas` generators of `slots` sequences each, and `trainers` that take passes, each of `ranks` GPUs.
+    """The sizes of the simulated machines, and the seconds that work takes on them.
 
-    A decode step takes `decode_s` + `decode_s_per_sequence` for each sequence of a replica; a prompt token takes as
-    long as 1 / `prefill_speed` decoded ones of its sequence. A slot that has come free is idle for `handover_s` before
-    it decodes another request. The front takes one request at a time, each for `front_s`: half on its way in, half on
-    its answer's way out. A client needs `turnaround_s` more from its last answer to its next request, and what it asks
-    of the trainer comes there one request after the other, `request_s` apart: a trainer that has nothing to do begins
-    with the first alone. The defaults leave these four out: beside sequences of minutes they are nothing.
+    Sizes. There are `replicas` generators with `slots` sequences each, and `trainers`, each a group of `ranks` GPUs.
 
-    A pass takes `pass_s` for each of its stages (one, unless a run has several steps in it), `slice_s` for each slice
-    and `light_s` for each step or save (nothing beside large ones), and then as long as its tokens and their attention,
-    or as `gather_s` for each stage: the layers that each of several ranks receives of the others, the next while one
-    computes (docs/production.md, "How large a pass"). Attention takes a GPU `pair_s` for each pair of tokens of one
-    sequence, which are its length squared; the defaults have that in what a token takes. Where ranks own the experts
-    nothing is gathered: a trainer takes `travel_s` more for each token on its way to its experts and back, and
-    `adapter_s` for the experts' factors of each run of a stage."""
+    Generators. A decode step takes `decode_s`, and `decode_s_per_sequence` more for each sequence of the replica. A
+    prompt token takes as long as 1 / `prefill_speed` decoded tokens. A slot that has
+    come free is idle for `handover_s` before its next request.
+
+    Front and clients. The front handles one request at a time, each for `front_s`: half when the request comes, half
+    when its answer leaves. A client needs `turnaround_s` more between its last answer and its next request. Its
+    requests to the trainer arrive one by one, `request_s` apart, so an idle trainer begins with the first alone.
+    `handover_s` and these three are 0 by default: they do not matter if sequences take minutes.
+
+    Trainers. A pass has one stage, or more if a run has several steps in it, and takes the sum of:
+
+        pass_s      for each stage
+        slice_s     for each slice
+        light_s     for each step or save; little beside large slices, so 0 by default
+        computing   the time of its tokens (`trained_tokens_per_s_per_gpu`) and of their attention, on all ranks
+                    together; or gather_s for each stage, if that is longer
+        travel_s    for each token, if ranks own the experts: to the experts and back
+        adapter_s   for each run of a stage, if ranks own the experts: its experts' factors
+
+    Attention takes one GPU `pair_s` for each pair of tokens of a sequence, of which there are its length squared; the
+    default 0 leaves it to the time of tokens. `gather_s` is the time in which ranks that share the base receive each
+    other's layers, the next layer while one computes (docs/production.md, "How large a pass"); 0 if ranks own the
+    experts, since then nothing is gathered."""
 
     replicas: int = 22
     gpus_per_replica: int = 8

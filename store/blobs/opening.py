@@ -16,7 +16,7 @@ def open_blobs(
     data_dir: Path, *, durable: bool = False, url: str = "", cache_bytes: int = 0, links: bool = False
 ) -> Blobs:
     """Blobs in a folder in `data_dir`; or with `url` in that bucket, with up to `cache_bytes` of copies in `data_dir`.
-    `links`: downloads go to the store by signed links. Raises SettingsError when the bucket cannot be named."""
+    `links`: downloads go to the store by signed links. Raises SettingsError if the bucket cannot be named."""
     if not url:
         return FolderBlobs(data_dir / "blobs", durable=durable)
     from store.blobs.bucket import Bucket

@@ -25,7 +25,7 @@ _FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 
 
 def claim_prefix(settings: Settings, database: Database) -> None:
-    """At every start of a server on a bucket. Raises SettingsError when the prefix is another service's."""
+    """At every start of a server on a bucket. Raises SettingsError if the prefix is another service's."""
     if not settings.blob_url:
         return
     from store.blobs.bucket import OWNER, Bucket

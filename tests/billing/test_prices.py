@@ -115,7 +115,7 @@ def test_storage_is_priced_by_the_gigabyte_month() -> None:
         ([version("a", NEW_YEAR) | {"models": {"*": {**dict.fromkeys(KINDS, 1), "smaple": 2}}}], "smaple"),
         ([version("a", NEW_YEAR), version("a", NEW_YEAR + timedelta(1))], "same name"),
         ([version("a", NEW_YEAR), version("b", NEW_YEAR)], "same effective_from"),
-        ([version("a", datetime(2999, 1, 1, tzinfo=UTC))], "no prices hold"),
+        ([version("a", datetime(2999, 1, 1, tzinfo=UTC))], "no prices are valid"),
     ],
 )
 def test_a_wrong_list_is_refused(tables: list[dict[str, Any]], message: str) -> None:

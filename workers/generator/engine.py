@@ -162,7 +162,7 @@ class EngineStats:
     """Totals since the engine was made, and what it holds now: `prefill_tokens` were computed, `cache_hit_tokens` found
     in the prefix cache. `slots_busy / slots_offered`, summed over decode steps, is the share of slots that worked while
     at least one did. `drafted_tokens` were tried beyond one for each sequence in a step, and `accepted_tokens` of them
-    drawn; 0 where an engine tells nothing of it. `kv_tokens_used` of `kv_tokens` positions for keys and values are in
+    drawn; 0 if an engine tells nothing of it. `kv_tokens_used` of `kv_tokens` positions for keys and values are in
     use. `preempted` counts how often a sequence was set aside for lack of them."""
 
     decode_steps: int = 0

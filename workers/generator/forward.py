@@ -108,7 +108,7 @@ def _adapter_order(sequence: SequenceProgress) -> tuple[str, int, int]:
 
 
 def lora_rows(decoder: Decoder, counts: Sequence[tuple[RequestProgress, int]]) -> LoraRows | None:
-    """A LoRA group for each (request, number of packed rows). None when no request has an adapter, unless rows must not
+    """A LoRA group for each (request, number of packed rows). None if no request has an adapter, unless rows must not
     share products with the base.
 
     Neighbours with one adapter do not share a group: the product of a group is computed over its rows together, and

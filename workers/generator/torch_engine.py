@@ -302,7 +302,7 @@ class TorchEngine:
                 self._open.starting.pop(progress.request.id, None)
 
     def _begun(self, progress: RequestProgress) -> list[Row]:
-        """Those of a request's sequences that have the prompt but no token yet."""
+        """The sequences of a request that have the prompt but no token yet."""
         source = next(progress.running(), None)
         while source is not None and progress.unstarted:
             beside = partial(self._seating.seat_beside, progress.sequences[progress.started], source)

@@ -58,7 +58,7 @@ class ModelCard:
 
 
 def read_card(name: str, path: str | Path) -> ModelCard:
-    """The card of the model in folder `path`, served as `name`. Raises UnsupportedModel when it cannot be served."""
+    """The card of the model in folder `path`, served as `name`. Raises UnsupportedModel if it cannot be served."""
     folder = Path(path)
     if not folder.is_dir():
         raise UnsupportedModel(name, folder, "no such folder", "a local Hugging Face model folder")

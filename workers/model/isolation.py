@@ -230,7 +230,7 @@ def _activation(config: GateConfig, gate_up_PG: Tensor) -> Tensor:
 
 
 def _first_difference(of: Callable[[Tensor], Tensor], width: int, rows: int, device: torch.device) -> int | None:
-    """The size of the first batch in BATCHES whose rows differ from those of the large one; None when all agree."""
+    """The size of the first batch in BATCHES whose rows differ from those of the large one; None if all agree."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width, generator=generator).to(device)
     whole = of(x)

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from workers.model.device import sent
 
-#: What one layer keeps of a sequence. The tensors are never written to: a pass that failed is repeated from the same
-#: state, and sequences that begin alike share it.
+#: What one layer keeps of a sequence. The tensors are never written to, because a pass that failed is repeated from the
+#: same state, and sequences that begin alike share it.
 State = tuple[Tensor, ...]
 
 
-#: How many tokens a recurrence computes together, beginning with the first.
+#: How many tokens of a sequence a recurrence computes together, counted from its first.
 CHUNK = 64
 
 
 class Packed:
-    """Where packed sequences begin, for kernels that compute all of them at once: in chunks of so many tokens from the
-    start of each. `ends`: the states after them are asked for."""
+    """Where packed sequences begin, for kernels that compute all of them at once, in chunks of `chunk` tokens from the
+    start of each. `ends`: whether the states after the sequences are wanted."""
 
     def __init__(self, lengths: Sequence[int], *, chunk: int = CHUNK, ends: bool = False) -> None:
         self.lengths, self.chunk, self.ends = list(lengths), chunk, ends
@@ -37,15 +37,15 @@ class Packed:
         self._there: Tensor | None = None
 
     def bounds(self, device: torch.device) -> dict[str, Any]:
-        """As kernels of fla-core take them: the same tensors in every layer, by which these know what they computed of
-        them."""
+        """The arguments by which kernels of fla-core take the sequences. They are the same tensors in every layer,
+        since fla-core caches what it derives from them by the tensor."""
         if self._there is None:
             self._there = sent(self._host, device)
         return {"cu_seqlens": self._there, "cu_seqlens_cpu": self._host}
 
 
 class Recurrence(Protocol):
-    """A recurrent layer. `state` None: of a sequence that begins."""
+    """A recurrent layer. A `state` of None belongs to a sequence that begins."""
 
     #: Whether kernels compute it here (gpu/fla.py): then `run_packed` may be called.
     packs: bool
@@ -69,7 +69,7 @@ class Recur(Protocol):
 
 
 def begun(states: Sequence[State | None] | None, begin: State) -> tuple[Sequence[Tensor] | None, ...]:
-    """The parts of states, each of all sequences; `begin` are those of one that begins. None where all begin."""
+    """The parts of states, each of all sequences; `begin` are those of one that begins. None if all begin."""
     if states is None:
         return (None,) * len(begin)
     return tuple(zip(*(state or begin for state in states), strict=True))

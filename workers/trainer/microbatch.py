@@ -199,7 +199,7 @@ def _outputs(part: Part, lp_P: Tensor) -> list[dict[str, Array]]:
 
 
 def _not_finite(part: Part, lp_P: Tensor, loss: Tensor, dlp_P: Tensor) -> str:
-    """Which datum made a result that is not finite; "" when all is well."""
+    """Which datum made a result that is not finite; "" if all is well."""
     if bool(torch.isfinite(loss)) and bool((torch.isfinite(lp_P) & torch.isfinite(dlp_P)).all()):
         return ""
     sizes = [datum.inputs["target_tokens"].size for datum in part.data]

@@ -157,7 +157,7 @@ def serve_all(
 
 
 def work(trainer: Working, link: Link, stop: StopFlag) -> bool:
-    """Serve one server to its end. False when it was lost; then what the trainer holds is worthless."""
+    """Serve one server to its end. False if it was lost; then what the trainer holds is worthless."""
     log.info("ready: runs may take %d MiB of memory", trainer.residency.budget_bytes >> 20)
     try:
         serve(trainer, link, stop)

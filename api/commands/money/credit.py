@@ -54,10 +54,10 @@ def credit() -> None:
 @credit.command()
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-@click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
+@click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Amount in dollars, for example 12.50.")
 @click.option("--days", type=click.IntRange(1, 36500), help="Days until it expires; default: never.")
 @click.option("--kind", type=click.Choice(["promo", "paid"]), default="promo", show_default=True)
-@click.option("--memo", default="", help="What the ledger says of it.")
+@click.option("--memo", default="", help="Note for the ledger entry.")
 def grant(place: Place, org: str, amount_nusd: int, days: int | None, kind: GrantKind, memo: str) -> None:
     """Give an organisation credit. Promotions, and what expires soonest, are used up first."""
     expires = datetime.now(UTC) + timedelta(days=days) if days is not None else None
@@ -76,12 +76,11 @@ def grant(place: Place, org: str, amount_nusd: int, days: int | None, kind: Gran
 @credit.command("take")
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-@click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
-@click.option("--memo", required=True, help="What the ledger says of it.")
+@click.option("--usd", "amount_nusd", required=True, callback=_amount, help="Amount in dollars, for example 12.50.")
+@click.option("--memo", required=True, help="Note for the ledger entry.")
 def take_(place: Place, org: str, amount_nusd: int, memo: str) -> None:
-    """Take money out of an organisation's balance, below zero too: what was given back elsewhere, or given by mistake.
-
-    Invoices of usage stay as they are."""
+    """Take money out of an organisation's balance, even below zero: money that was returned in another way, or given by
+    mistake. Invoices of usage stay unchanged."""
     if amount_nusd == 0:
         refuse("--usd must be more than 0")
 
@@ -98,9 +97,9 @@ def take_(place: Place, org: str, amount_nusd: int, memo: str) -> None:
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--operation", "operation_id", required=True, help="Request id of the operation.")
-@click.option("--memo", default="", help="What the ledger says of it.")
+@click.option("--memo", default="", help="Note for the ledger entry.")
 def refund(place: Place, org: str, operation_id: str, memo: str) -> None:
-    """Give back what an operation has cost. What was metered stays."""
+    """Give back what an operation has cost. Its metered usage stays recorded."""
 
     def write(session: Session) -> int | None:
         org_id = organisation(session, org).id
@@ -124,17 +123,17 @@ def budget() -> None:
 @budget.command("set")
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-@click.option("--usd", "limit_nusd", required=True, callback=_amount, help="Dollars, as 12.50.")
-@click.option("--project", help="Of this project of it.")
-@click.option("--key", "key_id", type=int, help="Of this key of it, by its number in weftd key list.")
+@click.option("--usd", "limit_nusd", required=True, callback=_amount, help="Amount in dollars, for example 12.50.")
+@click.option("--project", help="Limit this project of the organisation alone.")
+@click.option("--key", "key_id", type=int, help="Limit this key of it alone, by its number in weftd key list.")
 @click.option("--period", type=click.Choice(PERIODS), default="month", show_default=True)
-@click.option("--soft", is_flag=True, help="Only record when it is reached.")
+@click.option("--soft", is_flag=True, help="Refuse nothing; only record that it was reached.")
 def set_(
     place: Place, org: str, limit_nusd: int, project: str | None, key_id: int | None, period: Period, soft: bool
 ) -> None:
     """Make or change the budget of an organisation, or of a project or key of it."""
     if project is not None and key_id is not None:
-        refuse("give --project or --key, not both: a budget is of one of them")
+        refuse("give --project or --key, not both: a budget limits one of them")
 
     def meant(session: Session) -> tuple[str, Scope, str]:
         org_id = organisation(session, org).id
@@ -189,17 +188,17 @@ def remove(place: Place, org: str, budget_id: str) -> None:
 
 @click.group()
 def billing() -> None:
-    """Wallets, and whether the books agree."""
+    """How organisations pay; check the books."""
 
 
 @billing.command()
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("mode", type=click.Choice(MODES))
-@click.option("--overdraft", "overdraft_nusd", callback=_amount, default="0", help="Dollars that may be owed.")
+@click.option("--overdraft", "overdraft_nusd", callback=_amount, default="0", help="How many dollars it may owe.")
 def mode(place: Place, org: str, mode: Mode, overdraft_nusd: int) -> None:
-    """Have an organisation pay before (prepaid), after (postpaid, up to --overdraft) or not be limited at all. Where
-    payments are enabled, one that pays after becomes a customer at Stripe first."""
+    """Set how an organisation pays: before (prepaid), after (postpaid, up to --overdraft), or without a limit. If
+    payments are enabled, a postpaid one is made a customer at Stripe first."""
 
     def write(session: Session) -> str:
         org_id = organisation(session, org).id
@@ -242,7 +241,7 @@ def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
 @click.option("--org", help="Only this organisation.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def reconcile(place: Place, org: str | None, as_json: bool) -> None:
-    """Hold the books against themselves. Exit code 1 if anything differs by a nano-dollar."""
+    """Check that the books agree with each other. Exit code 1 if anything differs by a nano-dollar."""
     with database_of(place) as database:
         with database.read() as session:
             org_id = organisation(session, org).id if org else None

@@ -12,7 +12,7 @@ from store.settings import SettingsError
 
 @click.group()
 def payments() -> None:
-    """Stripe: what must be there before money can move."""
+    """Prepare the Stripe account for payments."""
 
 
 @payments.command()

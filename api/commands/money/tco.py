@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 @where
 @click.option("--days", type=click.IntRange(1), help="Whole days back from now (default 30, if they are kept).")
 @click.option("--gpus", type=click.IntRange(1, 100_000), help="GPUs that are paid for ([ownership] in the settings).")
-@click.option("--gpu-hour", type=Finite(0, 1e6, min_open=True), help="Dollars per GPU-hour, instead of computed.")
-@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
+@click.option(
+    "--gpu-hour", type=Finite(0, 1e6, min_open=True), help="Dollars per GPU-hour, in place of the computed cost."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 def tco(place: Place, days: int | None, gpus: int | None, gpu_hour: float | None, as_json: bool) -> None:
-    """What a token costs to make, and what is left of its price."""
+    """What making a token costs, and the margin in its price."""
     from sqlalchemy import select
 
     from billing.reports.ownership import days_back, ownership

@@ -21,10 +21,12 @@ def audit() -> None:
 @audit.command()
 @where
 @click.option("--org", help="One organisation only.")
-@click.option("--head", help="A hash that was printed before, and must still be in the log of --org.")
+@click.option("--head", help="A head printed earlier; fails unless the log of --org still has it.")
 def verify(place: Place, org: str | None, head: str | None) -> None:
-    """Recompute the chain of every organisation's entries, and print its head: keep it elsewhere, and give it back with
-    --head to see that nothing was cut off the end. Exit code 1 when something is wrong."""
+    """Recompute the hash chain of each organisation's entries, and print its head.
+
+    Keep the head elsewhere: given back with --head, it shows whether entries were cut off the end. Exit code 1 if
+    something is wrong."""
     if head is not None and org is None:
         refuse("--head needs --org: every organisation has a chain of its own")
     good = True

@@ -23,8 +23,14 @@ def key() -> None:
 @key.command()
 @where
 @click.option("--org", required=True, help="Name of the organisation; it is made if it is not there.")
-@click.option("--name", default="", help="What people call the key.")
-@click.option("--scope", "scopes", type=click.Choice(sorted(SCOPES)), multiple=True, help="Repeat; all without it.")
+@click.option("--name", default="", help="Name of the key.")
+@click.option(
+    "--scope",
+    "scopes",
+    type=click.Choice(sorted(SCOPES)),
+    multiple=True,
+    help="What the key may do; may be repeated (default: everything).",
+)
 @click.option("--project", help="Id of the project that the key is bound to.")
 @click.option("--user", "email", help="E-mail of the member that the key belongs to.")
 @click.option("--days", type=click.IntRange(1, 3660), help="Days until the key expires.")
@@ -70,7 +76,13 @@ def revoke(place: Place, prefix: str) -> None:
 @key.command()
 @where
 @click.argument("prefix")
-@click.option("--overlap-hours", type=click.IntRange(0, 720), default=24, show_default=True, help="For the old secret.")
+@click.option(
+    "--overlap-hours",
+    type=click.IntRange(0, 720),
+    default=24,
+    show_default=True,
+    help="How long the old secret still works.",
+)
 def rotate(place: Place, prefix: str, overlap_hours: int) -> None:
     """Print another secret for the key that starts with PREFIX."""
 

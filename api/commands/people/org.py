@@ -29,7 +29,7 @@ org.add_command(org_data.delete)
 @where
 @click.argument("name")
 def create(place: Place, name: str) -> None:
-    """Make an organisation, and print its id. One that is there stays as it is."""
+    """Make an organisation, and print its id. An existing one is left unchanged."""
     check_org_name(name)
     click.echo(change(place, lambda session: organisations.organisation_named(session, name).id, True))
 
@@ -48,7 +48,7 @@ def list_(place: Place) -> None:
 @click.argument("name")
 @click.argument("status", type=click.Choice(organisations.STATUSES))
 def status(place: Place, name: str, status: str) -> None:
-    """Set the state of an organisation; suspended and closed ones are refused everything, within seconds."""
+    """Set the state of an organisation. If it is suspended or closed, every request of it is refused within seconds."""
     change(place, lambda session: organisations.set_status(session, organisation(session, name), status))
 
 
@@ -66,7 +66,8 @@ def weight(place: Place, name: str, weight: int) -> None:
 @click.argument("name")
 @click.argument("how", type=click.Choice(("required", "optional")))
 def sso(place: Place, name: str, how: str) -> None:
-    """Whether members sign in to the console by the OpenID provider alone. The operator's own links always work."""
+    """Set whether members must sign in to the console by the OpenID provider. Links that an operator makes always
+    work."""
     required = how == "required"
     if required and not settings_of(place).oidc.on:
         refuse("no oidc.issuer is set, so nobody could sign in: set it first, or name its --config (docs/sign-in.md)")
@@ -76,9 +77,9 @@ def sso(place: Place, name: str, how: str) -> None:
 @org.command()
 @where
 @click.argument("name")
-@click.option("--requests-per-minute", type=_REQUESTS, help="0: no limit; not given: as it is.")
-@click.option("--tokens-per-minute", type=_TOKENS, help="Likewise.")
-@click.option("--max-in-flight", type=_IN_FLIGHT, help="Samples and runs at a time. Likewise.")
+@click.option("--requests-per-minute", type=_REQUESTS, help="0: no limit; not given: unchanged.")
+@click.option("--tokens-per-minute", type=_TOKENS, help="0: no limit; not given: unchanged.")
+@click.option("--max-in-flight", type=_IN_FLIGHT, help="Samples and runs at a time; 0: no limit; not given: unchanged.")
 def limits(place: Place, name: str, **given: int | None) -> None:
     """Set the rate limits of an organisation, and print them."""
     values = {limit: value or None for limit, value in given.items() if value is not None}
@@ -99,7 +100,8 @@ def limits(place: Place, name: str, **given: int | None) -> None:
 @click.argument("name")
 @click.option("--set", "changes", multiple=True, metavar="QUOTA=VALUE", help="A number, or `default`. May be repeated.")
 def quota(place: Place, name: str, changes: tuple[str, ...]) -> None:
-    """Set what an organisation may keep at a time; print each quota, what is used of it, and whose it is."""
+    """Set how much an organisation may keep at a time. Prints each quota, what is used of it, and whether it was set
+    here or is the default."""
     values = dict(_quota(text) for text in changes)
     limits = settings_of(place).limits
 

@@ -51,9 +51,9 @@ SHA256SUMS    of every file, for sha256sum --check
 @click.argument("name")
 @click.argument("target", type=click.Path(path_type=Path))
 def export(place: Place, name: str, target: Path) -> None:
-    """Write all that organisation NAME owns into the folder TARGET, which must not be there. The service may run.
+    """Write all data of the organisation NAME into the new folder TARGET. The service may run.
 
-    TARGET is there only once it is whole."""
+    TARGET must not exist; it appears only once it is complete."""
     settings = settings_of(place)
     if target.exists():
         refuse(f"{target} is there already: name a new folder")
@@ -173,7 +173,7 @@ class _Gone:
 def delete(place: Place, name: str, confirm: str) -> None:
     """Delete the data of the closed organisation NAME: runs, weights, operations, sessions, members, names of keys.
 
-    What is paid and who did what stays, for as long as the law wants it (docs/tenancy.md). Prints what was deleted."""
+    Payments and the audit log are kept as long as the law requires (docs/tenancy.md). Prints what was deleted."""
     if confirm != name:
         refuse(f"--confirm must be the name again, {name!r}")
     settings = settings_of(place)

@@ -30,9 +30,9 @@ def create(place: Place, org: str, name: str) -> None:
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.argument("project_id")
-@click.option("--restore", is_flag=True, help="Take it out of the archive again.")
+@click.option("--restore", is_flag=True, help="Undo the archiving.")
 def archive(place: Place, org: str, project_id: str, restore: bool) -> None:
-    """Let a project take no more sessions."""
+    """Archive a project: it takes no more sessions."""
 
     def write(session: Session) -> None:
         row = organisations.project_by_id(session, organisation(session, org).id, project_id)

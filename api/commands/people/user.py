@@ -22,7 +22,7 @@ def user() -> None:
 @click.option("--email", required=True, help="Address of the person.")
 @click.option("--role", type=click.Choice(ROLES), default="member", show_default=True)
 def create(place: Place, org: str, email: str, role: str) -> None:
-    """Make a person a member, and print the user's id. Who is a member already gets that role."""
+    """Make a person a member, and print the user's id. If they are one already, they get this role."""
     check_org_name(org)
 
     def write(session: Session) -> str:
@@ -64,9 +64,10 @@ def remove(place: Place, org: str, email: str) -> None:
 @where
 @click.option("--email", required=True, help="Address of the person.")
 def unlink(place: Place, email: str) -> None:
-    """Forget which accounts of the OpenID provider are this person's: the next with their verified address will be.
+    """Forget which accounts of the OpenID provider belong to a person; the next account with their verified address
+    will.
 
-    Ends their sessions of the console. Memberships and keys stay: where the address is somebody else's now, end those
+    Ends their sessions of the console. Memberships and keys stay: if the address is now somebody else's, end those
     first (weftd user remove)."""
     click.echo(change(place, lambda session: identities.unlink(session, email)))
 
@@ -74,7 +75,7 @@ def unlink(place: Place, email: str) -> None:
 @user.command("login-link")
 @where
 @click.option("--org", required=True, help="Name of the organisation.")
-@click.option("--email", required=True, help="Which of its members.")
+@click.option("--email", required=True, help="Address of the member.")
 @click.option("--operator", is_flag=True, help="Show the operator's pages too: all organisations, cost of ownership.")
 @click.option("--url", help="Where browsers find the server (default: host and port of the settings).")
 def login_link(place: Place, org: str, email: str, operator: bool, url: str | None) -> None:

@@ -12,14 +12,21 @@ from api.commands.places import Finite, refuse
 
 @click.command()
 @click.option(
-    "--model", "paths", type=click.Path(path_type=Path), multiple=True, required=True, help="Folder (repeat)."
+    "--model",
+    "paths",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    required=True,
+    help="Folder of a model; may be repeated.",
 )
-@click.option("--gpu-gib", type=Finite(0, 1 << 20, min_open=True), help="Memory of each GPU (default: here).")
-@click.option("--gpus", type=click.IntRange(min=1), default=1, help="GPUs that the trainer's base is spread over.")
+@click.option(
+    "--gpu-gib", type=Finite(0, 1 << 20, min_open=True), help="Memory of each GPU (default: that of the GPU here)."
+)
+@click.option("--gpus", type=click.IntRange(min=1), default=1, help="GPUs over which the trainer spreads the base.")
 @click.option("--tenants", type=click.IntRange(min=1), default=16, help="Runs in training at the same time.")
-@click.option("--rank", type=click.IntRange(min=1), default=32, help="Of their adapters, on everything.")
+@click.option("--rank", type=click.IntRange(min=1), default=32, help="Rank of their adapters, which train all parts.")
 @click.option("--context", type=click.IntRange(min=1), help="Longest sequence (generator.context_tokens).")
-@click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML, which the plan keeps to.")
+@click.option("--config", type=click.Path(path_type=Path), help="Settings as TOML; the plan changes none of them.")
 def plan(
     paths: tuple[Path, ...],
     gpu_gib: float | None,
@@ -29,8 +36,8 @@ def plan(
     context: int | None,
     config: Path | None,
 ) -> None:
-    """Print a table of memory and the settings that fit, or, with exit code 2, the one that does not. Of the model only
-    config.json is read."""
+    """Print how memory is divided and the settings that fit; or, with exit code 2, the setting that does not fit. Reads
+    only config.json of the model."""
     from api.server.workers.memory_plan import devices_here, plan_on
     from api.server.workers.vllm_places import options_of, started_here, vllm_table
     from store.load_settings import load_settings
@@ -69,11 +76,13 @@ def model() -> None:
 
 
 @model.command()
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", help="Of weights and cache.")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", help="Dtype of weights and cache."
+)
 @click.argument("path", type=click.Path(path_type=Path))
 def check(path: Path, dtype: str) -> None:
-    """Print the family of the model in PATH, what is trained of it and what memory it takes; or, with exit code 2, what
-    is not supported of it. `serve` refuses the same models for the same reasons."""
+    """Print the family of the model in PATH, which parts are trained and how much memory it takes; or, with exit code
+    2, what is not supported. `serve` refuses the same models for the same reasons."""
     from workers.model.card import UnsupportedModel, read_card
     from workers.model.planning.check import check_model
 

@@ -14,26 +14,44 @@ from api.commands.places import Finite, refuse
 
 
 @click.command()
-@click.option("--tenants", "counts", type=click.IntRange(1, 10_000), multiple=True, help="How many (repeat).")
+@click.option(
+    "--tenants",
+    "counts",
+    type=click.IntRange(1, 10_000),
+    multiple=True,
+    help="How many tenants; repeat for several rows.",
+)
 @click.option("--gpus", type=click.IntRange(2, 100_000), default=256, show_default=True)
-@click.option("--trainer-share", type=Finite(0.01, 0.99), default=0.3, show_default=True, help="Of the GPUs.")
-@click.option("--slots", type=click.IntRange(1, 4096), default=64, show_default=True, help="Sequences of a replica.")
-@click.option("--hours", type=Finite(0.01, 1000), default=8.0, show_default=True, help="Of virtual time.")
-@click.option("--after", type=Finite(0, 1000), default=0.0, show_default=True, help="Hours not counted.")
-@click.option("--gpu-hour", type=Finite(0, 1e6), default=1.59, show_default=True, help="Dollars.")
+@click.option("--trainer-share", type=Finite(0.01, 0.99), default=0.3, show_default=True, help="Fraction of the GPUs.")
+@click.option("--slots", type=click.IntRange(1, 4096), default=64, show_default=True, help="Sequences per replica.")
+@click.option("--hours", type=Finite(0.01, 1000), default=8.0, show_default=True, help="Simulated hours.")
+@click.option(
+    "--after", type=Finite(0, 1000), default=0.0, show_default=True, help="Hours at the beginning that are not counted."
+)
+@click.option("--gpu-hour", type=Finite(0, 1e6), default=1.59, show_default=True, help="Dollars per GPU-hour.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the rows into a .png or .svg (needs matplotlib).")
-@click.option("--json", "as_json", is_flag=True, help="The rows, as JSON.")
-@click.option("--model", type=click.Path(path_type=Path), help="Divide the GPUs for this model (its config.json).")
-@click.option("--gpu-gib", type=Finite(1, 1 << 20), default=141.0, show_default=True, help="With --model.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Say how to divide the GPUs for this model (a folder with config.json).",
+)
+@click.option(
+    "--gpu-gib", type=Finite(1, 1 << 20), default=141.0, show_default=True, help="With --model: memory of each GPU."
+)
 @click.option(
     "--busiest",
     type=Finite(1, 100_000),
     default=1.0,
     show_default=True,
-    help="With --model: work of the busiest owner of experts, of the average.",
+    help="With --model: work of the busiest owner of experts, as a multiple of the average.",
 )
-@click.option("--check", is_flag=True, help="Beside a real run of the embedded service, instead: exit code 1 if off.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Instead, compare the simulator with a real run of the embedded service; exit code 1 if they differ.",
+)
 def simulate(
     counts: tuple[int, ...],
     gpus: int,
@@ -50,9 +68,10 @@ def simulate(
     busiest: float,
     check: bool,
 ) -> None:
-    """Utilisation, waits, throughput and price of tenants on one cluster: in fair order, by arrival, and alone.
+    """Simulate tenants on one cluster and print utilisation, waits, throughput and price: in fair order, in order of
+    arrival, and each tenant alone.
 
-    With --model, for so many --tenants: how to divide the GPUs between trainers and generators, by arithmetic."""
+    With --model: compute instead how to divide the GPUs between trainers and generators for that many --tenants."""
     if plot is not None and plot.suffix not in (".png", ".svg"):  # refused before a minute's work
         refuse("--plot: name a file that ends in .png or .svg")
     if check:

@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @click.group()
 def adapter() -> None:
-    """Adapters that other tools have trained."""
+    """Import adapters trained by other tools."""
 
 
 @adapter.command("import")
 @where
-@click.option("--org", required=True, help="Name of the organisation that gets it.")
-@click.option("--model", help="Base model it belongs to, as clients know it (default: the built-in one).")
+@click.option("--org", required=True, help="Name of the organisation that is to own the checkpoint.")
+@click.option("--model", help="Name of its base model, as clients see it (default: the built-in one).")
 @click.option("--name", default="imported", show_default=True, help="Name of the checkpoint.")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 def import_(place: Place, org: str, model: str | None, name: str, folder: Path) -> None:
-    """Make a checkpoint of a PEFT adapter in FOLDER and print its tinker:// path.
+    """Store the PEFT adapter in FOLDER as a checkpoint, and print its tinker:// path.
 
-    Train on from it with create_training_client_from_state. Experts keep a pair of factors each where the adapter has
-    them."""
+    Clients train on from it with create_training_client_from_state. An adapter that has a pair of factors for each
+    expert keeps them."""
     from api.errors import ApiError
     from api.paths import check_name
     from api.server.serve import CannotServe, read_cards

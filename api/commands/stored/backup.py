@@ -54,10 +54,10 @@ class About:
 @where
 @click.argument("target", type=click.Path(path_type=Path))
 def backup(place: Place, target: Path) -> None:
-    """Copy database, blobs and secret into the folder TARGET, which must not be there; the service may run.
+    """Copy database, blobs and secret into the new folder TARGET; the service may run.
 
-    TARGET is there only once it is whole. Prints what is in it. Exit code 1: files that the database names were missing
-    in the data folder (or the bucket) itself, and are listed; all else is in the backup."""
+    TARGET must not exist; it appears only once it is complete. Prints what is in it. Exit code 1: some files named in
+    the database are missing from the data folder (or the bucket) and are listed; everything else is in the backup."""
     settings = settings_of(place)
     if not target.name:
         refuse("TARGET: name a new folder")
@@ -118,9 +118,10 @@ def _filled(settings: Settings, bucket: Bucket | None, target: Path) -> tuple[Ab
 @where
 @click.argument("source", type=click.Path(path_type=Path))
 def restore(place: Place, source: Path) -> None:
-    """Put the backup SOURCE back into a new data folder (and a PostgreSQL without tables, where the settings name one).
+    """Put the backup SOURCE back into a new data folder (and into a PostgreSQL without tables, if the settings name
+    one).
 
-    Every file is checked against the SHA-256 that was written down, and every table's rows are counted."""
+    Checks every file against its recorded SHA-256, and counts the rows of every table."""
     settings = settings_of(place)
     about = _told(lambda: _restore(settings, source), settings.data_dir)
     click.echo(f"{settings.data_dir} is as of {about.made_at}\t{sum(about.rows.values())} rows")

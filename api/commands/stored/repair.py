@@ -19,8 +19,8 @@ _LOST = "the server's database has lost what was committed last, and with it ope
 def repair(place: Place) -> None:
     """Accept that the database has lost commits, and end the runs that may have lost operations.
 
-    Only for a server that does not start because of it, and when the right files cannot be put back. Every run that was
-    live is ended; its user is told why, and its last checkpoint. Prints the runs."""
+    Use it only if the server does not start because of lost commits and the right files cannot be restored. Ends every
+    live run; its user is told why, and which checkpoint is its last. Prints the runs."""
     from api.server.serve import CannotServe, only_one
 
     settings = settings_of(place)

@@ -121,8 +121,8 @@ async def _told(request: Request, submitting: Awaitable[tuple[UntypedAPIFuture, 
 
 
 def _came_at(request: Request) -> datetime:
-    """When the request first came. Tinker's client tells how often it has sent a request before that was refused for
-    now."""
+    """When the request first came; SENT_AGAIN if Tinker's client says that it was refused before and has sent it
+    again."""
     again = header(request.scope, b"x-stainless-retry-count") or "0"
     return datetime.now(UTC) if again == "0" else SENT_AGAIN
 

@@ -116,7 +116,7 @@ async def retrieve_futures(request: Request, service: ServiceDep, who: Principal
 
 
 def _seen(session: Session, who: Principal, request_ids: list[str]) -> list[str]:
-    """Those of the requests that `who` may see."""
+    """The requests among these that `who` may see."""
     asked = [request_id for request_id in request_ids if plain_id(request_id)]
     query = select(tables.Operation.id).where(visible(who, tables.Operation), tables.Operation.id.in_(asked))
     return list(session.scalars(query))

@@ -106,7 +106,7 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
     body = await read_json(request, StreamFutureRequest)
     row = await service.read(lambda session: operation_by_id(session, who, body.request_id))
     if row.kind != operations.SAMPLE:
-        raise Invalid(f"request_id: {body.request_id} is no sample; only these are streamed")
+        raise Invalid(f"request_id: {body.request_id} is not a sample; only samples are streamed")
     service.polls.check(who.org_id)
     return EventStream(_events(service, who, body))
 

@@ -26,7 +26,7 @@ WRITTEN_TIMES = 9
 
 
 async def ended(asked: Sequence[Asked]) -> list[Outcome]:
-    """The outcome of each prompt's sample. Raises ClientDisconnect when the client has left."""
+    """The outcome of each prompt's sample. Raises ClientDisconnect if the client has left."""
 
     async def of(place: int, one: Asked) -> Outcome:
         with of_prompt_at(place, len(asked)):

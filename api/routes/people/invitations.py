@@ -38,7 +38,7 @@ class NewInvitation(BaseModel):
 
 @router.get("", **declare(scope="admin", limit="call"))
 async def list_invitations(service: ServiceDep, who: PrincipalDep) -> InvitationsResponse:
-    """Those that may still be used, newest first, without their links."""
+    """Invitations that may still be used, newest first, without their links."""
 
     def read(session: Session) -> list[InvitationRow]:
         return [_shown(row) for row in invitations.open_of(session, who.org_id)]

@@ -78,7 +78,7 @@ class Executed:
 
 
 async def start(program: WorkerProgram, nursery: Nursery | None = None) -> WorkerProcess:
-    """One that has been told its config. Raises OSError when it cannot be started.
+    """One that has been told its config. Raises OSError if it cannot be started.
 
     By the main thread: where the kernel kills a worker with its parent, that is the thread which started it."""
     link, theirs = socket.socketpair()

@@ -15,17 +15,23 @@ from weft.exports.layout import REFERENCE, Layout
 
 @main.command()
 @click.argument("path")
-@click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder; default: named as the checkpoint.")
+@click.option(
+    "--to", "folder", type=click.Path(path_type=Path), help="Folder to write (default: the checkpoint's name)."
+)
 @click.option(
     "--for",
     "layout",
     type=click.Choice(["peft", "vllm", "tinker"]),
     default="peft",
     show_default=True,
-    help="Who reads it.",
+    help="The program that is to load it.",
 )
-@click.option("--leave-out-unembedding", is_flag=True, help="For vLLM: without what was trained of the unembedding.")
-@click.option("--no-reference", is_flag=True, help="No log-probabilities for `weft verify` (billed as prefill).")
+@click.option("--leave-out-unembedding", is_flag=True, help="For vLLM: leave out the trained part of the unembedding.")
+@click.option(
+    "--no-reference",
+    is_flag=True,
+    help="Do not fetch the log-probabilities (billed as prefill) that `weft verify` compares with.",
+)
 @click.pass_obj
 def download(
     server: Server, path: str, folder: Path | None, layout: Layout, leave_out_unembedding: bool, no_reference: bool
@@ -53,7 +59,7 @@ def download(
 
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--base", help="Folder, or name on the hub, of the base model; else the name that it is served by.")
+@click.option("--base", help="Folder or hub name of the base model (default: the name under which it is served).")
 def verify(folder: Path, base: str | None) -> None:
     """Compare the log-probabilities of the adapter in FOLDER, as peft and transformers load it here, with the
     server's."""

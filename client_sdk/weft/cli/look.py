@@ -45,7 +45,7 @@ def cost(rest: Server, run_id: str, json_: bool) -> None:
 @as_json
 @click.pass_obj
 def balance(rest: Server, json_: bool) -> None:
-    """What you have spent, this month and ever, and what is left if the server keeps credits."""
+    """What you have spent, this month and in all, and what is left if the server keeps credits."""
     show(rest().get_balance().result(), json_, tables.balance)
 
 
@@ -58,11 +58,11 @@ def budget(rest: Server, json_: bool) -> None:
 
 
 @main.command()
-@click.option("--before", type=int, help="Entries before this one, by its number.")
+@click.option("--before", type=int, help="Show the entries before this number.")
 @as_json
 @click.pass_obj
 def ledger(rest: Server, before: int | None, json_: bool) -> None:
-    """Movements of your balance, the newest first."""
+    """Movements of your balance, newest first."""
     show(rest().get_ledger(before).result(), json_, tables.ledger)
 
 

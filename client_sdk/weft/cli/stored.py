@@ -35,18 +35,18 @@ def publish(rest: Server, path: str) -> None:
 @click.argument("path")
 @click.pass_obj
 def unpublish(rest: Server, path: str) -> None:
-    """Keep the checkpoint at PATH to yourself again."""
+    """Make the checkpoint at PATH private again."""
     rest().unpublish_checkpoint_from_tinker_path(path).result()
     click.echo(f"{path} is private")
 
 
 @main.command("set-ttl")
 @click.argument("path")
-@click.option("--seconds", type=int, help="Expire so long from now: an hour to ten years.")
+@click.option("--seconds", type=int, help="Expire this many seconds from now: an hour to ten years.")
 @click.option("--never", is_flag=True, help="Keep it for ever.")
 @click.pass_obj
 def set_ttl(rest: Server, path: str, seconds: int | None, never: bool) -> None:
-    """Let the checkpoint at PATH expire, or not."""
+    """Set when the checkpoint at PATH expires, or that it never does."""
     if (seconds is None) != never:
         raise click.UsageError("give either --seconds or --never")
     rest().set_checkpoint_ttl_from_tinker_path(path, seconds).result()

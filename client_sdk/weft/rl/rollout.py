@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest policy version that drew any of its tokens; None where nothing was drawn."""
+        """The oldest policy version that drew any of its tokens; None if nothing was drawn."""
         return min((span.version for turn in self.turns for span in turn.versions if span.length), default=None)
 
 

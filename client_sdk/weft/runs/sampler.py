@@ -43,7 +43,7 @@ class SamplerHandle:
     record_stability_info: bool = False
 
     def encoded(self) -> str:
-        """As a string of plain characters."""
+        """The handle as a string of plain characters."""
         return base64.urlsafe_b64encode(json.dumps(asdict(self), separators=(",", ":")).encode()).decode()
 
     @classmethod

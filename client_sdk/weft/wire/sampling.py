@@ -196,7 +196,7 @@ class SampleResponse:
 
     @cached_property
     def prompt_logprobs(self) -> list[float | None] | None:
-        """One per prompt token; None where there is none (the first token always)."""
+        """One per prompt token; None if there is none (the first token always)."""
         if self.prompt_logprobs_np is None:
             return None
         return [None if value != value else value for value in self.prompt_logprobs_np.tolist()]

@@ -173,7 +173,7 @@ SessionStatus = Annotated[
 
 
 class SessionSummary(Response):
-    """A session as a search shows it. `status` is None when it neither finished nor is known to run."""
+    """A session as a search shows it. `status` is None if it neither finished nor is known to run."""
 
     session_id: str
     created_at: datetime

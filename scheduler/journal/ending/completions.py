@@ -38,7 +38,7 @@ class FeedKey:
 
 @dataclass(frozen=True)
 class Completion:
-    """`size_bytes` of the result; None when the request failed."""
+    """`size_bytes` of the result; None if the request failed."""
 
     request_id: str
     size_bytes: int | None
@@ -93,7 +93,7 @@ class Feeds:
             feed.changed.set()
 
     def unknown(self, key: FeedKey, completions: Iterable[Completion]) -> list[Completion]:
-        """Those completions that the feed does not have yet."""
+        """The completions among these that the feed does not have yet."""
         known = {completion.request_id for _, completion in self._feeds[key].events}
         return [completion for completion in completions if completion.request_id not in known]
 

@@ -44,7 +44,7 @@ class Chain:
     keys: list[BlockKey] = field(default_factory=list)
 
     def next_key(self, prompt: Sequence[int]) -> BlockKey | None:
-        """The key of the next block; None when the prompt has no further whole block."""
+        """The key of the next block; None if the prompt has no further whole block."""
         start = len(self.keys) * BLOCK_TOKENS
         tokens = tuple(prompt[start : start + BLOCK_TOKENS])
         return (self.tail, tokens) if len(tokens) == BLOCK_TOKENS else None
@@ -81,7 +81,7 @@ class BlockIndex:
                 self._blocks.move_to_end(key)
 
     def extend(self, chain: Chain, prompt: Sequence[int]) -> int | None:
-        """Add the next block of `prompt` to its chain. Returns the place to fill; None when the block is there already
+        """Add the next block of `prompt` to its chain. Returns the place to fill; None if the block is there already
         or there is no room. A chain that has lost its tail to eviction grows no more."""
         key = chain.next_key(prompt)
         if key is None or (chain.keys and chain.keys[-1] not in self._blocks):

@@ -1,10 +1,11 @@
-"""Decode steps that are launched before the tokens of the step before have come, so that a device never waits for the
-host between two steps.
+"""Decode steps launched before the tokens of the step before have come, so that a device never waits for the host
+between two steps.
 
-The tokens that a step draws stay on the device and are the next one's input; what only the host knows, where a sequence
-ends, is found a step late. What was drawn then for a sequence that has ended, or was set aside, is not taken: it is
-neither returned nor billed, and its random number is used again. What such a row has written lies in pages behind its
-sequence's last token, before whatever is launched later for their next holder.
+The tokens that a step draws stay on the device and are the next step's input. Only the host knows that a sequence has
+ended, and it finds out a step late. A token drawn meanwhile for a sequence that has ended, or was set aside, is
+dropped: it is neither returned nor billed, and its random number is used again. The key and value that such a row
+writes lie behind its sequence's last token; the write is launched before anything for the pages' next holder, which
+overwrites it.
 
 Shapes: R rows.
 """
@@ -24,12 +25,12 @@ from workers.generator.tokens.sampling import Draw, chosen, drawn
 
 log = logging.getLogger(__name__)
 
-#: Launches a step and returns its logits; (`DecodeSteps.__call__`).
+#: Launches a step of a plan and returns its logits [R, V]: `DecodeSteps.__call__`.
 Launch = Callable[..., Tensor]
 
 
 class Flight:
-    """A step that is under way."""
+    """A step that is under way: its plan, and the tokens it draws, on the device and on their way to the host."""
 
     def __init__(self, plan: DecodePlan, rows: Sequence[Row], logits_RV: Tensor) -> None:
         self.plan = plan
@@ -45,20 +46,21 @@ class Flight:
             self._arrived = torch.cuda.current_stream().record_event()
 
     def draws(self) -> list[Draw]:
-        """The tokens drawn; waits for this step alone."""
+        """The tokens drawn. Waits for this step, but not for those launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return drawn(self._here.tolist(), self.plan.sampling)
 
     def fits(self, at: int) -> bool:
-        """Whether the sequence of row `at` is still one token before this step's."""
+        """Whether the sequence of row `at` may take this step's token: it is seated, has not ended, and has the tokens
+        that it had, or was expected to have, when the step was launched."""
         sequence = self.plan.sequences[at]
         seated = bool(sequence.pages) and sequence.stop_reason is None
         return seated and len(sequence.tokens) == self._tokens[at]
 
 
 class Ahead:
-    """The steps of an engine: at most two are under way, of one plan."""
+    """Launches the steps of an engine. At most two are under way, both of one plan."""
 
     def __init__(self, seating: Seating) -> None:
         self._seating = seating
@@ -66,7 +68,8 @@ class Ahead:
         self.flight: Flight | None = None
 
     def step(self, plan: DecodePlan, launch: Launch) -> list[Draw]:
-        """The draws of a step of this plan. By then the next step is under way, if it will certainly be needed."""
+        """The draws of the next step of this plan. Before waiting for them, launches the step after it, if every
+        sequence certainly needs that."""
         flight, self.flight = self.flight, None
         if flight is None or flight.plan is not plan:
             flight = Flight(plan, plan.rows, launch(plan, None))

@@ -1,4 +1,4 @@
-"""Attention of a decode step on a device, reading pages in place.
+"""The `Attend` of a decode step on a device, which reads the cache's pages in place (kernels.py). step.py makes it.
 
 Shapes: G groups of layers, R rows, W pages of the longest row at most, H query heads, K kv heads, D head dim, S parts
 of a row.
@@ -16,8 +16,8 @@ from workers.generator.cache.kv_cache import PAGE_TOKENS, KVCache
 from workers.generator.gpu import kernels
 from workers.model.attend import ALL, Reach
 
-#: The most parts that a row is cut into, and the fewest pages of a part. With few rows, parts keep a device busy; more
-#: parts cost memory and a longer `combine`.
+#: The most parts that a row's pages are cut into, and the fewest pages of a part. If rows are few, parts keep a device
+#: busy; more parts cost memory and a longer `combine`.
 MAX_SPLITS = 32
 MIN_PAGES = 4
 
@@ -26,9 +26,9 @@ _MIN_ROWS = 16
 
 
 class PagedAttend:
-    """An `Attend`: row i stores its new key and value at `positions_R[i]` of the sequence with the pages
-    `table_GRW[g, i]` in layers of group g, and attends to every position up to it. Both are read on the device each
-    time a launch runs."""
+    """Row i stores its new key and value at `positions_R[i]` of the sequence whose pages are `table_GRW[g, i]` in
+    layers of group g, and attends to every position up to it. Launches read both tensors on the device each time they
+    run, so a captured launch serves other rows after the tensors were rewritten."""
 
     latent = True
 

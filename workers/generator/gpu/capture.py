@@ -1,7 +1,8 @@
-"""Work that is launched repeatedly on the same tensors: run plainly the first time, captured the second, then replayed.
+"""Work launched repeatedly on the same tensors: the first time it runs plainly, the second time it is captured, then it
+is replayed.
 
-The first time is the warm-up: kernels are compiled and libraries take their workspaces. Work that comes only once is
-never captured.
+The first time is the warm-up, in which kernels are compiled and libraries allocate their workspaces. Work needed only
+once is never captured.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Operations that the host must wait for: their result has an unknown size, or is a number, or is copied between
-#: devices.
+#: Operations that make the host wait for the device: their result is a number on the host, or its size depends on
+#: values. COPIES make it wait if they go from one device to another.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal"}
 COPIES = {"copy_", "_to_copy"}
 
-#: Captures what a function launches. Returns a function that launches it again, and the captured function's result,
-#: whose tensors each launch overwrites.
+#: Captures the launches of a function. Returns a function that replays them, and the captured function's result, whose
+#: tensors each replay overwrites.
 Capture = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
 
 
 class Repeated(Generic[T]):
-    """`function` launches the same work at every call; with `capture` None nothing is captured."""
+    """Calls `function`, which must launch the same work each time, or replays its capture. `capture` None: never
+    captures."""
 
     def __init__(self, function: Callable[[], T], capture: Capture[T] | None) -> None:
         self._function, self._capture = function, capture
@@ -53,9 +55,9 @@ class Repeated(Generic[T]):
 
 
 class CudaGraphs(Generic[T]):
-    """Captures in CUDA graphs that share one memory pool: a result must be used before the next replay of any. Work
-    that waits for the device cannot be captured. It is found in a rehearsal, since after an aborted capture the
-    allocator may go on as if it were capturing."""
+    """Captures in CUDA graphs that share one memory pool, so a result must be used before any of the graphs is
+    replayed. Work that makes the host wait cannot be captured; a rehearsal finds it before, because after an aborted
+    capture torch's allocator may go on as if it were capturing."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -64,15 +66,15 @@ class CudaGraphs(Generic[T]):
         with NeverWaits():  # type: ignore[no-untyped-call]
             function()
         graph = torch.cuda.CUDAGraph()
-        # Another thread may be reading an adapter to the device meanwhile.
+        # Another thread may be copying an adapter to the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             found = function()
         return graph.replay, found
 
 
 class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In the block, on this thread, any operation that would wait for the device raises RuntimeError. (torch's own sync
-    debug mode holds for all threads, and would fail an adapter that is read meanwhile.)"""
+    """In the block, on this thread, any operation that would make the host wait for the device raises RuntimeError.
+    (torch's own sync debug mode holds for all threads, so it would fail the thread that reads adapters.)"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

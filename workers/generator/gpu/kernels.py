@@ -1,13 +1,17 @@
-"""Triton kernels of a decode step's attention: each row's one query over the pages of its own sequence, read in place.
+"""Triton kernels of a decode step's attention: each row's query over the pages of its own sequence, read in place.
 
-    store    the new keys and values of every row, to their places in the pages
-    partial  softmax(q k) v of some consecutive pages of a row, with what it takes to put parts together
-    combine  the parts of a row, first to last
+    store    write the new key and value of every row to their place in the pages
+    partial  softmax(q k) v over some consecutive pages of a row, with what is needed to add parts up
+    combine  add up the parts of a row, first to last
 
-Programs are laid out by what never changes for a bucket of rows (rows, heads, SPLITS); lengths and pages are read on
-the device, so a launch can be captured. How a row is cut follows from its own length alone, and its parts are added in
-their order: what it gets does not depend on who shares the step. The queries that share a kv head are one product.
-Sums are float32. Launched by attend.py; checked in Triton's interpreter.
+Programs are laid out by what is fixed for a captured step (rows, heads, SPLITS); lengths and pages are read on the
+device, so launches can be captured. The queries that share a kv head are one product. Sums are float32.
+
+Invariant (isolation): a row's parts follow from its own length alone, and are added in order, so its result does not
+depend on the other rows of the step. Launched by attend.py; checked in Triton's interpreter.
+
+Arguments: `table_RW` int32 [R, width] the pages of each row, `positions_R` int64 [R] its newest position. k_NKDP and
+v_NKPD are the cache's N pages, keys and values in the cache's dtype.
 
 Shapes: R rows, W pages of the longest row at most, H query heads, K kv heads, G = H / K, D head dim, P positions of a
 page, S = SPLITS parts.
@@ -35,7 +39,8 @@ def store(
     PAGE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """k_NKDP[page, head, :, offset] = k_new[row, head] and v_NKPD[page, head, offset] = v_new[row, head]."""
+    """k_NKDP[page, head, :, offset] = k_new[row, head] and v_NKPD[page, head, offset] = v_new[row, head], for the page
+    and the offset of the row's newest position. Grid: rows, kv heads."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_R + row)
     page = tl.load(table_RW + row * width + position // PAGE).to(tl.int64)
@@ -50,14 +55,14 @@ def store(
 
 @triton.jit
 def _pages_of_part(position, PAGE: tl.constexpr, SPLITS: tl.constexpr, MIN_PAGES: tl.constexpr):
-    """How many pages a row has, and how many of them each part."""
+    """How many pages a row has, and how many of them make one part."""
     pages = (position // PAGE + 1).to(tl.int32)
     return pages, tl.maximum(MIN_PAGES, (pages + SPLITS - 1) // SPLITS)
 
 
 @triton.jit
 def _first_page(position, PAGE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first page that a row reaches: those before its window are not read."""
+    """The first page that a row attends to: pages before its window are not read. WINDOW 0: no window."""
     first = position * 0
     if WINDOW:
         first = tl.maximum(position + 1 - WINDOW, 0) // PAGE
@@ -88,8 +93,9 @@ def partial(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Part s of a row, for the queries of one kv head: top = max of the scores (times log2 e), mass = sum of 2^(score -
-    top), sum = sum of 2^(score - top) v."""
+    """One part of a row for the G queries of one kv head, each float32: top = the largest score, where scores are q k
+    times `scale_log2` (log2(e) / sqrt(D)); mass = sum of 2^(score - top); sum = sum of 2^(score - top) v. Writes
+    nothing for a part beyond the row's pages. Grid: rows, kv heads, parts."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_R + row)
     pages, each = _pages_of_part(position, PAGE, SPLITS, MIN_PAGES)
@@ -144,7 +150,9 @@ def combine(
     SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[row, head] = sum of 2^(top - highest top) sum, over the sum of the same of the masses and of the sink."""
+    """out[row, head] = (sum over parts of 2^(top - highest) * sum) / (sum over parts of 2^(top - highest) * mass),
+    where `highest` is the largest top. If SINKS, the denominator also has 2^(sink * log2(e) - highest), and `highest`
+    includes the sink. Grid: rows, query heads."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_R + row)
     pages, each = _pages_of_part(position, PAGE, SPLITS, MIN_PAGES)

@@ -1,4 +1,4 @@
-"""Copies of pages on a device: one launch for all layers, whatever kinds of numbers they keep."""
+"""Copies pages of the cache on a device: one launch for all layers, whatever dtypes they have."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from workers.generator.gpu import prefill_kernels as kernels
 from workers.model.device import sent
 
-#: How many times 4 bytes a program copies at once.
+#: How many words of 4 bytes a program copies at once.
 BLOCK = 1024
 _WORD = 4
 
 
 def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """See `copy_pages` of the cache. Tensors are contiguous; pages of whole multiples of 4 bytes."""
+    """Copy page a of each source to page b of its target, for each (a, b) of `pairs`: `copy_pages` of kv_cache.py on a
+    device. Tensors are contiguous; raises ValueError if a page is no multiple of 4 bytes."""
     found = [(a.data_ptr(), b.data_ptr(), a[0].nbytes) for a, b in zip(sources, targets, strict=True) if a.numel()]
     if not found or not pairs:
         return

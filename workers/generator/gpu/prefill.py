@@ -1,10 +1,10 @@
-"""Attention of a prefill on a device: for each layer one launch that stores the keys and values of all prompts, and one
-that attends, over what this pass has computed and over the cached prefixes alike.
+"""The `Attend` of a prefill on a device: for each layer one launch stores the new keys and values of all prompts, and
+one attends over the pages, those just written and cached prefixes alike (prefill_kernels.py).
 
-The assignment of tokens to programs is computed on the host, once for all layers, and sent in one copy from pinned
+Which program computes which tokens is decided on the host, once for all layers, and sent in one copy from pinned
 memory, so that nothing waits for the device.
 
-Shapes: T packed tokens, H query heads, K kv heads, D head dim, B blocks of a page, tiles of a launch.
+Shapes: T packed tokens, H query heads, K kv heads, D head dim, B blocks (of a page) or tiles of a launch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from workers.model.attend import ALL, Reach
 from workers.model.device import sent
 from workers.model.recur import Recur, Recurrence
 
-#: The size of a tile (rows of tokens times queries that share a kv head, by columns of the head) whose sums fit into
-#: registers, in 16 bits and in float32, which no tensor core multiplies exactly.
+#: The largest tile (rows x columns) whose sums fit into registers: for 16-bit tensors, and for float32, which tensor
+#: cores do not multiply exactly. A tile has a row for each token and query that share a kv head, and a column for each
+#: number of the head.
 SUMS, SUMS_FLOAT32 = 128 * 128, 32 * 128
 MAX_ROWS = 128
 #: The fewest rows and columns that tensor cores take.
@@ -41,7 +42,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class Shape(NamedTuple):
-    """How a tile is computed: `warps` share its rows, `stages` pages are on their way to it at a time."""
+    """How a tile is computed: by `warps` that share its rows, with `stages` pages being fetched at a time."""
 
     rows: int
     columns: int
@@ -50,13 +51,15 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, dim: int, groups: int, itemsize: int) -> Shape:
+        """The shape for heads of `dim` numbers, `groups` queries that share a kv head, and numbers of `itemsize`
+        bytes."""
         columns, precise = max(_MIN_COLUMNS, next_power_of_2(dim)), itemsize == 4
         rows = max(_MIN_ROWS, next_power_of_2(groups), min(MAX_ROWS, (SUMS_FLOAT32 if precise else SUMS) // columns))
         return cls(rows, columns, 8 if precise or rows * columns >= SUMS else 4, 2 if precise else 3)
 
 
 class _Group(NamedTuple):
-    """The kernels' arguments for a group of layers, row after row: see prefill_kernels."""
+    """The tables for a group of layers, int32, flattened; prefill_kernels.py states their rows."""
 
     blocks_B3: Tensor
     tiles_B5: Tensor
@@ -64,7 +67,8 @@ class _Group(NamedTuple):
 
 
 class PagedPrefill:
-    """The `Attend` of one prefill, as `PrefillAttend`; the pieces follow each other in T. `heads`: query heads."""
+    """The `Attend` of one prefill; on the CPU it is `PrefillAttend`. The pieces of prompts follow each other in T.
+    `heads`: query heads. `recur` serves recurrent layers."""
 
     latent = True
 
@@ -115,8 +119,8 @@ class PagedPrefill:
 
 
 def _laid_out(pieces: Sequence[Piece], group: int, tile: int) -> tuple[Ints, Ints, Ints]:
-    """The blocks, tiles of `tile` positions, and pages of a group of layers. The tiles that reach farthest come first:
-    one that began last would delay the end."""
+    """The blocks, the tiles of `tile` positions, and the pages for a group of layers. Tiles that attend to most
+    positions come first: one that began last would delay the end of the launch."""
     blocks: list[tuple[int, int, int]] = []
     tiles: list[tuple[int, int, int, int, int]] = []
     pages: list[int] = []

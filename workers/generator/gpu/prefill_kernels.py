@@ -1,15 +1,16 @@
 """Triton kernels of a prefill: the prompts of a pass, of any lengths, and the pages of their sequences.
 
-    store_blocks  new keys and values, to their places in the pages
-    attend_tiles  causal attention of some consecutive tokens of a prompt over all that came before them
-    copy_pages    pages of all layers, between cache and prefix cache or from sequence to sequence
+    store_blocks  write new keys and values to their place in the pages
+    attend_tiles  causal attention of consecutive tokens of a prompt over all positions up to them
+    copy_pages    copy pages of all layers, between cache and prefix cache or from sequence to sequence
 
-Everything is read from the pages, what this pass has stored and what was there before alike, in the order of positions.
-Tiles lie at multiples of their size in the prompt, so the row of a token follows from its position, and pages that it
-does not reach add exact zeros to its sums. So a token gets the same bits whether its prompt is computed whole, in
-pieces, or behind cached blocks, and whatever else is in the pass. The tokens of a tile and the queries that share a kv
-head are the rows of one product. Sums are float32. Launched by prefill.py and pages.py; checked in Triton's
-interpreter.
+Invariant: a token gets the same bits whether its prompt is computed whole, in pieces, or behind cached blocks, and
+whatever else is in the pass. For keys and values are always read from the pages, in the order of positions, whether
+this pass stored them or they were cached. Tiles lie at multiples of their size in the prompt, so a token's row in its
+tile follows from its position, and positions that a row does not reach add exact zeros to its sums.
+
+The tokens of a tile and the queries that share a kv head are the rows of one product. Sums are float32. Launched by
+prefill.py and pages.py; checked in Triton's interpreter.
 
 Shapes: T packed tokens, B blocks or tiles, H query heads, K kv heads, G = H / K, D head dim, P positions of a page, M
 rows of a tile.
@@ -35,7 +36,8 @@ def store_blocks(
     PAGE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tokens `first` to `first + count` are the first positions of `page`, for each (first, count, page)."""
+    """For each row (first, count, page) of `blocks_B3`: write the keys and values of the tokens `first` to `first +
+    count` to the first positions of `page`. Grid: blocks, kv heads."""
     at, head = blocks_B3 + tl.program_id(0) * 3, tl.program_id(1)
     first, count, page = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2).to(tl.int64)
     p, d = tl.arange(0, PAGE), tl.arange(0, BLOCK_D)
@@ -68,9 +70,12 @@ def attend_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """For each (first, low, high, position, table): the token at `position + i` of a sequence, whose page n is
-    pages[table + n], is the packed token `first + i`, for low <= i < high. `first` is negative where the pass has no
-    token for the beginning of its first tile."""
+    """softmax(q k^T / sqrt(D)) v over pages, in one pass with running maxima (FlashAttention, arXiv 2205.14135), with
+    an optional window and sinks.
+
+    For each row (first, low, high, position, table) of `tiles_B5`: packed token `first + i` is the token at `position +
+    i` of a sequence whose page n is pages[table + n], for low <= i < high. `first` is negative if the prompt's piece
+    begins inside of its first tile, near the start of the pass. Grid: tiles, kv heads."""
     at, head = tiles_B5 + tl.program_id(0) * 5, tl.program_id(1)
     first, low, high = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
     position, table = tl.load(at + 3), tl.load(at + 4)
@@ -99,7 +104,7 @@ def attend_tiles(
             seen_MP = seen_MP & (where_P[None] > (position + token)[:, None] - WINDOW)
         scores_MP = tl.where(seen_MP, scores_MP, float("-inf"))
         higher_M = tl.maximum(top_M, tl.max(scores_MP, 1))
-        # Rows that have reached nothing yet, in a window that begins on a later page.
+        # A row whose window begins on a later page has no finite score yet.
         finite_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
         weights_MP = tl.exp2(scores_MP - finite_M[:, None])
         shrunk_M = tl.exp2(top_M - finite_M)
@@ -119,8 +124,8 @@ def attend_tiles(
 
 @triton.jit
 def copy_pages(table_3B, tensors, pairs_C2, BLOCK: tl.constexpr):
-    """Page pairs[c, 0] of each source to page pairs[c, 1] of its target. The table has the addresses of the sources, of
-    the targets, and how many times 4 bytes a page of each has."""
+    """Copy page pairs[c, 0] of each source to page pairs[c, 1] of its target. `table_3B` int64 [3, tensors]: the
+    addresses of the sources, those of the targets, and the words of 4 bytes in a page. Grid: tensors, pairs."""
     tensor, pair = tl.program_id(0), tl.program_id(1)
     size = tl.load(table_3B + 2 * tensors + tensor)
     source = tl.load(table_3B + tensor).to(tl.pointer_type(tl.int32))

@@ -1,8 +1,8 @@
 """One decode step of a fixed number of rows, with all inputs in tensors at fixed addresses.
 
-`compute` reads nothing of the host that changes between steps, so its launches can be replayed after the inputs have
-been rewritten (`load`, `feed`). Unused rows run through the base model, with tokens that go to the cache's scratch
-page.
+`compute` reads nothing on the host that changes between steps, so its launches can be replayed after the inputs were
+rewritten (`load`, `feed`). Unused rows compute the base model and write their keys and values to the cache's scratch
+page. steps.py calls it.
 
 Shapes: R rows, G groups of layers, W pages of a sequence at most, M mixture layers, V vocabulary.
 """
@@ -31,8 +31,8 @@ MAX_SINGLE_ROWS = 8
 
 
 class Step:
-    """`forms` are those of the adapters it can be loaded with (`workers.model.gpu.segments.forms`); empty: base model
-    only."""
+    """`forms`: the shapes of the adapters that can be loaded (`workers.model.gpu.segments.forms`); empty: the base
+    model only."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, *, rows: int, width: int, forms: Collection[AdapterShape]
@@ -47,7 +47,8 @@ class Step:
         self._sent_GRW = np.full((cache.groups, rows, width), cache.scratch, dtype=np.int32)
 
     def load(self, adapters: Sequence[Adapter | None]) -> None:
-        """From now on row i is computed with `adapters[i]`, which must have these forms; rows beyond have none."""
+        """Compute row i with `adapters[i]` from now on. Together they must have this step's forms; rows beyond have
+        none."""
         if self._adapters is None:
             return
         (mine, table), device = self._adapters, self._cache.device
@@ -56,8 +57,9 @@ class Step:
         mine.scale_of_row(device).copy_(rows.scale_of_row(device))
 
     def feed(self, tokens: Sequence[int] | Tensor, positions: Sequence[int], table_GNW: npt.NDArray[np.int32]) -> None:
-        """Set the tokens of the first N rows, their positions, and the pages of their sequences, of each group. Tokens
-        may be on the device. The steps before may still be under way there."""
+        """Set the tokens of the first N rows, their positions, and in each group of layers the pages of their
+        sequences. Tokens may be on the device. Earlier steps may still be running there: copies are queued behind
+        them."""
         rows, inputs_2R = len(positions), np.zeros((2, self._rows), dtype=np.int64)
         inputs_2R[1, :rows] = positions
         if not isinstance(tokens, Tensor):
@@ -89,6 +91,6 @@ class Step:
 
 
 def _put(target: Tensor, values: npt.NDArray[Any]) -> None:
-    """Overwrite a tensor, in the order of launches and without waiting, from pinned memory of its own."""
+    """Overwrite a tensor, in the order of launches and without waiting, from newly pinned memory."""
     found = torch.from_numpy(values)
     target.copy_(found.pin_memory() if target.is_cuda else found, non_blocking=True)

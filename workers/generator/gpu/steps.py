@@ -1,7 +1,7 @@
-"""Decoding on a device: a plan runs through a captured step that fits its rows, rounded up, and its adapters' forms.
+"""Decoding on a device: a plan runs through a step that fits its rows, rounded up (`bucket`), and its adapters' forms.
 
 A step is captured when it is needed for the second time; beyond MAX_STEPS the least recently used is dropped. A
-captured step does not hold its adapters, so any set of the same forms can be loaded into it.
+captured step does not contain its adapters, so any set with the same forms can be loaded into it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
 from workers.model.gpu.segments import forms
 
-#: How many captured steps are kept, one for each size and set of adapter forms.
+#: How many steps are kept, one for each size and set of adapter forms.
 MAX_STEPS = 32
 
 Computed = tuple[Tensor, list[Tensor]]
 
 
 class DecodeSteps:
-    """Call it as `forward.decode`; the result must be used before the next call. One thread only."""
+    """Called like `forward.decode`; the result must be used before the next call. Not thread-safe."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, *, slots: int, context: int, capture: Capture[Computed] | None
@@ -37,7 +37,7 @@ class DecodeSteps:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._slots, self._width = slots, pages_of(context)
         self._steps: OrderedDict[tuple[int, frozenset[AdapterShape]], _Repeated] = OrderedDict()
-        #: All steps write their logits here, so that captured steps need no memory for them.
+        #: All steps write their logits here, so that each captured step needs no memory of its own for them.
         self._logits_RV = torch.empty(slots, decoder.config.vocab_size, device=cache.device)
         #: The plan whose adapters are loaded, and the step they are loaded in.
         self._plan: Callable[[], DecodePlan | None] = lambda: None
@@ -48,7 +48,8 @@ class DecodeSteps:
         return cls(decoder, cache, slots=slots, context=context, capture=CudaGraphs[Computed]())
 
     def __call__(self, plan: DecodePlan, after: Tensor | None = None) -> Tensor:
-        """`after`: what the step before has drawn, still on the device, are the rows' tokens (`ahead.py`)."""
+        """The logits of the plan's rows, [R, V]. `after`: the tokens that the step before has drawn, still on the
+        device, to be used as the rows' tokens (`ahead.py`)."""
         plan.turn_pages()
         step, compute = self._loaded(plan)
         rows = plan.rows if after is None else plan.next_rows

@@ -100,7 +100,7 @@ class OpenRequests:
         self.finished.append(failed(progress.request.id, error, progress.facts))
 
     def cancel(self, request_id: str) -> Finished | None:
-        """End a request with the tokens it has; None when there is no such request."""
+        """End a request with the tokens it has; None if there is no such request."""
         progress = self.here.get(request_id)
         if progress is None:
             return None

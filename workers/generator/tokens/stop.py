@@ -124,7 +124,7 @@ class _Tail:
 
 
 def text_decoder(model_folder: Path) -> DecodeText | None:
-    """A decoder by the model's tokenizer.json, read on first use; None when the model has none."""
+    """A decoder by the model's tokenizer.json, read on first use; None if the model has none."""
     file = model_folder / "tokenizer.json"
     if not file.is_file():
         return None

@@ -86,7 +86,7 @@ class VllmEngine:
         self._keeping = asyncio.create_task(self._server.keep())
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until vLLM has answered its first requests. Raises VllmFailed when it does not come up."""
+        """Wait until vLLM has answered its first requests. Raises VllmFailed if it does not come up."""
 
         async def ready() -> None:
             wait = asyncio.create_task(self._server.ready.wait())

@@ -63,7 +63,7 @@ def vllm_engine(
 
 
 def not_on_cpu(config: DecoderConfig, dtype: torch.dtype) -> str | None:
-    """Why vLLM's CPU build cannot serve a model (docs/vllm.md), or would serve other numbers; None when it can."""
+    """Why vLLM's CPU build cannot serve a model (docs/vllm.md), or would serve other numbers; None if it can."""
     if config.delta is not None and dtype != torch.bfloat16:
         return "vLLM computes a gated delta rule on a CPU in bfloat16 alone"
     if config.num_experts and not config.gate.gated:

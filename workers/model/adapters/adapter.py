@@ -171,7 +171,7 @@ def _load_export(
 
 
 def version_of(details: object) -> int:
-    """The optimizer steps behind the weights, by `LoadedAdapter.details`; 0 when they do not say."""
+    """The optimizer steps behind the weights, by `LoadedAdapter.details`; 0 if they do not say."""
     step = details.get("step") if isinstance(details, Mapping) else None
     return step if isinstance(step, int) else 0
 

@@ -1,4 +1,5 @@
-"""Tokens on a device, given to their experts, and what these give, put together with what adapters add: a launch each.
+"""On a device: tokens spread to their experts, and the experts' outputs summed per token together with what adapters
+add. One launch each (`fused_kernels.py`); mixture/choices.py calls it.
 
 Shapes: T tokens, K choices, P = T * K pairs sorted by expert, I columns.
 """
@@ -13,14 +14,14 @@ from workers.model.gpu import fused_kernels
 from workers.model.gpu.launch import Tile, TritonProducts, where
 from workers.model.lora.products import Added
 
-#: How many columns a block has at a time, and how many numbers it copies.
+#: The most columns of a block, and the most numbers that a block of `gather` copies.
 WIDTH, COPIED = 1024, 8192
-#: The same, if adapters add to the result (bench/gpu_tiles.py).
+#: The tile if adapters add to the result (chosen by bench/gpu_tiles.py).
 ADDED = Tile(128, 8)
 
 
 def spread(x_TI: Tensor, token_P: Tensor) -> Tensor:
-    """x[token], [P, I]."""
+    """x[token], [P, I], in the dtype of x."""
     pairs, wide = len(token_P), x_TI.shape[1]
     out_PI = x_TI.new_empty(pairs, wide)
     if pairs:
@@ -40,7 +41,11 @@ def combined(
     added: Added | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """sum_k weights[:, k] * y[inverse[:, k]], [T, I] in `dtype`; without weights the plain sum. With what is added."""
+    """sum_k weights[:, k] * y[inverse[:, k]], [T, I], plus `added`; without weights the plain sum. Summed in float32 in
+    the order of choices, rounded once to `dtype`. `inverse_P` int64: the place of each (token, choice) in y.
+
+    Tokens whose adapter lacks the factor of `added` get the sum alone, from a launch over all tokens before the
+    others."""
     tokens, wide = len(inverse_P) // choices, y_PI.shape[1]
     out_TI = torch.empty(tokens, wide, device=y_PI.device, dtype=dtype)
     if not tokens:

@@ -1,6 +1,6 @@
-"""Products with the frozen experts in one Triton launch that a CUDA graph may hold: the host knows its grid from the
-number of rows alone, in any dtype and on any device that Triton serves. For the few rows of a decode step; with many,
-libraries are faster.
+"""Products with the frozen experts in one Triton launch. The grid follows from the number of rows alone, so a CUDA
+graph may contain it. For the few rows of a decode step, and for devices and dtypes that torch's grouped product does
+not take (lora/base_mm.py); with many rows libraries are faster.
 
 Shapes: P rows sorted by expert, E experts, O out, I in.
 """
@@ -17,12 +17,13 @@ from workers.model.gpu.segments import EXPERT_ROWS
 #: Columns of the output and of the input that a block has at a time.
 BLOCK_N, BLOCK_K = 64, 64
 
-#: Pairs, or blocks of rows, that are compared with all others, or with all experts, at a time.
+#: How many pairs (or blocks of rows) a program compares with all other pairs (or with all experts).
 TOGETHER = 16
 
 
 def expert_mm(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """y_P = x W_e^T, in the weights' dtype, which x has, too. `ends_E` int32: where the rows of each expert end."""
+    """y_p = x_p W_e^T [P, O] for each row's expert e, in the weights' dtype, which x must have, too. `ends_E` int32:
+    where the rows of each expert end. No block holds rows of two experts."""
     experts, out, inner = weight_EOI.shape
     y_PO = x_PI.new_empty(len(x_PI), out)
     if not len(x_PI):
@@ -61,7 +62,8 @@ def expert_mm(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def sort_pairs(experts_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, ...]:
-    """`Routing`'s experts, order, inverse, token and ends_E, in one launch, for few pairs."""
+    """`Routing`'s experts, order, inverse, token and ends_E in one launch; for few pairs, since each is compared with
+    all. `experts_P`: the expert of each (token, choice)."""
     pairs = len(experts_P)
     found = [torch.empty_like(experts_P), *(experts_P.new_empty(pairs, dtype=torch.int64) for _ in range(3))]
     ends_E = experts_P.new_empty(num_experts, dtype=torch.int32)

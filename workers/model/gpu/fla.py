@@ -1,13 +1,13 @@
-"""Recurrences of all packed sequences at once: kernels of flash-linear-attention (fla-core), where it is installed.
+"""The recurrences of all packed sequences at once, by the kernels of flash-linear-attention (fla-core).
 
-Optional (the extra `gpu`): without them, or where `agrees` finds that they fail on this device or differ, torch
-computes the same sequence by sequence. They multiply float32 as the adapters' kernels do beside a base of 16 bits, with
-10 bits of mantissa, so they serve such bases only. `isolation.probe` decides, once per process. Where the library
-refuses their gradients (`refusal`), torch computes all of it, samplers' recurrences too.
+Optional (the extra `gpu`): torch computes sequence by sequence if fla-core is not installed, if `agrees` finds that its
+kernels fail on this device or differ from torch, or if it has no gradients here (`refusal`; then samplers' recurrences
+are torch's, too). `isolation.probe` decides, once per process. The kernels multiply float32 with 10 bits of mantissa,
+as the adapters' kernels do beside a base of 16 bits, so they serve only such bases.
 
-A chunk belongs to one sequence and lies at a multiple of its length from where that begins, and no kernel is chosen by
-how many sequences there are (the tuner's keys are heads and widths), so a sequence's sums do not depend on its
-neighbours. What would cut long sequences by how many there are, the library's other backends, is turned off.
+Invariant (isolation): a sequence's sums do not depend on its neighbours. A chunk belongs to one sequence and lies at a
+multiple of its length from the sequence's start; the tuner chooses kernels by heads and widths, never by the number of
+sequences; and the library's other backends, which cut long sequences by how many there are, are turned off.
 
 Shapes: T packed tokens, R sequences, M channels of the convolution, J its taps, K key heads, H value heads, G groups of
 heads, D key dim, V value dim.
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 #: The widest keys that the kernels hold.
 MAX_KEY_DIM = 256
-#: What `agrees` computes: sequences shorter than the convolution, than a chunk, and of several chunks.
+#: Lengths of the sequences that `agrees` computes: shorter than the convolution, shorter than a chunk, several chunks.
 TRIED = (2, 70, 33, 1)
-#: How far the kernels may be off, of the largest entry: 10 bits of mantissa through a few hundred sums.
+#: The largest difference from torch, as a fraction of the largest entry: 10 bits of mantissa over a few hundred sums.
 TOLERANCE = 0.02
-#: From the first to before the second, Triton compiles gradients of gated recurrences to wrong numbers on Hopper, so
-#: that fla-core raises there (its issue 640).
+#: Versions of Triton, from the first to before the second, that compile gradients of gated recurrences to wrong numbers
+#: on Hopper, for which fla-core raises an error (its issue 640).
 WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
 
 
@@ -47,12 +47,13 @@ class Kernels(NamedTuple):
     delta_step: Callable[..., Any]
     scan: Callable[..., Any]
     scan_step: Callable[..., Any]
-    #: Why there are no gradients; empty: there are.
+    #: Why there are no gradients; empty if there are.
     refusal: str = ""
 
 
 @cache
 def kernels() -> Kernels | None:
+    """fla-core's kernels, None if it is not installed."""
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     try:
         from fla.modules.causal_conv1d import causal_conv1d
@@ -67,7 +68,8 @@ def kernels() -> Kernels | None:
 
 
 def refusal(capability: tuple[int, int], triton: str) -> str:
-    """Why fla-core has no gradients on a device of this compute capability with this version of Triton."""
+    """Why fla-core has no gradients on a device of this compute capability with this version of Triton; empty if it
+    has."""
     version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
     if capability[0] == 9 and WRONG_ON_HOPPER[0] <= version < WRONG_ON_HOPPER[1]:
         return f"with Triton {triton} their gradients are wrong on this GPU; with 3.7.1 they are right"
@@ -81,7 +83,7 @@ def _refusal_here() -> str:
 
 
 def serves(weight: Tensor, key_dim: int) -> bool:
-    """Whether there are kernels for a recurrence beside this weight of the base."""
+    """Whether fla-core may compute a recurrence with keys of this width in a layer with this frozen weight."""
     fits = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and key_dim <= MAX_KEY_DIM
     return fits and kernels() is not None
 
@@ -89,7 +91,8 @@ def serves(weight: Tensor, key_dim: int) -> bool:
 def convolved(
     x_TM: Tensor, weight_MJ: Tensor, bias_M: Tensor | None, packed: Packed, before_JM: Sequence[Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """silu of the causal convolution, and the last J - 1 rows of each sequence; `before_JM` were those before it."""
+    """silu of the causal convolution [T, M], and the last J - 1 rows of each sequence, if `packed` asks for ends.
+    `before_JM`: the rows before each sequence; None for zeros."""
     start_RMJ = None if before_JM is None else F.pad(torch.stack(list(before_JM)).mT, (1, 0))
     y_1TM, end_RMJ = _kernels().convolution(
         x_TM[None], weight_MJ, bias_M, initial_state=start_RMJ, output_final_state=packed.ends, activation="silu",
@@ -102,7 +105,8 @@ def delta_rule(
     q_TKD: Tensor, k_TKD: Tensor, v_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor, packed: Packed,
     start_HDV: Sequence[Tensor] | None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """out [T, H, V], and the states after each sequence. Decays are logarithms."""
+    """The gated delta rule (parts/gated_delta.py): out [T, H, V], and the state [H, D, V] after each sequence, if
+    `packed` asks for ends. `decay_TH` are logarithms; `start_HDV`: the state before each sequence, None for zeros."""
     out_1THV, end_RHDV = _kernels().delta_rule(
         q_TKD[None], k_TKD[None], v_THV[None], g=decay_TH[None], beta=rate_TH[None], scale=1.0,
         initial_state=None if start_HDV is None else torch.stack(list(start_HDV)), output_final_state=packed.ends,
@@ -114,7 +118,8 @@ def delta_rule(
 def scan(
     x_THV: Tensor, b_TGD: Tensor, c_TGD: Tensor, decay_TH: Tensor, packed: Packed, start_HDV: Sequence[Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Mamba-2's, which is linear attention with a decay: keys b, queries c, values x. As `delta_rule`."""
+    """Mamba-2's recurrence (parts/mamba2.py) as linear attention with a decay: keys b, queries c, values x. Arguments
+    and results as in `delta_rule`."""
     b_THD, c_THD = (_each_head(t, x_THV.shape[1]) for t in (b_TGD, c_TGD))
     out_1THV, end_RHDV = _kernels().scan(
         c_THD[None], b_THD[None], x_THV[None], g=decay_TH[None], scale=1.0,
@@ -127,7 +132,8 @@ def scan(
 def one_token(
     q_RGD: Tensor, k_RGD: Tensor, v_RHV: Tensor, decay_RH: Tensor, rate_RH: Tensor | None, states_HDV: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """out [R, H, V] and the states after a token of each row (`parts.one_token`); decays are factors."""
+    """out [R, H, V] and the states after one token of each row (`parts.one_token`). `decay_RH` are factors, not
+    logarithms; `rate_RH` None: Mamba-2's recurrence, not the delta rule."""
     states: dict[str, Any] = {"initial_state": torch.stack(list(states_HDV)), "output_final_state": True}
     if rate_RH is None:
         q_RGD, k_RGD = (_each_head(t, v_RHV.shape[1]) for t in (q_RGD, k_RGD))
@@ -140,8 +146,8 @@ def one_token(
 
 
 def agrees(recurrence: Recurrence, width: int, device: torch.device) -> bool:
-    """Whether the kernels run here and find what torch does, to TOLERANCE: outputs, gradients, states and a step. What
-    does not is left out, with a warning. `width` is that of the recurrence's input."""
+    """Whether the kernels run on this device and give what torch gives, to TOLERANCE: outputs, gradients, states and a
+    single token. If not, logs a warning; the caller then leaves them out. `width` is that of the recurrence's input."""
     if why := _kernels().refusal:
         log.warning("kernels of fla-core are left out; torch computes recurrences (%s)", why)
         return False
@@ -151,7 +157,7 @@ def agrees(recurrence: Recurrence, width: int, device: torch.device) -> bool:
         found = _tried(recurrence, x_TI, more_RI, packs=True)
         wanted = _tried(recurrence, x_TI, more_RI, packs=False)
         each = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
-        off = float(torch.stack(each).max())  # nan where any is
+        off = float(torch.stack(each).max())  # nan if any is nan
     except Exception as error:  # whatever a compiler may raise
         log.warning("kernels of fla-core do not run here; torch computes recurrences (%s)", error)
         return False

@@ -1,8 +1,15 @@
-"""Triton kernels of what lies between products: one pass each, in float32 inside, rounded once to what is taken next.
+"""Triton kernels of what is computed between two products, each in one pass over memory: read in the dtype of the
+product before, computed in float32, rounded once to the dtype of the product after.
 
-Of the hidden state (norms.py), experts (gate.py, combine.py), and queries and keys (heads.py), which say the shapes.
-Those of logits are in softmax_kernels.py. What a row gets depends on its own numbers alone. Checked in Triton's
-interpreter.
+    swiglu, swiglu_backward                  inside of experts (gate.py)
+    gather, gather_sum, gather_sum_expand    tokens to experts and back (combine.py)
+    add_norm, add_norm_backward              the norm of the hidden state (norms.py)
+    turn, turn_backward                      queries and keys (heads.py)
+
+These files launch them and state the shapes; arguments that adapters need are explained in kernels.py. Kernels of
+logits are in softmax_kernels.py.
+
+Invariant (isolation): a row's results depend on its own numbers alone. Checked in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -18,7 +25,8 @@ def rows_of(
     segment, first_block, segment_start, index, rows,
     ADAPTED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Rows of block `index`, and which of them there are: of its segment, or, not ADAPTED, of all."""
+    """The row numbers of block `index`, int64 [BLOCK_M], and a mask of those that exist: in the block's segment if
+    ADAPTED, else among all `rows`."""
     if ADAPTED:
         row, own = _block(segment, first_block, segment_start, index, BLOCK_M)
     else:
@@ -51,8 +59,11 @@ def swiglu(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """h = silu(gate + u B_gate) * (up + u B_up) over columns s * SPLIT to (s + 1) * SPLIT; not ADAPTED: of all rows,
-    without u. HELD: a block holds all ranks."""
+    """h = silu(gate + u B_gate) * (up + u B_up) for the columns from s * SPLIT to (s + 1) * SPLIT; if not ADAPTED,
+    without u and for all rows (arXiv 2002.05202).
+
+    gate_up [P, 2 wide] with gate before up, h [P, wide]; u float32, whose first `rank` columns are gate's and whose
+    next are up's. HELD: one block holds all ranks, so u is read once. Grid: blocks of rows, splits s."""
     index = tl.program_id(0)
     segment = num_segments * 0
     if ADAPTED:
@@ -112,8 +123,15 @@ def swiglu_backward(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of dh + dv A_down, the gradient of h before the router's weight: d(gate, up) behind that weight, the weight's own
-    gradient, the sum of dh * h over the row, and, KEPT, h again. HELD: a block holds all ranks."""
+    """The backward of `swiglu` and of the router's weight that multiplies h. With d = dh + dv A_down, the gradient of
+    weight * h:
+
+        dweights = sum of d * h over the row
+        dgate_up = the gradient of gate and up, from weight * d, the gradient of h
+        h        = silu(gate) * up again, if KEPT, for the gradient of A_down
+
+    dh [P, wide], dgate_up [P, 2 wide], weights and dweights float32 [P]. A program holds whole rows, so dweights is one
+    sum. HELD: one block holds all ranks."""
     index = tl.program_id(0)
     segment = num_segments * 0
     if ADAPTED:
@@ -170,7 +188,7 @@ def gather(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[p] = x[token[p]]."""
+    """out[p] = x[token[p]]: a copy, out [pairs, wide] in the dtype of x."""
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, mask = tl.load(token + p, p < pairs, 0), (p < pairs)[:, None] & (n < wide)[None]
@@ -189,7 +207,8 @@ def gather_sum(
     WEIGHTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[t] = sum over k of weights[t, k] y[inverse[t, k]], first to last, in float32."""
+    """out[t] = sum over k of weights[t, k] y[inverse[t, k]], in float32, from the first choice k to the last; without
+    weights if not WEIGHTED."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
@@ -228,7 +247,8 @@ def gather_sum_expand(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The same, of the tokens of a group, + sum over i < STACK * rank of u[t, i] W[i] (`expand` in kernels.py)."""
+    """`gather_sum` for the tokens of one group, plus what the group's adapter adds: sum over i < STACK * rank of u[t,
+    i] W[i] (`expand` in kernels.py). Rows are tokens, so a segment is a group."""
     index = tl.program_id(0)
     segment = tl.load(block_segment + index)
     if segment < num_segments:
@@ -253,7 +273,8 @@ def add_norm(
     x, delta, norm, total, out, wide, eps,
     ADDED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """total = x + delta, ADDED, and out = total over its root mean square, times `norm`."""
+    """total = x + delta if ADDED, else x (then not written); out = total / sqrt(mean(total^2) + eps) * norm. One
+    program per row; x, delta and total float32, out of any float dtype."""
     n = tl.arange(0, BLOCK_D)
     at, mask = tl.program_id(0).to(tl.int64) * wide + n, n < wide
     y = tl.load(x + at, mask, 0.0)
@@ -266,7 +287,8 @@ def add_norm(
 
 @triton.jit
 def add_norm_backward(total, norm, dtotal, dout, dx, wide, eps, BLOCK_D: tl.constexpr):
-    """dx of `add_norm`, which is that of delta, too."""
+    """dx of `add_norm`, which is the gradient of delta as well: dtotal plus the norm's gradient. The norm's weight is
+    frozen."""
     n = tl.arange(0, BLOCK_D)
     at, mask = tl.program_id(0).to(tl.int64) * wide + n, n < wide
     y, dy = tl.load(total + at, mask, 0.0), tl.load(dout + at, mask, 0.0).to(tl.float32)
@@ -278,8 +300,9 @@ def add_norm_backward(total, norm, dtotal, dout, dx, wide, eps, BLOCK_D: tl.cons
 
 @triton.jit
 def _tile(heads, dim, turned, HEADS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Heads and numbers of this block; the other number of the plane in which each turns, itself where none does, and
-    the sign with which that one is added."""
+    """The heads of this block, its numbers j of a head, and the mask of those that exist. Rotation pairs j with another
+    number of the head, half of `turned` away: `other`, which is j itself beyond `turned`; `sign` is that of the other's
+    part in the rotated j."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     j = tl.arange(0, BLOCK_D)
     half = turned // 2
@@ -290,6 +313,7 @@ def _tile(heads, dim, turned, HEADS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _root(x, dim, eps):
+    """1 / sqrt(mean(x^2) + eps) of each head."""
     return 1 / tl.sqrt(tl.sum(x * x, 1) / dim + eps)
 
 
@@ -298,8 +322,9 @@ def turn(
     x, stride_x, norm, cos, sin, out, heads, dim, turned, eps,
     NORMED: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out = y cos + (the other number of the plane, signed) sin, where y is the head over its root mean square, times
-    `norm`, or x."""
+    """out = y cos + sign * (the other number of y) sin, where y is the head over its root mean square, times `norm`; y
+    is x if not NORMED. x float32, [T, heads * dim] with rows stride_x apart; cos and sin float32 [T, turned]; out [T,
+    heads, dim]. Grid: tokens, blocks of HEADS heads."""
     token = tl.program_id(0).to(tl.int64)
     head, j, other, sign, mask = _tile(heads, dim, turned, HEADS, BLOCK_D)
     at = x + token * stride_x + head[:, None] * dim
@@ -320,13 +345,13 @@ def turn_backward(
     x, stride_x, norm, cos, sin, dout, dx, stride_dx, heads, dim, turned, eps,
     NORMED: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dx of `turn`."""
+    """The gradient of x in `turn`, in the dtype of `dx`. The norm's weight is frozen."""
     token = tl.program_id(0).to(tl.int64)
     head, j, other, sign, mask = _tile(heads, dim, turned, HEADS, BLOCK_D)
     at = dout + (token * heads + head[:, None]) * dim
     c = tl.load(cos + token * turned + j, j < turned, 1.0)[None]
     s = tl.load(sin + token * turned + other, j < turned, 0.0)[None]
-    # What this number adds to the other's: its sign there is the other one.
+    # This number's part in the rotated other one: with the opposite sign.
     dy = tl.load(at + j[None], mask, 0.0).to(tl.float32) * c
     dy -= tl.load(at + other[None], mask, 0.0).to(tl.float32) * sign[None] * s
     if NORMED:

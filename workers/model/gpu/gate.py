@@ -1,8 +1,11 @@
-"""SwiGLU inside of experts on a device, forward and backward, with the adapters' inner factors in the same pass.
+"""SwiGLU inside of experts on a device, forward and backward, in one pass with the adapters' inner factors (B of gate
+and up, A of down). mixture/experts.py calls it between the base's two products.
 
-What the base's products give is read once, in the weights' dtype, and never written out in float32: a tile gets its
-low-rank parts in float32, is activated, and is rounded once to what the next product of the base takes, which the
-adapters' products then take, too. Blocks and ranks are those of kernels.py, so what a segment gets depends on its own
+The base's pre-activations are read once, in the weights' dtype. A tile adds the low-rank parts in float32, is
+activated, and is rounded once to the dtype of the base's next product; the adapters' products read the same rounded
+numbers.
+
+Invariant (isolation): rows and ranks are cut into blocks as in kernels.py, so a segment's results depend on its own
 rows alone.
 
 Shapes: P pairs sorted by expert, F expert width, G = 2F (gate beside up), r rank.
@@ -22,15 +25,16 @@ from workers.model.gpu.launch import HELD, Tile, TritonProducts
 from workers.model.gpu.segments import EXPERT_ROWS
 from workers.model.lora.products import LoraProducts
 
-#: As fast as any on an H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
+#: The tiles of the kernels. None tried was faster on an H100, for 64 adapters of rank 8 on a 30B model
+#: (bench/gpu_tiles.py).
 FORWARD, FORWARD_HELD, BACKWARD = Tile(256, 4), Tile(64, 2), Tile(64, 2)
-#: How many columns pass in a forward beside u that is held.
+#: How many columns one program of a forward computes if it holds u.
 SPLIT = 1024
 
 
 class Inside(NamedTuple):
-    """What `activate` is given and its backward again: base's products of gate and up [P, G], and u = scale * x A^T of
-    the adapters [P, >= 2r] with their products and the names of their factors."""
+    """The arguments of `activate` and of its backward: the base's products of gate and up [P, G] in `dtype`; u = scale
+    * x A^T [P, >= 2r] float32, with the adapters' products; and the names of the inner factors."""
 
     gate_up_PG: Tensor
     u_P: Tensor | None
@@ -48,7 +52,8 @@ class Inside(NamedTuple):
         inner_b: tuple[str, ...],
         down_a: str,
     ) -> Inside:
-        """Products that are not tiled, those of a decode step, are added before."""
+        """If the products are not tiled (a decode step's), adds the low-rank parts here, in float32, and leaves only
+        the activation to the kernel."""
         dtype = gate_up_PG.dtype
         if products is None or u_P is None:
             return cls(gate_up_PG, None, None, inner_b, down_a, dtype)
@@ -59,7 +64,7 @@ class Inside(NamedTuple):
         return cls(gate_up_PG, None, None, inner_b, down_a, dtype)
 
     def activate(self) -> Tensor:
-        """h_PF = silu(gate) * up, of gate and up with their low-rank parts, in `dtype`, that of base's products."""
+        """h_PF = silu(gate) * up, for gate and up with their low-rank parts, in `dtype`."""
         pairs, wide = len(self.gate_up_PG), self.gate_up_PG.shape[1] // 2
         h_PF = self.gate_up_PG.new_empty(pairs, wide, dtype=self.dtype)
         for blocks, where, fixed in self._launches():
@@ -70,8 +75,9 @@ class Inside(NamedTuple):
         return h_PF
 
     def backward(self, dh_PF: Tensor, dv_P: Tensor | None, weights_P: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """From the gradient of h before the router's weight, without the adapters' part dv A: h_PF (None without
-        adapters, since only they need it), dgate_up_PG after that weight, and dweights_P."""
+        """From dh_PF, the base's part of the gradient of weight * h, and dv, the gradient of weight * h A^T: h_PF (None
+        without adapters, which alone need it), dgate_up_PG, and dweights_P of the router. The adapters' part dv A of
+        the gradient is added in the kernel."""
         h_PF = torch.empty_like(dh_PF) if dv_P is not None and self.paired is not None else None
         dgate_up_PG, dweights_P = torch.empty_like(self.gate_up_PG), torch.empty_like(weights_P)
         for blocks, where, fixed in self._launches():

@@ -1,5 +1,6 @@
-"""Queries and keys on a device between their product and attention: each head normed, turned and rounded in one pass,
-forward and backward, of the fused product as it lies.
+"""Queries and keys on a device, between the fused product qkv and attention: each head is normed, rotated and rounded
+in one pass, forward and backward, read from where it lies in the product. `Heads` is a `Then` (lora/linear.py);
+parts/attention.py makes it.
 
 Shapes: T tokens, H heads, K key-value heads, D numbers of a head, O = (H + 2K) D.
 """
@@ -19,8 +20,9 @@ HEADS = 8
 
 
 class Heads(NamedTuple):
-    """The facts of an attention: H, K and D, the norms of queries and keys, the angles (`parts/rotary.py`), the dtype
-    of the results, and the bias of the product."""
+    """One attention's constants: `counts` (H, K), `dim` D, the norms of queries and keys (RMSNorm over a head, arXiv
+    1910.07467), their `eps`, the angles (`parts/rotary.py`), the `dtype` of the results, and the bias of the
+    product."""
 
     counts: tuple[int, int]
     dim: int
@@ -31,8 +33,8 @@ class Heads(NamedTuple):
     bias_O: Tensor | None = None
 
     def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
-        """From qkv, float32: q [T, H, D], k and v [T, K, D], with queries and keys normed and turned. The bias is added
-        in place."""
+        """From qkv, float32: q [T, H, D], k and v [T, K, D] in `dtype`, queries and keys normed and rotated. The bias
+        is added to qkv in place."""
         if self.bias_O is not None:
             y_TO += self.bias_O
         found = []
@@ -44,7 +46,7 @@ class Heads(NamedTuple):
         return *found, values.view(len(values), -1, self.dim)
 
     def backward(self, y_TO: Tensor, *grads: Tensor) -> Tensor:
-        """The gradient of qkv, rounded once to `dtype`, which the next products take."""
+        """The gradient of qkv [T, O], rounded once to `dtype`, that of the next products."""
         dy_TO = torch.empty_like(y_TO, dtype=self.dtype)
         for (start, count, norm_D), dout in zip(self._turned(), grads, strict=False):
             own, dout = dy_TO[:, start:], dout.contiguous()

@@ -1,17 +1,29 @@
-"""Triton kernels of the low-rank products, for many adapters in one launch ("virtual experts": group x expert).
+"""Triton kernels of the low-rank products, for many adapters in one launch: a block of rows belongs to one group and
+one expert ("virtual experts").
 
-Every factor lies in memory as [rows, wide], a few rows (the rank, or a multiple of it where factors are stacked) over
-the long side. So three kernels are the whole of LoRA, dense and in experts, forward and backward:
+A factor W is float32 [count, wide] in memory: `count` is the rank (STACK times the rank if factors are stacked), `wide`
+the long side. So three kernels compute all of LoRA, dense and in experts, forward and backward:
 
     shrink   u = x W^T                 x A^T forward,  dy B^T backward
     expand   y += scale * u W          u B forward,    du A backward
     outer    dW += scale * u^T y       the gradients of B and of A
 
-Factors are found by address, one int64 per group, so adapters are neither stacked nor copied and ranks may be mixed.
-A segment is the consecutive rows of one expert and one group, number expert * num_groups + group; a dense product has
-one expert. No block holds rows of two segments, sums are split at fixed places if at all, and there are no atomics:
-what a segment gets depends on its own rows alone. Sums are kept in float32. Launched by launch.py; checked in Triton's
-interpreter.
+Arguments that they share:
+
+    addresses        int64 [G]: where the factor of each group begins; adapters are neither stacked nor copied
+    ranks, scales    int64 [G], float32 [G]: of each group's adapter; ranks may differ
+    u, stride_u      float32 [rows, columns], and the distance of its rows; a part begins at column part * rank
+    block_segment, first_block, segment_start    int64: `segment` and `first` of `Blocks`, `start` of `Segments`
+    num_segments, num_groups                     R and G of segments.py
+
+A segment is the consecutive rows of one expert and one group; its number is expert * num_groups + group. A dense
+product has one expert.
+
+Invariant (isolation): a segment's results depend on its own rows alone. No block holds rows of two segments, sums are
+split at fixed columns if at all, and nothing is added atomically. Sums are float32. Launched by launch.py; checked in
+Triton's interpreter.
+
+Indices in names: m rows, i ranks, k columns that are summed over, n columns of the result.
 """
 
 from __future__ import annotations
@@ -22,23 +34,23 @@ import triton.language as tl
 
 @triton.jit
 def _block(segment, first_block, segment_start, index, BLOCK_M: tl.constexpr):
-    """Rows of block `index`, and which of them belong to the segment."""
+    """The row numbers of block `index`, int64 [BLOCK_M], and a mask of those that lie in the segment."""
     row = tl.load(segment_start + segment) + (index - tl.load(first_block + segment)) * BLOCK_M + tl.arange(0, BLOCK_M)
     return row.to(tl.int64), row < tl.load(segment_start + segment + 1)
 
 
 @triton.jit
 def _factor(addresses, group, expert, count, wide):
-    """A group's factor for an expert, of `count` rows. Tensors of an arena begin at cache lines: numbers of a row come
-    as vectors."""
+    """A pointer to the factor [count, wide] of a group and an expert. An adapter's tensors begin at cache lines, which
+    Triton is told (`multiple_of`), so that it reads a row as vectors."""
     first = tl.multiple_of(tl.load(addresses + group).to(tl.pointer_type(tl.float32)), 16)
     return first + expert.to(tl.int64) * count * wide
 
 
 @triton.jit
 def _low_rank(total, u_m, w, count, scale, wide, own, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
-    """total + sum over i < count of scale u_m[m][i] w[i, n], where u_m points to each row. As a rule one block of ranks
-    is all: there is nothing to fetch ahead."""
+    """total[m, n] + sum over i < count of scale * u_m[m][i] * w[i, n], float32. `u_m` points to the first rank of each
+    row, `own` masks rows. As a rule one block holds all ranks, so nothing is fetched ahead (`num_stages=1`)."""
     for start in tl.range(0, count, BLOCK_R, num_stages=1):
         i = start + tl.arange(0, BLOCK_R)
         real = i < count
@@ -50,20 +62,20 @@ def _low_rank(total, u_m, w, count, scale, wide, own, n, PRECISION: tl.constexpr
 
 @triton.jit
 def _held(u_m, count, scale, own, BLOCK_R: tl.constexpr):
-    """scale u_m[m][i] of all i < count, at most BLOCK_R, to stay in registers while columns pass."""
+    """scale * u_m[m][i] for all i < count, count at most BLOCK_R: read once, and kept in registers for all columns."""
     i = tl.arange(0, BLOCK_R)
     return tl.load(u_m[:, None] + i[None], own[:, None] & (i < count)[None], 0.0) * scale
 
 
 @triton.jit
 def _beside_held(total, held, w, count, wide, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
-    """`_low_rank` with u that is `_held`."""
+    """`_low_rank` for a u that `_held` has read already."""
     i = tl.arange(0, BLOCK_R)
     w_in = tl.load(w + i[:, None] * wide + n[None], (i < count)[:, None] & (n < wide)[None], 0.0)
     return tl.dot(held, w_in, total, input_precision=PRECISION)
 
 
-#: Arguments that change with the batch; specialised, Triton would compile again for 1 and for multiples of 16.
+#: Arguments that change with the batch. By default Triton compiles a kernel again if one is 1 or a multiple of 16.
 VARYING = ["num_segments", "num_groups", "part"]
 
 
@@ -92,8 +104,11 @@ def shrink(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """u[s, m, part * rank + i] = x[m] . W[i] over columns s * SPLIT to (s + 1) * SPLIT, for i < STACK * rank, times the
-    group's scale if SCALED."""
+    """u[s, m, part * rank + i] = sum of x[m, k] W[i, k] over the columns k from s * SPLIT to (s + 1) * SPLIT, for i <
+    STACK * rank; times the group's scale if SCALED. The caller adds up the splits s.
+
+    x [rows, wide] of any float dtype; u float32, its splits `stride_split` apart. Grid: blocks of rows, blocks of
+    ranks, splits."""
     index = tl.program_id(0)
     segment = tl.load(block_segment + index)
     if segment < num_segments:
@@ -138,7 +153,10 @@ def expand(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED."""
+    """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED.
+
+    y [rows, wide] of any float dtype: read, added to in float32, and rounded once to its dtype. Grid: blocks of rows,
+    blocks of columns."""
     index = tl.program_id(0)
     segment = tl.load(block_segment + index)
     if segment < num_segments:
@@ -181,8 +199,9 @@ def outer(
 ):
     """dW[i, n] += sum over the rows m of u[m, part * rank + i] y[m, n], times the group's scale if SCALED.
 
-    One owner is one gradient arena: groups owner_groups[owner_start[o]:owner_start[o + 1]] add to it in that order, as
-    they would in launches of their own."""
+    `addresses` are those of gradients, float32 like the factors. y [rows, wide] of any float dtype. An owner is one
+    gradient arena: the groups owner_groups[owner_start[o]:owner_start[o + 1]] add to it in that order, so the bits are
+    those of one launch for each group. Grid: experts times owners, blocks of columns, blocks of ranks."""
     owner, expert = tl.program_id(0) % num_owners, tl.program_id(0) // num_owners
     first, last = tl.load(owner_start + owner), tl.load(owner_start + owner + 1)
     group = tl.load(owner_groups + first)
@@ -235,7 +254,12 @@ def experts(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y[m, n] = sum over k of x[m, k] weight[e, n, k], for the expert e of row m; sums in float32."""
+    """y[m, n] = sum over k of x[m, k] weight[e, n, k], for the expert e of row m; sums in float32, products of all bits
+    ("ieee").
+
+    x [rows, inner] and y [rows, wide] have the dtype of `weight` [experts, wide, inner], which may have any strides.
+    `ends` int32: where each expert's rows end. `block_expert` and `first_block` are made by `expert_blocks`. Launched
+    by experts.py."""
     index = tl.program_id(0)
     expert = tl.load(block_expert + index)
     if expert < num_experts:
@@ -266,8 +290,9 @@ def expert_blocks(
     BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Which expert each of the `most` blocks of at most BLOCK_M rows belongs to, num_experts where there is nothing to
-    do, and each expert's first block: of rows that end at ends[e]. BLOCK_E is at least num_experts."""
+    """Cut rows that end at ends[e] into blocks of at most BLOCK_M rows, none across two experts. Writes the expert of
+    each of the `most` blocks (num_experts for a block without rows), and each expert's first block; int32. BLOCK_E is
+    at least num_experts."""
     e = tl.arange(0, BLOCK_E)
     rows = tl.load(ends + e, e < num_experts, 0) - tl.load(ends + e - 1, (e > 0) & (e < num_experts), 0)
     needed = (rows + BLOCK_M - 1) // BLOCK_M
@@ -293,8 +318,9 @@ def sort_pairs(
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """What Routing is made of, for few pairs: the place of each is counted, in blocks of BLOCK that compare it with all
-    others. BLOCK_P is at least `pairs`."""
+    """Write the fields of `Routing` (workers/model/routing.py) for few pairs: a pair's place in the sorted order is the
+    number of pairs before it. Each program places BLOCK pairs, compared with all BLOCK_P, which is at least `pairs`.
+    Equal experts stay in order, so the sort is stable."""
     every = tl.arange(0, BLOCK_P)
     other = tl.load(chosen + every, every < pairs, 1 << 30)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -305,5 +331,5 @@ def sort_pairs(
     tl.store(order + at, pair.to(tl.int64), pair < pairs)
     tl.store(inverse + pair, at.to(tl.int64), pair < pairs)
     tl.store(token + at, (pair // choices).to(tl.int64), pair < pairs)
-    # The blocks have an expert each, too, and take turns.
+    # The same numbers, taken as experts: each is told where its pairs end.
     tl.store(ends + pair, tl.sum((other[None] <= pair[:, None]).to(tl.int32), 1), pair < num_experts)

@@ -1,7 +1,9 @@
-"""Launches of the low-rank kernels: one for each rank class of the groups that have the tensor.
+"""Launches of the low-rank kernels (kernels.py): `TritonProducts`, the `LoraProducts` of prompts and of the trainer on
+a device.
 
-`u` is [rows, stack * max_rank] float32; a group uses the first stack * rank columns of its rows, part beside part.
-Block shapes follow from the rank class alone.
+One launch serves all groups of a rank class that have the tensor. Block shapes follow from the rank class and the
+widths alone, so a group's bits do not depend on its neighbours. `u` is [rows, stack * max_rank] float32; a group uses
+the first stack * rank columns of its rows, part beside part.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ from workers.model.lora.rows import LoraRows
 from workers.model.native.launch import Parts, split
 from workers.model.routing import Routing
 
-#: Columns of the long side that one block of `shrink` adds up. A vocabulary of 150k columns would otherwise be one
-#: block's work for each few rows.
+#: The most columns of the long side that one block of `shrink` adds up. Otherwise a vocabulary of 150,000 columns would
+#: be the work of a single block for each few rows.
 MAX_SPLIT = 4096
 
-#: How many sums of a block, ranks by columns, four warps keep in registers (tests/workers/model/test_gpu_compile.py).
+#: How many sums of a block (ranks x columns) four warps keep in registers (tests/workers/model/test_gpu_compile.py).
 SUMS = 4096
 
 
 class Tile(NamedTuple):
-    """What a block has at a time: so many columns of the long side, with so many warps."""
+    """How many columns of the long side a block computes at a time, and with how many warps."""
 
     columns: int
     warps: int
 
     def beside(self, rank_block: int) -> Tile:
-        """The tile for ranks in blocks of this size: as many columns as keep the sums in registers."""
+        """The tile for ranks in blocks of this size: fewer columns if the sums would not fit into registers."""
         columns = SUMS // rank_block
         return self if rank_block <= 32 and columns >= self.columns else Tile(min(columns, self.columns), 4)
 
     @property
     def fixed(self) -> dict[str, int]:
+        """The constants that are compiled into a kernel."""
         return {"BLOCK_N": self.columns, "num_warps": self.warps}
 
 
-#: The tile of each kernel; `outer` also runs over (expert, group) segments. As fast as any on an H100, for 64 adapters
-#: of rank 8 on a 30B model (bench/gpu_tiles.py).
+#: The tile of each kernel; OUTER_EXPERTS is that of `outer` over (expert, group) segments. None tried was faster on an
+#: H100, for 64 adapters of rank 8 on a 30B model (bench/gpu_tiles.py).
 SHRINK, EXPAND, OUTER, OUTER_EXPERTS = Tile(128, 4), Tile(128, 2), Tile(128, 4), Tile(256, 2)
 
 #: The largest block of ranks whose u stays in registers while columns pass.
 HELD = 32
 
-#: Columns of `outer` where few arenas would be few blocks.
+#: Columns of a block of `outer` if wider ones would be fewer than FEW_BLOCKS, too few to keep a device busy.
 NARROW, FEW_BLOCKS = 32, 256
 
 
@@ -67,7 +70,8 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True)
 class TritonProducts:
-    """`LoraProducts` in Triton: over the rows of the batch itself, or of (expert, group) segments."""
+    """`LoraProducts` in Triton: over the rows of the batch itself, or over (token, expert) pairs sorted into
+    segments."""
 
     table: Table
     segments: Segments
@@ -76,12 +80,13 @@ class TritonProducts:
 
     @classmethod
     def dense(cls, rows: LoraRows, name: str, base: torch.dtype) -> TritonProducts:
-        """The batch's own rows, of the groups that have the tensor called `name`, beside a base of this dtype."""
+        """Over the batch's own rows, for the groups that have the tensor called `name`, beside a base of this dtype."""
         table = table_of(rows)
         return cls(table, table.segments, table.blocks(name), Precision.beside(base))
 
     def experts(self, routing: Routing, rows: LoraRows) -> TritonProducts:
-        """The pairs of `routing`, sorted by expert and so, within, by group."""
+        """Over the pairs of `routing`. They are sorted by expert, and the sort is stable, so each expert's are in the
+        order of groups."""
         groups, device = len(rows.adapters), routing.experts.device
         segment_P = routing.experts * groups + rows.group_of_row(device)[routing.token]
         start = torch.searchsorted(segment_P, torch.arange(routing.num_experts * groups + 1, device=device))
@@ -95,10 +100,12 @@ class TritonProducts:
         return self.table.max_rank
 
     def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        """A new u, of zeros: `shrink` leaves columns beyond a group's ranks unwritten."""
         return like.new_zeros(len(like), stack * self.max_rank, dtype=torch.float32)
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
-        """u[:, part] = x W^T."""
+        """u[:, part] = x W^T. Sums over more than MAX_SPLIT columns are split at its multiples, and the splits added
+        up."""
         _check(x, u)
         wide, table = x.shape[1], self.table
         splits = -(-wide // MAX_SPLIT)
@@ -106,7 +113,7 @@ class TritonProducts:
         for each, blocks in self.blocks:
             if len(x):
                 tile = SHRINK.beside(each.block_of(stack))
-                # As short as possible, in whole steps: the length is compiled into the kernel.
+                # The fewest whole steps that cover `wide`; the length is compiled into the kernel.
                 short = -(-wide // tile.columns) * tile.columns
                 grid = (len(blocks.segment), each.rank_blocks(stack), splits)
                 kernels.shrink[grid](
@@ -157,19 +164,19 @@ class TritonProducts:
                 )
 
     def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        """`shrink` for all parts at once, then `expand` part by part."""
         if x is not None:
             self.shrink(x, u, a, stack=len(parts), scaled=False)
         for part, ((name, _), own) in enumerate(zip(parts, split(y, parts), strict=True)):
             self.expand(own, u, name, part=part, scaled=scaled)
 
     def outer(self, u: Tensor, y: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
-        """Add u[:, part]^T y to the gradients."""
+        """Add u[:, part]^T y to the gradients; one block adds up all rows of its groups."""
         _check(y, u)
         wide, table = y.shape[1], self.table
         for each, blocks in self.blocks:
             owners = each.owners
             if len(y) and owners.count:
-                # One block adds up all rows of a group.
                 form, columns = self._outer_form(each, stack, wide)
                 grid = (owners.count * self.segments.num_experts, columns, each.rank_blocks(stack))
                 kernels.outer[grid](
@@ -196,8 +203,8 @@ class TritonProducts:
                 )
 
     def _outer_form(self, each: RankClass, stack: int, wide: int) -> tuple[dict[str, int], int]:
-        """What is compiled into `outer`, and how many tiles are beside each other."""
-        if self.segments.block_rows == EXPERT_ROWS:  # a few rows: there is nothing to fetch ahead
+        """The constants that are compiled into `outer`, and the number of its blocks of columns."""
+        if self.segments.block_rows == EXPERT_ROWS:  # few rows: nothing to fetch ahead
             tile, stages = OUTER_EXPERTS.beside(each.block_of(stack)), 1
         else:
             tile, stages = OUTER.beside(each.block_of(stack)), 3
@@ -207,7 +214,7 @@ class TritonProducts:
 
 
 def where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | int, ...]:
-    """The arguments of a kernel from `ranks` to `num_groups`."""
+    """The kernels' arguments from `ranks` to `num_groups`."""
     num_segments = segments.num_experts * segments.num_groups
     return (
         table.ranks_G,
@@ -221,6 +228,6 @@ def where(table: Table, blocks: Blocks, segments: Segments) -> tuple[Tensor | in
 
 
 def _check(x: Tensor, u: Tensor) -> None:
-    """The kernels read rows whose elements are neighbours."""
+    """Check the kernels' assumption that the elements of a row are neighbours in memory, and that u is float32."""
     if x.stride(1) != 1 or u.stride(1) != 1 or u.dtype != torch.float32:
         raise ValueError(f"rows must be contiguous and u float32: strides {x.stride()}, {u.stride()}, {u.dtype}")

@@ -1,5 +1,5 @@
-"""The norm before a linear on a device, with what is added to the hidden state before it, forward and backward in one
-pass each.
+"""The RMSNorm before a linear on a device, together with the residual added to the hidden state before it: one pass
+forward and one backward. workers/model/decoder.py calls it.
 
 Shapes: T tokens, D hidden.
 """
@@ -19,9 +19,9 @@ from workers.model.gpu import fused_kernels
 def add_norm(
     x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x + delta (x itself without one), float32, and that over the root of the mean of its squares, times the weight
-    (arXiv 1910.07467), which is frozen, rounded once to `dtype`, which the next products take. Differentiable in x and
-    delta."""
+    """x + delta (x itself without one), float32, and its RMSNorm: the sum over the root of the mean of its squares,
+    times the weight (arXiv 1910.07467), rounded once to `dtype`, that of the next products. Differentiable in x and
+    delta; the weight is frozen."""
     if torch.is_grad_enabled() and (x_TD.requires_grad or (delta_TD is not None and delta_TD.requires_grad)):
         return cast(tuple[Tensor, Tensor], _AddNorm.apply(x_TD, delta_TD, weight_D, eps, dtype))  # type: ignore[no-untyped-call]
     return _forward(x_TD, delta_TD, weight_D, eps, dtype)

@@ -1,6 +1,8 @@
-"""Where the kernels find rows, factors and gradients: tables on the device, built once per batch or once per layer.
+"""Tables on the device that tell the kernels where rows, factors and gradients are; built once per batch, or once per
+layer for experts.
 
-Nothing here waits for the device: block maps are sized by what the host knows and surplus blocks do nothing.
+Nothing here waits for the device: the host does not know how many rows an expert has, so block maps have as many blocks
+as there could be, and surplus blocks do nothing.
 
 Shapes: G groups of the batch, E experts, R = E * G segments, P rows, N names of adapter tensors.
 """
@@ -24,20 +26,21 @@ from workers.model.adapters.shape import AdapterShape
 from workers.model.device import sent
 from workers.model.lora.rows import LoraRows
 
-#: Rows of a block: for dense products, where a group has many rows, and for the short (expert, group) segments.
+#: Rows of a block: in dense products, whose groups have many rows, and in the short (expert, group) segments.
 DENSE_ROWS = 32
 EXPERT_ROWS = 16
 
-#: Ranks are computed in blocks of 16 (the least that tensor cores take), 32, 64 or 128, by the group's own rank.
+#: Ranks are computed in blocks of 16 (the least that tensor cores take), 32, 64 or 128, depending on the group's own
+#: rank alone.
 MIN_RANK_BLOCK = 16
 MAX_RANK_BLOCK = 128
-#: Ranks of stacked factors that are one block, where a block of one factor has fewer.
+#: The least block for the ranks of stacked factors.
 STACKED = 32
 
 
 class Blocks(NamedTuple):
-    """Rows cut into blocks of `block_rows`, none across two segments. `segment` [blocks] is R where there is nothing
-    to do; `first` [R + 1] counts the blocks before each segment."""
+    """Rows cut into blocks of `block_rows`, none across two segments. `segment` int64 [blocks]: the segment of each
+    block, R for a surplus block. `first` int64 [R + 1]: how many blocks come before each segment."""
 
     block_rows: int
     segment: Tensor
@@ -46,7 +49,8 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows start[i]:start[i + 1] belong to segment i = expert * num_groups + group; `rows` are all rows."""
+    """Rows start[i]:start[i + 1] belong to segment i = expert * num_groups + group. `rows`: how many rows there are in
+    all."""
 
     start: Tensor  # int64 [R + 1]
     num_groups: int
@@ -55,7 +59,7 @@ class Segments:
     block_rows: int
 
     def blocks(self, active_G: Tensor) -> Blocks:
-        """The blocks of the groups in `active_G`."""
+        """The blocks of the groups that are true in `active_G`."""
         size = self.block_rows
         counts_EG = self.start.diff().view(self.num_experts, self.num_groups)
         needed_R = (torch.div(counts_EG + size - 1, size, rounding_mode="floor") * active_G).flatten()
@@ -68,7 +72,8 @@ class Segments:
 
 @dataclass(frozen=True)
 class Owners:
-    """The gradient arenas of a batch: groups `groups[start[o]:start[o + 1]]` add to arena o, in order."""
+    """The `count` gradient arenas of a batch: the groups `groups[start[o]:start[o + 1]]` add to arena o, in that order.
+    Both int64 on the device."""
 
     count: int
     start: Tensor
@@ -77,8 +82,9 @@ class Owners:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Groups whose ranks are computed in blocks of `block`. A launch is for one class, so that how a group is computed
-    follows from its own rank; `most` is the largest rank. `owners` are the arenas of those groups that are trained."""
+    """The groups whose ranks are computed in blocks of `block`; `most` is the largest of their ranks. A launch serves
+    one class, so that how a group is computed depends on its own rank alone. `owners`: the arenas of the groups that
+    are trained."""
 
     block: int
     most: int
@@ -86,24 +92,25 @@ class RankClass:
     owners: Owners
 
     def block_of(self, stack: int) -> int:
-        """Ranks that a block has of `stack` factors: as a rule all of them, so that rows are read once."""
+        """The size of a block of ranks for `stack` factors; as a rule all of them fit, so that rows are read once."""
         return self.block if stack == 1 else max(self.block, STACKED)
 
     def rank_blocks(self, stack: int) -> int:
-        """Blocks that `stack` factors of the largest rank take."""
+        """How many blocks `stack` factors of the largest rank take."""
         return -(-stack * self.most // self.block_of(stack))
 
 
 class Table:
-    """The adapters of one batch. A LoraRows has one for as long as it lives."""
+    """The adapters of one batch, as addresses on the device. `table_of` makes one for each LoraRows and keeps it as
+    long as these."""
 
     def __init__(self, rows: LoraRows, device: torch.device, *, single: bool = False) -> None:
-        #: Whether each row is a group of its own, and always will be.
+        #: Whether each row is a group of its own, as in a decode step (single.py).
         self.single = single
         # Not the rows themselves: they are the weak key of this table.
         self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
         ranks = [0 if adapter is None else adapter.rank for adapter in rows.adapters]
-        #: Rounded up, so that rows of x A^T begin at whole vectors.
+        #: The largest rank, rounded up so that rows of x A^T begin at whole vectors.
         self.max_rank = -(-max(ranks, default=0) // MIN_RANK_BLOCK) * MIN_RANK_BLOCK
         self.ranks_G = sent(torch.tensor(ranks), device)
         scales = [0.0 if adapter is None else adapter.scale for adapter in rows.adapters]
@@ -117,8 +124,9 @@ class Table:
         self._classes: dict[bytes, list[tuple[RankClass, Blocks]]] = {}
 
     def rewrite(self, rows: LoraRows) -> None:
-        """For a table of single rows: take over other rows in the present tensors, so that launches captured with these
-        serve the other rows. They must have the same offsets, and adapters of the same `forms`; none may be trained."""
+        """For a table of single rows: put other rows into the present tensors, so that launches captured with these
+        serve the other rows. They must have the same offsets and adapters of the same `forms`, and none may be
+        trained."""
         other = Table(rows, self._device)
         names_N = [other._index[name] for name in self._index]
         pairs = [(self.ranks_G, other.ranks_G), (self.scales_G, other.scales_G)]
@@ -128,24 +136,24 @@ class Table:
 
     @property
     def addresses(self) -> Tensor:
-        """int64 [N, G]: the address of each group's tensors; 0 where there is none."""
+        """int64 [N, G]: the address of each group's tensors; 0 if there is none."""
         return self._device_weights_NG
 
     def index(self, name: str) -> int:
-        """Which row of `addresses` is this tensor's."""
+        """The row of `addresses` for this tensor."""
         return self._index[name]
 
     def weights(self, name: str) -> Tensor:
-        """int64 [G]: the address of each group's tensor; 0 where there is none."""
+        """int64 [G]: the address of each group's tensor; 0 if there is none."""
         return self._device_weights_NG[self._index[name]]
 
     def grads(self, name: str) -> Tensor:
-        """int64 [G]: the address of each group's gradient; 0 where there is none."""
+        """int64 [G]: the address of each group's gradient; 0 if there is none."""
         return self._device_grads_NG[self._grad_index[name]]
 
     def blocks(self, name: str) -> list[tuple[RankClass, Blocks]]:
-        """Classes of the groups that have this tensor, with their blocks of the batch's own rows. There are few sets of
-        such groups: those of attention, MLP, unembedding."""
+        """The rank classes of the groups that have this tensor, with the blocks of their rows in the batch. Cached by
+        set of groups; there are few such sets: those with attention, with MLP, with unembedding."""
         has_G = self._has_NG[self._index[name]]
         found = self._classes.get(key := has_G.tobytes())
         if found is None:
@@ -154,7 +162,7 @@ class Table:
         return found
 
     def all_have(self, name: str) -> bool:
-        """Whether no group is without this tensor."""
+        """Whether every group has this tensor."""
         return bool(self._has_NG[self._index[name]].all())
 
     def _classes_of(self, has: Sequence[bool]) -> list[RankClass]:
@@ -192,8 +200,8 @@ def table_of(rows: LoraRows) -> Table:
 
 
 def rewritable(shapes: Collection[AdapterShape], num_rows: int, device: torch.device) -> tuple[LoraRows, Table]:
-    """Rows with a group each and the table that is theirs, to be rewritten with adapters of exactly these `forms`.
-    Until then the adapters are shapes without memory."""
+    """Rows that are a group each, and their table, to be rewritten with adapters of exactly these `forms`. Until then
+    the adapters have shapes but no memory."""
     ghosts: list[Adapter | None] = [Adapter.zeros(shape, device="meta") for shape in shapes]
     rows = LoraRows(range(num_rows + 1), ghosts + [None] * (num_rows - len(ghosts)))
     table = _TABLES[rows] = Table(rows, device, single=True)
@@ -201,24 +209,26 @@ def rewritable(shapes: Collection[AdapterShape], num_rows: int, device: torch.de
 
 
 def forms(adapters: Collection[Adapter | None]) -> frozenset[AdapterShape]:
-    """What decides which launches a batch takes: the shapes of its adapters, with ranks rounded up to whole blocks."""
+    """The shapes of a batch's adapters, with ranks rounded up to whole blocks: they decide which launches the batch
+    takes."""
     shapes = {adapter.shape for adapter in adapters if adapter is not None}
     return frozenset(replace(shape, rank=_full(shape.rank)) for shape in shapes)
 
 
 def _full(rank: int) -> int:
+    """A rank rounded up to whole blocks."""
     block = rank_block(rank)
     return -(-rank // block) * block
 
 
 def rank_block(rank: int) -> int:
-    """The smallest block that holds a rank; ranks beyond the largest take several."""
+    """The block size for a rank: the smallest that holds it; ranks beyond the largest block take several."""
     return min(MAX_RANK_BLOCK, max(MIN_RANK_BLOCK, 1 << (rank - 1).bit_length()))
 
 
 def _addresses(adapters: Sequence[Adapter | None]) -> tuple[Mapping[str, int], NDArray[np.int64], NDArray[np.bool_]]:
-    """The number of each tensor by its name, its address in each arena [N, G], 0 where it has none, and whether it
-    has."""
+    """The number of each tensor by name; the address of each tensor in each arena, int64 [N, G], 0 if the arena lacks
+    it; and whether the arena has it, bool [N, G]."""
     index, offsets = _layout(tuple(dict.fromkeys(adapter.shape for adapter in adapters if adapter is not None)))
     missing = np.full(len(index), -1)
     at_NG = np.stack([missing if adapter is None else offsets[adapter.shape] for adapter in adapters], axis=1)

@@ -1,12 +1,12 @@
-"""The low-rank products of a decode step, where every row is a group of its own.
+"""The low-rank products of a decode step, in which every row is a group of its own: `SingleProducts`, a `LoraProducts`.
 
-What a row costs is to read its factors once, so nothing is tiled over rows, and tensor cores have no part: a block
+A row's cost is to read its factors once, so nothing is tiled over rows and tensor cores are not used: a program
 multiplies one row with a piece of one factor, found by address, in float32. One launch serves all ranks and up to PARTS
-factors side by side, and none is needed to find rows: a row's group is its number, a pair's that of its token.
+factors side by side. No launch is needed to find rows: a row's group is its number, a pair's group that of its token.
 
-What a row gets follows from it and its adapter alone: blocks follow from the widths of the base, and sums over the rank
-go RANKS at a time. These products are those of `rewritable` tables (segments.py), so of decode steps whatever rows they
-have, and of nothing else: how a group is computed does not follow from how long the others are.
+Invariant (isolation): a row's bits depend on the row and its adapter alone. Pieces follow from the base's widths, and
+sums over the rank add RANKS numbers at a time. Decode steps always use these products, and nothing else does
+(`rewritable` in segments.py), so the kernel that computes a group never depends on the other groups' sizes.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ RANKS = 8
 
 
 class Piece(NamedTuple):
-    """What a block takes of a factor, [ranks, columns] at a time, with so many warps."""
+    """How much of a factor a program multiplies at a time, [ranks, columns], and with how many warps."""
 
     ranks: int
     columns: int
     warps: int
 
 
-#: The pieces of `shrink_row`, for factors at least that wide and for others, and of `expand_row`. As fast as any on an
-#: H100, for 64 rows of a 30B model (bench/gpu_tiles.py).
+#: The pieces of `shrink_row` for factors wider than SHRINK.columns and for others, and of `expand_row`. None tried was
+#: faster on an H100, for 64 rows of a 30B model (bench/gpu_tiles.py).
 SHRINK_WIDE, SHRINK, EXPAND = Piece(1, 2048, 4), Piece(8, 1024, 4), Piece(RANKS, 128, 1)
 
 
 def shrink_piece(wide: int) -> Piece:
-    """A block of `shrink_row` adds up whole rows of a factor."""
+    """The piece of `shrink_row`: whole ranks, since a program sums over the full width."""
     if wide > SHRINK.columns:
         return SHRINK_WIDE
     return SHRINK._replace(columns=min(SHRINK.columns, max(16, triton.next_power_of_2(wide))))
 
 
 def expand_piece(wide: int) -> Piece:
-    """The piece of `expand_row`, for the widest of its parts."""
+    """The piece of `expand_row`, whose widest part has this width."""
     return EXPAND._replace(columns=min(EXPAND.columns, max(16, triton.next_power_of_2(wide))))
 
 
 @dataclass(frozen=True)
 class SingleProducts:
-    """`LoraProducts` of rows that are a group each, or of the (token, expert) pairs of such rows."""
+    """`LoraProducts` for rows that are a group each; or, with `token` and `expert` int64 [P], for the (token, expert)
+    pairs of such rows."""
 
     table: Table
     token: Tensor | None = None
@@ -72,6 +73,7 @@ class SingleProducts:
         return self.table.max_rank
 
     def room(self, like: Tensor, stack: int = 1) -> Tensor:
+        """A new u, uninitialised: `shrink` writes and `expand` reads only the columns of a row's own rank."""
         return like.new_empty(len(like), stack * self.max_rank, dtype=torch.float32)
 
     def shrink(self, x: Tensor, u: Tensor, name: str, *, part: int = 0, stack: int = 1, scaled: bool) -> None:
@@ -101,6 +103,7 @@ class SingleProducts:
         self._expand(y, u, [(name, y.shape[1])], part=part, stack=stack, scaled=scaled)
 
     def add(self, y: Tensor, x: Tensor | None, u: Tensor, a: str, parts: Parts, *, scaled: bool) -> None:
+        """`shrink` for all parts at once, then `expand` for up to PARTS in one launch."""
         if x is not None:
             self.shrink(x, u, a, stack=len(parts), scaled=False)
         column = 0
@@ -135,7 +138,8 @@ class SingleProducts:
         )
 
     def _where(self, u: Tensor) -> tuple[Tensor | int, ...]:
-        """The arguments that place pairs; without pairs, a tensor that is not read stands in for them."""
+        """The kernels' arguments from `ranks` to `num_groups`. Without pairs, a tensor that is not read stands in for
+        `token` and `expert`."""
         token = self.token if self.token is not None else self.table.ranks_G
         expert = self.expert if self.expert is not None else self.table.ranks_G
         return self.table.ranks_G, self.table.scales_G, token, expert, len(self.table.ranks_G)

@@ -1,8 +1,9 @@
-"""Triton kernels of the low-rank products where every row is a group of its own. Launched by single.py; checked in
+"""Triton kernels of the low-rank products if every row is a group of its own. Launched by single.py; checked in
 Triton's interpreter.
 
-`addresses` [N, G] are those of all tensors of the groups; `index` tells which tensor. With PAIRED a row is a pair of a
-row of the batch, `token`, and an `expert`; otherwise these are not read.
+`addresses` int64 [N, G]: where each of the N tensors begins, by group; `index` says which of the N. If PAIRED, a row is
+a (token, expert) pair: `token` int64 is its row in the batch, and so its group, `expert` its expert. Otherwise the two
+are not read, and a row's group is its own number.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def _factor(addresses, index, ranks, token, expert, pair, num_groups, wide, PAIRED: tl.constexpr, STACK: tl.constexpr):
-    """The group of a row, its factor (0 where it has none), that one's first element for the row's expert, and how many
-    rows it has there."""
+    """For a row: its group; the address of the group's factor (0 if the group lacks it); a pointer to the factor's
+    first element for the row's expert; and the number of the factor's rows, STACK * rank."""
     group = tl.load(token + pair) if PAIRED else pair
     address = tl.load(addresses + index * num_groups + group)
     count = STACK * tl.load(ranks + group)
@@ -24,7 +25,7 @@ def _factor(addresses, index, ranks, token, expert, pair, num_groups, wide, PAIR
     return group, address, w, count
 
 
-#: Arguments that change from layer to layer and from batch to batch: else Triton would compile again for some.
+#: Arguments that change from layer to layer and from batch to batch: by default Triton compiles again for some values.
 VARYING = ["index_0", "index_1", "index_2", "index_3", "num_groups", "part"]
 
 
@@ -49,7 +50,8 @@ def shrink_row(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """u[m, part * rank + i] = x[m] . W[i], for i < STACK * rank, times the group's scale if SCALED."""
+    """u[m, part * rank + i] = sum over k of x[m, k] W[i, k] for i < STACK * rank, times the group's scale if SCALED. x
+    of any float dtype, u and sums float32. Grid: rows, blocks of ranks."""
     row = tl.program_id(0).to(tl.int64)
     group, address, w, count = _factor(addresses, index_0, ranks, token, expert, row, num_groups, wide, PAIRED, STACK)
     i = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -93,8 +95,11 @@ def expand_row(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED. Of the
-    parts that lie side by side in y from `part` on, each with a W, a block has columns of one."""
+    """y[m, n] += sum over i < STACK * rank of u[m, part * rank + i] W[i, n], times the group's scale if SCALED; summed
+    in float32, rounded once to the dtype of y.
+
+    Serves up to four parts, which lie side by side in y, each with its own W (index_0 to index_3) and width; `part` is
+    the first one's number in u. Grid: rows, blocks of columns, parts."""
     row, beside = tl.program_id(0).to(tl.int64), tl.program_id(2)
     index, wide, first = index_0, wide_0, 0
     if beside > 0:

@@ -1,8 +1,8 @@
-"""Log-probabilities over a vocabulary on a device: what base's product gives is read once in the forward, and once more
-in the backward, which rounds its gradient once to what the next products take. The adapters' part is added and the
-temperature divided by on the way; neither is written out.
+"""Log-probabilities over a vocabulary on a device. Logits with the adapters' part, divided by the temperature, are
+never written to memory: the base's logits are read once in the forward and once in the backward, which rounds their
+gradient once, to the dtype of the next products. workers/model/logprobs.py calls it.
 
-Shapes: R rows, V vocabulary, r rank, P targets of the rows, each of the row `row_of[p]`, which ascends.
+Shapes: R rows, V vocabulary, r rank, P targets. Target p belongs to row `row_of[p]`, which ascends.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from workers.model.lora.linear import Site
 from workers.model.lora.products import LoraProducts
 from workers.model.lora.rows import LoraRows
 
-#: Not searched for on a GPU yet (bench/gpu_tiles.py).
+#: Not yet tuned on a GPU (bench/gpu_tiles.py).
 FORWARD, BACKWARD = Tile(128, 4), Tile(128, 4)
-#: Columns that a block of `log_sum` goes over: few rows are many blocks.
+#: Columns that a block of `log_sum` adds up, so that even few rows are many blocks.
 SPLIT = 2048
-#: Ranks, and targets of the same row, that the kernels of single targets take at a time.
+#: How many ranks (or targets of the same row) the kernels of single targets add up at a time.
 TOGETHER = 16
 
 
 class Added(NamedTuple):
-    """What adapters add to the logits of `rows`: scale * u B^T, where u = x A^T [R, >= r]."""
+    """The adapters' part of the logits of `rows`: scale * u B^T, where u = x A^T [R, >= r] float32 and `b` names B."""
 
     rows: LoraRows
     products: TritonProducts
@@ -52,7 +52,8 @@ class Added(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """(base's logits [R, V], float32, + what adapters add) / divisor [R], and the targets [P] that are asked for."""
+    """x = (base's logits [R, V] float32 + the adapters' part) / divisor [R], and the targets [P] whose
+    log-probabilities are asked for. `divisor_R` are temperatures; None: 1."""
 
     base_RV: Tensor
     added: Added | None
@@ -61,7 +62,8 @@ class Logits(NamedTuple):
     row_of_P: Tensor
 
     def logprobs(self) -> tuple[Tensor, Tensor]:
-        """The log-probabilities of the targets, [P]; and the log of each row's sum of exponentials, [R]."""
+        """The log-probabilities of the targets, float32 [P]; and the log of each row's sum of exponentials, float32
+        [R], which the backward needs."""
         base, wide = self.base_RV, self.base_RV.shape[1]
         sums_SR, found_P = base.new_empty(triton.cdiv(wide, SPLIT), len(base)), base.new_empty(len(self.row_of_P))
         for blocks, arguments, fixed in self._launches(FORWARD):
@@ -80,11 +82,12 @@ class Logits(NamedTuple):
         return found_P - sums_R[self.row_of_P], sums_R
 
     def backward(self, logprobs_P: Tensor, sums_R: Tensor, dlogprobs_P: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of base's logits, and so of what is added to them: [R, V], rounded once to `dtype`."""
+        """The gradient of the base's logits, which is that of the adapters' part as well: [R, V], rounded once to
+        `dtype`."""
         rows, wide = self.base_RV.shape
         dlogits_RV, dlogprobs_P = self.base_RV.new_empty(rows, wide, dtype=dtype), dlogprobs_P.contiguous()
         first_R1 = torch.searchsorted(self.row_of_P, torch.arange(rows + 1, device=dlogprobs_P.device))
-        # In the order of a row's targets; `index_add` would take any.
+        # Adds in the order of a row's targets; `index_add` adds in any order.
         dsums_R = -torch.segment_reduce(dlogprobs_P, "sum", offsets=first_R1, unsafe=True)
         for blocks, arguments, fixed in self._launches(BACKWARD):
             grid = blocks, triton.cdiv(wide, fixed["BLOCK_N"])

@@ -1,5 +1,7 @@
-"""Triton kernels of log-probabilities (softmax.py, which says the shapes): of logits with what adapters add to them,
-which is nowhere written. What a row gets depends on its own numbers alone. Checked in Triton's interpreter.
+"""Triton kernels of log-probabilities, launched by softmax.py, which states the shapes. Logits with what adapters add
+to them are computed tile by tile, and never written to memory.
+
+Invariant (isolation): a row's results depend on its own numbers alone. Checked in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ def _logits(
     logits, stride, u, stride_u, factors, ranks, scales, group, divisors, row, own, n, wide,
     ADAPTED: tl.constexpr, DIVIDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of (logits + scale * u B) / divisor; not ADAPTED without u, not DIVIDED as it is."""
+    """A tile of (logits + scale * u B) / divisor, float32; without u if not ADAPTED, undivided if not DIVIDED."""
     x = tl.load(logits + row[:, None] * stride + n[None], own[:, None] & (n < wide)[None], 0.0)
     if ADAPTED:
         rank = tl.load(ranks + group)
@@ -54,8 +56,11 @@ def log_sum(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """sums[s, r] = the log of the sum of exp((logits[r] + scale * u[r] B) / divisor) over columns s * SPLIT to
-    (s + 1) * SPLIT, against the largest so far (arXiv 1805.02867)."""
+    """sums[s, r] = log of the sum of exp(x) over the columns from s * SPLIT to (s + 1) * SPLIT, where x = (logits[r] +
+    scale * u[r] B) / divisor. In one pass: each sum is kept relative to the largest x so far (arXiv 1805.02867).
+
+    logits float32 [rows, wide], sums float32 [splits, rows]. HELD: one block holds all ranks. Grid: blocks of rows,
+    splits."""
     index = tl.program_id(0)
     segment = num_segments * 0
     if ADAPTED:
@@ -113,7 +118,8 @@ def log_sum_backward(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The gradient of `logits` where dsums[r] is that of the log of the sum over all columns, sums[r]."""
+    """dlogits[r] = dsums[r] exp(x - sums[r]) / divisor: the gradient of `logits`, if dsums[r] is the gradient of
+    sums[r], the log of the sum over all columns. Rounded once to the dtype of dlogits [rows, wide]."""
     index = tl.program_id(0)
     segment = num_segments * 0
     if ADAPTED:
@@ -138,7 +144,7 @@ def at_targets(
     logits, stride, u, stride_u, factors, ranks, scales, group_of_row, divisors, wide, row_of, targets, found,
     ADAPTED: tl.constexpr, DIVIDED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """found[p] = x[row_of[p], targets[p]] of the x that `log_sum` adds up."""
+    """found[p] = x[row_of[p], targets[p]], for the same x as in `log_sum`. One program per target p."""
     row, target = tl.load(row_of + tl.program_id(0)), tl.load(targets + tl.program_id(0))
     x = tl.load(logits + row * stride + target)
     if ADAPTED:
@@ -161,8 +167,9 @@ def at_targets_backward(
     logprobs, dlogprobs, row_of, targets, first, dsums, divisors, dlogits, wide,
     DIVIDED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Where `log_sum_backward` has left only its part, at the targets: theirs, too, added up before it is rounded.
-    Targets of row r are first[r]:first[r + 1]; a target that a row has more than once gets all of it each time."""
+    """Overwrite the gradient at the targets, where `log_sum_backward` has left only its own part: dsums exp(logprob)
+    plus the gradients of all targets that are the same number in the same row, added in float32 and rounded once. The
+    targets of row r are first[r]:first[r + 1]; if a row has a target twice, both programs write the same sum."""
     row, target = tl.load(row_of + tl.program_id(0)), tl.load(targets + tl.program_id(0))
     dx = tl.load(dsums + row) * tl.exp(tl.load(logprobs + tl.program_id(0)))
     last = tl.load(first + row + 1)

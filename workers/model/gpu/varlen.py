@@ -1,9 +1,11 @@
 """Causal attention over packed sequences of any lengths in one call: FlashAttention, for 16-bit tensors on CUDA.
 
-torch.nn.attention.varlen got options between torch 2.11 and 2.13 (`enable_gqa`, which grouped heads then need, and
-`num_splits`), so the installed version's signature is looked up. Without splits along the keys a sequence's result does
-not depend on the others in the batch. A backend that takes no `num_splits` (cuDNN's says so) is called without: of
-packed sequences FlashAttention 2 splits none.
+Invariant (isolation): keys are never split (`num_splits=1`), so a sequence's result does not depend on the others in
+the batch. A backend that takes no `num_splits` (cuDNN's says so in an error) is called without it: FlashAttention 2
+splits no packed sequences.
+
+torch.nn.attention.varlen got options between torch 2.11 and 2.13 (`num_splits`, and `enable_gqa`, which grouped heads
+then need), so the installed version's signature is looked up.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ MAX_HEAD_DIM = 256
 
 
 def takes(q_THD: Tensor) -> bool:
-    """Whether FlashAttention computes this."""
+    """Whether FlashAttention can compute attention for these queries [T, H, D]."""
     head_dim = q_THD.shape[2]
     fits = head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
     return q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16) and fits
 
 
 class VarlenAttend:
-    """Attention within each of the packed sequences. k and v may have fewer heads than q."""
+    """Attention within each of the packed sequences of these `lengths`. k and v may have fewer heads than q."""
 
     def __init__(self, lengths: Sequence[int], attention: Callable[..., Any] | None = None) -> None:
         if attention is None:
@@ -43,7 +45,7 @@ class VarlenAttend:
         self._grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int = 0) -> Tensor:
-        """Each query reaches the last `window` positions, its own included; 0: all."""
+        """[T, H, D]. Each query reaches the last `window` positions of its sequence, its own included; 0: all."""
         self._bounds = self._bounds.to(q_THD.device)
         bounds, longest = self._bounds, self._longest
         options = self._options | (self._grouped if q_THD.shape[1] != k_TKD.shape[1] else {})

@@ -1,4 +1,11 @@
-"""Products with the frozen base, whose rows belong to many groups: one weight, or one weight for each expert."""
+"""Products with the frozen base, whose rows belong to many groups: with one weight, or with one for each expert.
+
+Invariant (isolation): a row has the same bits whatever else is in the batch. By construction in float32 on a CPU that
+has a compiler (native/gemm.py); elsewhere by padding to MIN_ROWS rows. No library promises that padding suffices, so
+isolation.py tests it at start-up, on the machine and with the threads in use.
+
+Shapes: T rows, P rows sorted by expert, E experts, O out, I in.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +19,13 @@ from torch import Tensor
 
 from workers.model.native.gemm import packed, product
 
-#: Below this many rows matrix libraries use other kernels, with other rounding. Measured on MKL with 1 and 2 threads.
+#: With fewer rows, matrix libraries use other kernels, which round differently. Measured on MKL with 1 and 2 threads.
 MIN_ROWS = 16
 
 
 def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
-    """x W^T, or x W when `transposed`, in the weight's dtype and returned in x's (in `out` when given; of a device, in
-    float32).
-
-    A row comes out with the same bits whatever else is in the batch: by construction in float32 on a CPU that has a
-    compiler (native/gemm.py), else by padding to MIN_ROWS rows. No library promises that this suffices, so isolation.py
-    tests it at start-up, on the machine and the threads in use."""
+    """x W^T, or x W if `transposed`, computed in the weight's dtype. Returned in `out` if given; else on a CPU in x's
+    dtype and on a device in float32."""
     if not transposed and (panels := packed(weight_OI)) is not None:
         return panels.product(x_TI.contiguous(), out)
     if (own := product(x_TI.contiguous(), weight_OI, transposed=transposed, out=out)) is not None:
@@ -34,7 +37,7 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
         x = torch.cat((x, x.new_zeros(MIN_ROWS - rows, x.shape[1])))
     elif out is not None and out.dtype == weight.dtype:
         return torch.mm(x, weight, out=out)
-    # A device need not round the sums of 16-bit products to 16 bits in between.
+    # On a device, 16-bit products can give their float32 sums without rounding to 16 bits first.
     precise = x.is_cuda and x.dtype != torch.float32 and out is None
     y = torch.mm(x, weight, torch.float32) if precise else torch.mm(x, weight)
     y = y[:rows] if padded else y
@@ -44,7 +47,8 @@ def base_mm(x_TI: Tensor, weight_OI: Tensor, *, transposed: bool = False, out: T
 
 
 def filled(start: int, end: int, rows: int) -> int:
-    """The end of start:end, extended into the rows that follow to give MIN_ROWS; `end` if there are too few."""
+    """The end of start:end, moved on into the rows that follow until there are MIN_ROWS; `end` itself if too few
+    follow."""
     stop = max(end, start + MIN_ROWS)
     return stop if stop <= rows else end
 
@@ -54,8 +58,9 @@ _replayed: ContextVar[bool] = ContextVar("replayed", default=False)
 
 @contextmanager
 def replayed() -> Iterator[None]:
-    """In the block, experts on a device are multiplied by a kernel that a CUDA graph may contain: the library's grouped
-    product is reported to read illegal memory in graphs, and without one the host must know each expert's rows."""
+    """In the block, experts on a device are multiplied by a kernel that a CUDA graph may contain (gpu/experts.py):
+    torch's grouped product is reported to read illegal memory in graphs, and one product per expert would need each
+    expert's rows known on the host."""
     before = _replayed.set(True)
     try:
         yield
@@ -69,9 +74,11 @@ ROW_BYTES = 16
 
 
 def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """y_P = x W_e^T (x W_e when `transposed`) of rows sorted by expert, in the weights' dtype. On a device it is one
-    grouped GEMM if the device has it, else (and for `replayed` work in any case) Triton's; on a CPU expert by expert.
-    `ends_E` int32 on the device: where the rows of each expert end."""
+    """y_p = x_p W_e^T (x_p W_e if `transposed`) for rows sorted by expert, in the weights' dtype. `ends_E` int32 on the
+    device: where the rows of each expert end.
+
+    On a device this is one grouped GEMM if the device has it, else (and in `replayed` always) Triton's; on a CPU our
+    own kernels, or expert by expert."""
     if not transposed and (panels := packed(weight_EOI)) is not None:
         return panels.product(x_PI.contiguous(), ends_E=ends_E)
     x_PI = x_PI.to(weight_EOI.dtype)
@@ -97,7 +104,7 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
 
 
 def in_triton(x_PI: Tensor) -> bool:
-    """Whether these rows belong to work that is replayed on a device."""
+    """Whether these rows are on a device and in `replayed`."""
     return _replayed.get() and x_PI.is_cuda
 
 
@@ -109,6 +116,7 @@ def takes(x_PI: Tensor, weight_EIO: Tensor) -> bool:
 
 
 def _grouped(x_PI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """The device's grouped product, in parts if there are too many experts for one."""
     if len(weight_EIO) < MAX_GROUPS:
         return F.grouped_mm(x_PI, weight_EIO, offs=ends_E)
     parts, start = [], 0

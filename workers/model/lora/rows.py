@@ -1,7 +1,7 @@
-"""Which rows of a packed batch run through which adapter.
+"""Which rows of a packed batch belong to which adapter.
 
-Rows are group-major: group g owns rows offsets[g]:offsets[g+1] and one adapter. The group is the unit of isolation:
-everything computed with an adapter sees the rows of one group only.
+Rows are ordered by group: group g has rows offsets[g]:offsets[g+1] and one adapter. The group is the unit of isolation:
+whatever is computed with an adapter sees the rows of one group only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.model.device import sent
 
 @dataclass(frozen=True)
 class Group:
-    """Rows start:stop belong to one adapter; `grad` receives its gradient, None if it is not trained here."""
+    """Rows start:stop belong to one adapter. `grad` receives the adapter's gradient; None if it is not trained here."""
 
     index: int
     start: int
@@ -35,12 +35,11 @@ class Group:
 
 
 class LoraRows:
-    """Which rows of a packed batch run through which adapter.
+    """Which rows of a packed batch belong to which adapter.
 
-    `adapters[g]` None is the base model alone. `grads[g]`, of the adapter's shape, receives the gradient by addition.
-    Groups may share one adapter and one arena; they add in group order. `apart` asks for every product of a group to
-    be computed alone, those with the base too (isolation.py).
-    """
+    `adapters[g]` None: the base model alone. `grads[g]`, an arena of the adapter's shape, receives the gradient by
+    addition. Groups may share one adapter and one arena; they add in the order of groups. `apart`: every product of a
+    group, with the base too, must be computed alone (isolation.py)."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class LoraRows:
         ]
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """The number of rows."""
         return self.offsets[-1]
 
     def groups(self, tensor: str) -> list[Group]:
@@ -81,8 +80,8 @@ class LoraRows:
         return found
 
     def trigger(self, groups: Sequence[Group]) -> Tensor | None:
-        """A leaf that makes autograd record a product although neither its weights nor, below the first trained
-        linear, its input needs a gradient. None when no group is trained, so that nothing is recorded."""
+        """A leaf tensor that makes autograd record a product. Without it nothing would be recorded below the first
+        trained linear, where neither weights nor input need a gradient. None if none of `groups` is trained."""
         if torch.is_grad_enabled() and any(group.grad is not None for group in groups):
             return self._leaf
         return None
@@ -94,7 +93,7 @@ class LoraRows:
     def group_of_row(self, device: torch.device) -> Tensor:
         """int64 [rows]: the group of each row."""
         if self._group_of_row is None or self._group_of_row.device != device:
-            # torch's own takes milliseconds for a few rows: it wakes every thread there is.
+            # numpy's repeat: torch's takes milliseconds even for few rows, because it wakes every thread.
             groups = np.repeat(np.arange(len(self.adapters)), np.diff(self.offsets))
             self._group_of_row = sent(torch.from_numpy(groups), device)
         return self._group_of_row
@@ -107,7 +106,7 @@ class LoraRows:
         return self._scale_of_row
 
     def select(self, rows: Tensor) -> LoraRows:
-        """The same groups over a subset of the rows, named in ascending order (repeats allowed)."""
+        """The same groups over a subset of the rows, given by ascending row numbers (repeats allowed)."""
         if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= len(self) or bool((rows[1:] < rows[:-1]).any())):
             raise ValueError(f"rows must ascend within 0..{len(self) - 1}")
         bounds = torch.tensor(self.offsets, device=rows.device)
@@ -115,7 +114,7 @@ class LoraRows:
         return LoraRows(offsets, self.adapters, self.grads, apart=self.apart)
 
     def kept_apart(self) -> LoraRows:
-        """The same rows, computed group by group."""
+        """The same rows with `apart`."""
         return self if self.apart else LoraRows(self.offsets, self.adapters, self.grads, apart=True)
 
     @cached_property

@@ -1,4 +1,5 @@
-"""Tokens given to the experts that they have chosen, and what these give, put together again with what adapters add.
+"""Tokens spread to the experts that they chose, and the experts' outputs summed per token together with what adapters
+add. On a device these are kernels (gpu/combine.py). experts.py calls them.
 
 Shapes: T tokens, K choices, P = T * K pairs sorted by expert, I columns, D hidden.
 """
@@ -14,7 +15,7 @@ from workers.model.routing import Routing
 
 
 def spread(x_TI: Tensor, routing: Routing) -> Tensor:
-    """[T, I] -> [P, I] sorted by expert."""
+    """x of each pair's token: [T, I] to [P, I], sorted by expert."""
     if lora_products.on_device(x_TI):
         from workers.model.gpu import combine  # Triton: only a GPU needs it
 
@@ -23,26 +24,27 @@ def spread(x_TI: Tensor, routing: Routing) -> Tensor:
 
 
 def _per_token(x_PI: Tensor, routing: Routing) -> Tensor:
-    """[P, I] sorted by expert -> [T, K, I]."""
+    """[P, I], sorted by expert, to [T, K, I]."""
     return x_PI.index_select(0, routing.inverse).view(-1, routing.choices, x_PI.shape[1])
 
 
 def weighted(y_PD: Tensor, weights_TK: Tensor, routing: Routing, added: Added | None) -> Tensor:
-    """The experts' outputs put together: sum_k weights[:, k] * y, [T, D] float32, plus `added`."""
+    """The output of the mixture: sum_k weights[:, k] * y[:, k] + `added`, [T, D] float32."""
     if lora_products.on_device(y_PD):
         return over_choices(y_PD, routing, weights_TK, added)
     return _with(torch.bmm(weights_TK[:, None, :], _per_token(y_PD.to(torch.float32), routing)).squeeze(1), added)
 
 
 def summed(dx_PD: Tensor, routing: Routing, added: Added | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of each token, summed over its pairs, plus `added`: on a device in `dtype`, that of the tokens; else
-    in float32."""
+    """The gradient of each token: the sum over its pairs, plus `added`, [T, D]; on a device in `dtype`, the tokens',
+    else in float32."""
     if lora_products.on_device(dx_PD):
         return over_choices(dx_PD, routing, None, added, dtype)
     return _with(_per_token(dx_PD.to(torch.float32), routing).sum(1), added)
 
 
 def _with(x_TD: Tensor, added: Added | None) -> Tensor:
+    """x plus `added`, in place."""
     if added is not None:
         added.products.expand(x_TD, added.u_T, added.name, stack=added.stack, scaled=False)
     return x_TD
@@ -55,8 +57,9 @@ def over_choices(
     added: Added | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The sum over K of (weighted) x, [T, I], in the order of choices; on a device in `dtype`, plus `added`. On a CPU
-    the order of torch's own sum depends on I, so a group's numbers would depend on the largest rank in the batch."""
+    """The (weighted) sum over K of x, [T, I], always in the order of choices; on a device in `dtype` and with `added`.
+    torch's own sum on a CPU takes an order that depends on I, which follows from the largest rank in the batch if x are
+    low-rank rows: a group's bits would depend on its neighbours."""
     if lora_products.on_device(x_PI):
         from workers.model.gpu import combine  # Triton: only a GPU needs it
 

@@ -1,14 +1,18 @@
 """A mixture of frozen experts that carries many adapters at once.
 
-One stable sort by expert of group-major (token, choice) pairs makes both the rows of an expert and, inside them, the
-rows of an (expert, group) pair contiguous. The base runs over all rows, expert by expert; the adapters add their
-low-rank parts, all groups in one call for each factor. Shared outer factors are applied once per token: the A of gate
-and up before the experts, the B of down after the choices are combined; only r-wide rows are permuted.
-The backward keeps the gate and up pre-activations, not the expert outputs: the gradient of a router weight is
+The (token, choice) pairs, ordered by group, are sorted by expert once and stably. So the rows of an expert are
+contiguous, and inside them the rows of each (expert, group) pair. The base computes all rows, expert by expert;
+adapters add their low-rank parts, all groups in one call per factor. Outer factors that experts share are applied once
+per token: A of gate and up before the experts, B of down after the choices are summed; so only r-wide rows are permuted
+for adapters.
+
+The backward keeps the pre-activations of gate and up but not the experts' outputs: the gradient of a router weight is
 <d out / d h, h> (SonicMoE, arXiv 2512.14080).
 
-Shapes: T tokens, K choices, P = T * K pairs sorted by expert, D hidden, F expert width, G = 2F (F where experts have no
-gate), r rank, S = 2 or 1 factors on gate and up.
+Invariant (isolation): adapters' products see the rows of one (expert, group) pair only, the base's rely on base_mm.
+
+Shapes: T tokens, K choices, P = T * K pairs sorted by expert, D hidden, F expert width, G = 2F (F if experts have no
+gate), r rank, S = 2 or 1 factors on gate and up. u = scale * x A^T [P, >= S r], v = h A^T [P, >= r] float32.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ if TYPE_CHECKING:
 
 
 class Names(NamedTuple):
-    """Names of one MLP's adapter tensors; `each_...` are used if experts do not share the outer factors. Without a gate
-    `gate_up_a` is that of up alone."""
+    """The names of one MLP's adapter tensors. `each_...` are used by adapters whose experts do not share the outer
+    factors. If there is no gate, `gate_up_a` is the A of up alone."""
 
     gate_up_a: str
     inner_b: tuple[str, ...]
@@ -48,14 +52,15 @@ class Names(NamedTuple):
 
     @classmethod
     def at(cls, prefix: str, gate: GateConfig) -> Names:
+        """The names that begin with `prefix`, for these parts (gate and up, or up alone)."""
         stacked, inner = "_".join(gate.parts), tuple(f"{prefix}{part}_B" for part in gate.parts)
         of_down = prefix + "down_A", prefix + "down_B"
         return cls(f"{prefix}{stacked}_A", inner, *of_down, f"{prefix}each_{stacked}_A", prefix + "each_down_B")
 
 
 class Experts(NamedTuple):
-    """The frozen experts of a layer; gate_up_EGD stacks gate over up. With `away` the weights are those of this
-    process's own experts only, but `down_bias_ED` has the biases of all."""
+    """The frozen experts of a layer; gate_up_EGD stacks gate over up. With `away`, the weights are those of this
+    process's own experts, but `down_bias_ED` has the biases of all."""
 
     gate_up_EGD: Tensor
     down_EDF: Tensor
@@ -66,9 +71,8 @@ class Experts(NamedTuple):
 
 
 class Inner(Protocol):
-    """What experts compute between the factors on the hidden side: from tokens x_TD in the weights' dtype and
-    u = scale * x A^T per pair, their outputs, in that dtype, and v = h A^T of down. Pairs are in the order of the
-    layer's routing."""
+    """The computation between the outer factors: from tokens x_TD in the weights' dtype and u = scale * x A^T per pair,
+    to the experts' outputs y_PD in that dtype and v = h A^T of down. Pairs are in the order of the layer's routing."""
 
     def forward(self, x_TD: Tensor, u_P: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         """y_PD, v_P, and the tensors that the backward needs besides its arguments."""
@@ -76,12 +80,13 @@ class Inner(Protocol):
     def backward(
         self, dout_TD: Tensor, dv_P: Tensor | None, weights_P1: Tensor, kept: tuple[Tensor | None, ...], with_x: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """From dout in the weights' dtype and the gradient of v before the router weight: dx_PD in that dtype, if
-        `with_x`, du_P and dweights_P. The gradients of the inner factors are added."""
+        """From dout_TD in the weights' dtype and dv, the gradient of weight * v: dx_PD in that dtype (None unless
+        `with_x`), du_P, and dweights_P of the router. Adds to the gradients of the inner factors. `kept` are the
+        tensors of the forward."""
 
 
 class Away(Protocol):
-    """A layer's experts that are spread over the processes of a group (owned/)."""
+    """A layer's experts if they are spread over the processes of a group (owned/)."""
 
     @property
     def num_experts(self) -> int: ...
@@ -92,8 +97,9 @@ class Away(Protocol):
 def expert_block(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor:
-    """sum_k weights[:, k] * down_e(activated(gate_e x, up_e x)), e = experts[:, k] (`gate.py`). Differentiable in
-    x and weights; gradients of adapters go to `rows.grads`."""
+    """sum_k weights[:, k] * down_e(activated(gate_e x, up_e x)) with e = experts[:, k], and all adapters; [T, D]
+    float32. `activated` is that of `gate.py`. Differentiable in x and weights; gradients of adapters are added to
+    `rows.grads`."""
     if rows is not None and rows.apart:
         own = zip(*(own_rows(t, rows) for t in (x_TD, weights_TK, experts_TK)), rows.singles, strict=True)
         return torch.cat([expert_block(x, w, e, experts, names, single) for x, w, e, single in own])
@@ -114,8 +120,8 @@ def expert_block(
 def _in_one_call(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: Experts, names: Names, rows: LoraRows | None
 ) -> Tensor | None:
-    """`expert_block` by the kernels: in inference, if weights are packed and the kernels support these experts; else
-    None."""
+    """`expert_block` by the native kernels; None unless this is inference, the weights are packed, and the kernels
+    support these experts."""
     gate_up, down = packed(experts.gate_up_EGD), packed(experts.down_EDF)
     biased = experts.gate_up_bias_EG is not None or experts.down_bias_ED is not None
     if not torch.is_inference_mode_enabled() or gate_up is None or down is None or experts.away is not None or biased:
@@ -132,9 +138,9 @@ def _in_one_call(
 
 
 class _Adapters(NamedTuple):
-    """The low-rank products of a layer. Per token: `shared`, of adapters that share the outer factors. Per segment
-    (of an expert and a group): `paired`, of all adapters, and `each`, of those that do not share. `scale_T1`: scale of
-    each token."""
+    """The low-rank products of a layer. Per token: `shared`, for adapters whose experts share the outer factors. Per
+    (expert, group) segment: `paired`, for all adapters, and `each`, for those whose experts do not share. `scale_T1`:
+    the scale of each token's adapter."""
 
     shared: LoraProducts | None
     paired: LoraProducts
@@ -152,6 +158,8 @@ class _Adapters(NamedTuple):
 
 
 class _Plan(NamedTuple):
+    """The constants of one call of `expert_block`, for its forward and its backward."""
+
     routing: Routing
     experts: Experts
     names: Names
@@ -160,8 +168,8 @@ class _Plan(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """`Inner` on the process that has the experts: pairs sorted by expert, and the products of their adapters' inner
-    factors."""
+    """`Inner` on the process that has the experts: pairs sorted by expert, and `paired`, the products of their
+    adapters' inner factors."""
 
     routing: Routing
     experts: Experts
@@ -190,8 +198,8 @@ class Sorted(NamedTuple):
         return y_PD, v_P
 
     def _fused(self, gate_up_PG: Tensor, u_P: Tensor | None) -> Inside | None:
-        """On a device, if experts have the plain gate: everything between their two products, in one pass; else
-        None."""
+        """The kernels for everything between the experts' two products (gpu/gate.py); None unless on a device with the
+        plain gate and no biases."""
         experts, plain = self.experts, self.experts.gate.gated and self.experts.gate.limit is None
         if not lora_products.on_device(gate_up_PG) or not plain or experts.gate_up_bias_EG is not None:
             return None
@@ -246,8 +254,8 @@ class Sorted(NamedTuple):
 def _forward(
     x_TD: Tensor, weights_TK: Tensor, plan: _Plan
 ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-    """The output, and what the backward needs: h A^T per pair [P, r], scale * (sum of weighted h A^T) per token [T, r],
-    and what `Inner` does."""
+    """The output, and what the backward needs: v = h A^T per pair [P, r]; scale * (weighted sum of v) per token [T, r];
+    and the tensors that `Inner` keeps."""
     routing, adapters, names = plan.routing, plan.adapters, plan.names
     u_P = _gate_up_shrink(x_TD, adapters, plan) if adapters is not None else None
     y_PD, v_P, kept = plan.inner.forward(x_TD.to(plan.experts.gate_up_EGD.dtype), u_P)
@@ -316,8 +324,8 @@ class _ExpertBlock(torch.autograd.Function):
 def _down_backward(
     dout_TD: Tensor, weights_P1: Tensor, shrunk: tuple[Tensor, Tensor | None], plan: _Plan, adapters: _Adapters
 ) -> Tensor:
-    """Add to the gradients of the outer factors of down. Returns the gradient of h A^T, before the router weight.
-    `shrunk` are v and combined of the forward."""
+    """The gradient of weight * v, [P, r]. Adds to the gradients of the outer factors of down. `shrunk`: v and the
+    combined v of the forward."""
     names, (v_P, combined_T) = plan.names, shrunk
     dv_T = dout_TD.new_zeros(len(dout_TD), v_P.shape[1], dtype=torch.float32)
     if adapters.shared is not None and combined_T is not None:
@@ -332,7 +340,7 @@ def _down_backward(
 
 
 def _each_backward(dx_PD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan, each: LoraProducts) -> None:
-    """Add to dx in place and to the gradients of the factors of gate and up that are not shared."""
+    """Add to dx in place, and to the gradients of the A of gate and up that each expert has of its own."""
     name, stack = plan.names.each_gate_up_a, len(plan.names.inner_b)
     each.outer(du_P, spread(x_TD, plan.routing), name, stack=stack, scaled=True)
     if dx_PD is not None:
@@ -340,7 +348,7 @@ def _each_backward(dx_PD: Tensor | None, du_P: Tensor, x_TD: Tensor, plan: _Plan
 
 
 def _shared_backward(du_P: Tensor, x_TD: Tensor, plan: _Plan, shared: LoraProducts, scale_T1: Tensor) -> Added:
-    """Add to the gradients of the shared factors of gate and up. Returns what is to be added to dx."""
+    """Add to the gradients of the A of gate and up that experts share. Returns the rows to be added to dx."""
     du_T, stack = over_choices(du_P, plan.routing) * scale_T1, len(plan.names.inner_b)
     shared.outer(du_T, x_TD, plan.names.gate_up_a, stack=stack, scaled=False)
     return Added(shared, du_T, plan.names.gate_up_a, stack)

@@ -1,7 +1,9 @@
-"""What an MLP computes between its products, forward and backward: SwiGLU, the clamped form of gpt-oss, squared ReLU.
+"""What an MLP computes between its products, forward and backward: SwiGLU (arXiv 2002.05202), its clamped form in
+gpt-oss, or squared ReLU (arXiv 2109.08668).
 
-It takes gate and up side by side, or up alone (`GateConfig.parts`). SwiGLU is a kernel on a CPU (native/gate.c);
-without one, sigmoids are `steady`, so that a row's bits do not hang on its neighbours either.
+The input is gate and up side by side, or up alone (`GateConfig.parts`). On a CPU SwiGLU is a C kernel (native/gate.c).
+Invariant (isolation): all others are elementwise with `steady` sigmoids, so a row's bits do not depend on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from workers.model.parts.steady import steady
 
 
 def activated(config: GateConfig, gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; clamped: (up + 1) * gate * sigmoid(alpha * gate), of a gate that is at most the limit and an up
-    within it; of up alone: relu(up)^2."""
+    """silu(gate) * up. With a limit, (up + 1) * gate * sigmoid(alpha * gate), with gate cut to at most the limit and up
+    to between -limit and limit. For up alone relu(up)^2."""
     if not config.gated:
         return F.relu(gate_up).square()
     if config.limit is None and native.serves(gate_up):
@@ -33,12 +35,12 @@ def activated(config: GateConfig, gate_up: Tensor) -> Tensor:
 
 
 class Again(Protocol):
-    """`activated` computed again for a backward: `h` is its result."""
+    """`activated` computed again for a backward; `h` is its result."""
 
     h: Tensor
 
     def backward(self, dh: Tensor, dgate_up: Tensor) -> None:
-        """Write the gradient of its input to `dgate_up`."""
+        """Write the gradient of the input to `dgate_up`, given that of h."""
 
 
 def again(config: GateConfig, gate_up: Tensor) -> Again:
@@ -51,7 +53,7 @@ def again(config: GateConfig, gate_up: Tensor) -> Again:
 
 
 class _InC(torch.autograd.Function):
-    """SwiGLU by the kernels."""
+    """SwiGLU by the C kernels."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

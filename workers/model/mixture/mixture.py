@@ -1,7 +1,8 @@
-"""A mixture of experts: a router, the experts it chooses from, and those that every token has.
+"""A mixture of experts: a router, the experts that it chooses from, and shared experts, which every token passes.
 
-Latent experts (Nemotron 3) compute with fewer numbers than the hidden state has, which one projection makes of it for
-all of them; what they give together is projected back."""
+Latent experts (Nemotron 3) are narrower than the hidden state: one projection, common to all of them, makes their
+input, and another brings their summed output back to the hidden size.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ OnRoute = Callable[[int, Tensor], None]
 
 
 class Mixture(nn.Module):
+    """One layer's mixture. The names of its adapter's tensors begin as `DecoderConfig.adapter_at` says."""
+
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         e, f, d, own = config.num_experts, config.moe_intermediate_size, config.hidden_size, config.expert_size
@@ -38,8 +41,8 @@ class Mixture(nn.Module):
         self.down = frozen(dtype, e, own, f)
         self.gate_up_bias = frozen(torch.float32, e, parts * f) if config.expert_bias else None
         self.down_bias = frozen(torch.float32, e, d) if config.expert_bias else None
-        #: Set if experts are spread over processes: `gate_up`, its bias and `down` are then those of this process's own
-        #: experts.
+        #: Set if experts are spread over processes: then `gate_up`, its bias and `down` are of this process's experts
+        #: alone.
         self.away: Away | None = None
         width = config.shared_intermediate_size
         self.shared = Mlp(config, f"{at}{config.shared_name}.", width, dtype) if width else None
@@ -48,6 +51,7 @@ class Mixture(nn.Module):
     def forward(
         self, x_TD: Tensor, lora: LoraRows | None, on_route: OnRoute | None, forced_TK: Tensor | None
     ) -> Tensor:
+        """out_TD, float32. `forced_TK`: experts that must be chosen (`Router.forward`)."""
         weights_TK, experts_TK = self.router(x_TD, lora, forced_TK)
         if on_route is not None:
             on_route(self.layer, experts_TK)
@@ -55,7 +59,7 @@ class Mixture(nn.Module):
         if self.shared is None:
             return out_TD
         shared_TD: Tensor = self.shared(x_TD, lora)
-        if self.shared_gate is not None:  # summed row by row: a product with one row of weights rounds by its batch
+        if self.shared_gate is not None:  # a product with one row of weights rounds by its batch: summed here
             shared_TD = shared_TD * sigmoid_of((x_TD * self.shared_gate).sum(-1, keepdim=True), lora)
         return out_TD + shared_TD
 

@@ -1,4 +1,4 @@
-"""A dense MLP: down(activated(gate x, up x)), or of up alone."""
+"""A dense MLP: down(activated(gate x, up x)), or down(activated(up x)) without a gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.model.parts.frozen import frozen
 
 
 class Mlp(nn.Module):
-    """`at` is where its adapter's tensors are, `width` that between its products."""
+    """`at`: the prefix of its adapter's tensors; `width`: the size between its products."""
 
     def __init__(self, config: DecoderConfig, at: str, width: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""How a mixture chooses the experts of a token, and how much each counts."""
+"""How a mixture chooses the experts of each token, and their weights.
+
+Shapes: T tokens, E experts, K choices, G groups of experts.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from workers.model.native.gemm import packed
 from workers.model.parts.frozen import frozen
 from workers.model.parts.steady import sigmoid_of
 
-#: In a replayed routing, for a token whose experts the router is to choose.
+#: Marks in a replayed routing that the router is to choose this expert.
 FREE = -1
 
-#: Keeps the sum of sigmoid scores from being zero, as the published code does.
+#: Added to the sum of sigmoid scores, against division by zero, as in the published code.
 _TINY = 1e-20
 
 _NO_SITE = Site("", (), ())
 
 
 class Router(nn.Module):
-    """Frozen, so it needs no adapter; its gradient still flows to x. Sigmoid scores are computed in float32 whatever
-    the weights' dtype, as the published code does, because a correction may decide between close scores."""
+    """Frozen and without an adapter; its gradient still flows to x. Sigmoid scores are computed in float32 whatever the
+    weights' dtype, as in the published code, because the correction may decide between close scores."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -35,8 +38,8 @@ class Router(nn.Module):
         self.correction = frozen(torch.float32, config.num_experts) if self.how.correction else None
 
     def forward(self, x_TD: Tensor, lora: LoraRows | None, forced_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and experts of each token, [T, K]. `forced_TK` are experts that must be chosen; their weights are the
-        router's all the same."""
+        """The weights (float32) and the experts of each token, [T, K]. `forced_TK`: experts that must be chosen, or
+        FREE; their weights are still the router's."""
         logits_TE = lora_linear(x_TD, self.weight, _NO_SITE, lora)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias
@@ -72,8 +75,8 @@ class Router(nn.Module):
 
 
 def eligible(scores_TE: Tensor, correction_E: Tensor | None, how: RouterConfig) -> Tensor:
-    """The scores by which experts are chosen: corrected, and -inf outside of the best groups. A group counts as much as
-    its two best experts together (DeepSeek-V3, arXiv 2412.19437)."""
+    """The scores by which experts are chosen: with the correction, and -inf for experts outside of the best
+    `groups_per_token` groups. A group's score is the sum of its two best experts' (DeepSeek-V3, arXiv 2412.19437)."""
     corrected_TE = scores_TE.detach() if correction_E is None else scores_TE.detach() + correction_E
     if how.groups == 1:
         return corrected_TE

@@ -41,7 +41,7 @@ _FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=off", "-fno-fast-
 
 @cache
 def library(source: Path | None = None) -> ctypes.CDLL | None:
-    """The compiled kernels of `source` (None: those of `_TOGETHER`); None where they cannot be built, with a
+    """The compiled kernels of `source` (None: those of `_TOGETHER`); None if they cannot be built, with a
     reason in the log."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

@@ -59,7 +59,7 @@ def product(
     x_PI: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None, ends_E: Tensor | None = None
 ) -> Tensor | None:
     """y_P = x W^T, or x W when `transposed`, of a weight [O, I] or of one for each expert, in `out` when given. Rows
-    sorted by expert have `ends_E` int32: where those of each end. None where the kernel cannot serve them."""
+    sorted by expert have `ends_E` int32: where those of each end. None if the kernel cannot serve them."""
     given = (x_PI, weight) if out is None else (x_PI, weight, out)
     plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.stride(-1) == 1 for t in given)
     native = library() if plain else None
@@ -100,7 +100,7 @@ _PACKED: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
 
 
 def pack(weight: Tensor) -> bool:
-    """Keep a packed copy of a frozen weight for as long as the weight lives. False where the kernel cannot serve it."""
+    """Keep a packed copy of a frozen weight for as long as the weight lives. False if the kernel cannot serve it."""
     native = library() if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
     if native is not None and packed(weight) is None:
         _PACKED[weight] = Packed(weight, native)

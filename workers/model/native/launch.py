@@ -66,7 +66,7 @@ class Table:
         self._arenas: dict[bool, list[tuple[int, dict[str, Slot]]]] = {}
 
     def addresses(self, name: str, *, grads: bool) -> _Array:
-        """[G]: the address of the tensor `name` in each adapter (or its gradient); 0 where there is none."""
+        """[G]: the address of the tensor `name` in each adapter (or its gradient); 0 if there is none."""
         found = self._addresses.get((name, grads))
         if found is None:
             arenas = self.grads if grads else self.adapters

@@ -1,16 +1,20 @@
-"""Experts that the processes of a group own: pairs of a token and an expert travel to the expert's owner, and back.
+"""Experts owned by the processes of a group (ranks): pairs of a token and an expert travel to the expert's owner, and
+back.
 
-Everything else of a layer is computed where the token is, the factors of its adapter on the hidden side too: what
-travels of an adapter's products is scale * x A^T there, and h A^T back. The inner factors of an adapter, a matrix for
-each expert, are sent to the owners of the experts that its tokens have chosen. In the backward their gradients come
-back, a sum for each group of rows, and are added at home in the order of the groups. An owner has the rows of a group
-in the order of one process, and no product depends on the rows of others: so the bits are those of one process.
+Everything else of a layer is computed where the token is, including the outer factors of its adapter; so of adapters
+only scale * x A^T travels to the owner, and h A^T back. The inner factors of an adapter, a matrix for each expert, are
+sent to the owners of the experts that its tokens chose. In the backward, each owner returns their gradients, summed per
+group of rows, and the group's home adds them in the order of the groups.
 
-Invariant: a step is a sequence that all processes have agreed on at its beginning (`Step.order`): each mixture layer
-forward and, if it trains, backward, computed once more before that if any process recomputes. A process takes part in
-all of it: one that has no pairs, or whose own work has failed half way, goes on for the others (`finish`).
+Invariant (bits): results are those of one process. An owner has the rows of a group in the order that one process would
+have, and no product depends on the rows of others.
 
-Shapes: P pairs of this process in the order of travel, by owner and group.
+Invariant (progress): a step is a sequence of collectives that all processes agree on at its beginning (`Step.order`):
+each mixture layer forward and, if it trains, backward, with another forward before that if any process recomputes.
+Every process takes part in all of it: one without pairs, or whose own work failed half way, goes on for the others
+(`finish`).
+
+Shapes: P pairs of this process in the order in which they travel, by owner and group.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from workers.model.owned.travel import Travel
 
 log = logging.getLogger(__name__)
 
-#: How a layer went on an owner.
+#: The outcome of a layer on an owner.
 FINE, NO_MEMORY, FAILED = range(3)
 #: The adapter number of a group without inner factors.
 NOBODY = -1
@@ -47,8 +51,9 @@ class OwnerFailed(RuntimeError):
 
 
 class Brought(NamedTuple):
-    """What a process tells all others about its part of a step: the `ranks` of its adapters that have inner factors;
-    and for each group of its rows, which of these adapters it has (`adapters`), and whether it is `trained`."""
+    """What each process tells all others about its part of a step: whether it `recomputes`; the `ranks` of its adapters
+    that have inner factors; and for each group of its rows, the number of the group's adapter among these (`adapters`),
+    and whether it is `trained`."""
 
     recomputes: bool = False
     ranks: tuple[int, ...] = ()
@@ -56,20 +61,21 @@ class Brought(NamedTuple):
     trained: tuple[bool, ...] = (False,)
 
     def used(self, counts: list[int]) -> list[int]:
-        """The adapters of the groups that have pairs, in order."""
+        """The numbers of the adapters of groups that have pairs, ascending."""
         return sorted({index for index, count in zip(self.adapters, counts, strict=True) if count} - {NOBODY})
 
     def trained_ranks(self, counts: list[int]) -> list[int]:
-        """For each group the rank of its adapter; 0 if these pairs train nothing."""
+        """For each group the rank of its adapter; 0 if the group is not trained or has no pairs."""
         groups = zip(self.adapters, self.trained, counts, strict=True)
         return [self.ranks[index] if trained and count and index != NOBODY else 0 for index, trained, count in groups]
 
 
 @dataclass
 class Step:
-    """A step. `brought` is from each process; `adapters` and `grads` are this one's. `order` lists (layer, whether
-    backward), of which `done` have begun; of forwards from `first` on, the served pairs are kept for the backward. By
-    layer: how many pairs were `sent` to each owner; and the `served` ones of other processes."""
+    """A step. `brought`: from each process. `adapters` and `grads`: this process's. `order`: the sequence of (layer,
+    whether backward), of which `done` have begun. Forwards from number `first` on keep the pairs they served, for the
+    backward. By layer: `sent`, the number of pairs sent to each owner, by group; `served`, the pairs computed here, by
+    the processes that sent them, with what their backward needs."""
 
     brought: list[Brought]
     adapters: list[Adapter]
@@ -90,7 +96,8 @@ class Step:
 
 
 class Exchange:
-    """This process's place among the owners. `owners`: its own experts, by layer."""
+    """This process among the owners. `owners`: its own experts, by layer. `control`: the group for numbers on the
+    CPU."""
 
     def __init__(
         self, config: DecoderConfig, owners: Mapping[int, Owner], control: dist.ProcessGroup | None = None
@@ -111,12 +118,12 @@ class Exchange:
         return self._step
 
     def begin(self, rows: LoraRows | None, recomputes: bool) -> bool:
-        """Begin a step, together with all processes; it trains if gradients are recorded. Returns whether its layers
-        are recomputed."""
+        """Begin a step, at the same time as all processes; it trains if gradients are recorded. Returns whether any
+        process recomputes, and so all must."""
         return self._begin(rows, recomputes, torch.is_grad_enabled()).recomputes
 
     def finish(self, trains: bool) -> None:
-        """End a step: do the rest of it for the other processes, without pairs of this process."""
+        """End a step: take part in the rest of it, without pairs of this process."""
         if self._between:
             raise RuntimeError("this process has left the others in the middle of a layer")
         with torch.no_grad():
@@ -137,14 +144,15 @@ class Exchange:
     def forward(
         self, layer: int, x_PD: Tensor, u_P: Tensor, expert_P1: Tensor, counts: PerGroup
     ) -> tuple[Tensor, Tensor]:
-        """y_PD in the weights' dtype, and v_P. `expert_P1`: among those of its owner. `counts`: for each owner, of each
-        group. Raises for an owner that has failed."""
+        """y_PD in the weights' dtype, and v_P. `expert_P1`: the expert's number among those of its owner. `counts`: how
+        many pairs go to each owner, by group. Raises OutOfMemoryError or OwnerFailed if an owner of these pairs
+        failed."""
         (y_PD, v_P), states = self._forward(layer, x_PD, u_P, expert_P1, counts)
         _raise_for(states, counts)
         return y_PD, v_P
 
     def backward(self, layer: int, dout_PD: Tensor, dv_P: Tensor, weights_P1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dx_PD in the weights' dtype, du_P and dweights_P. Raises for an owner that has failed."""
+        """dx_PD in the weights' dtype, du_P and dweights_P. Raises as `forward` does."""
         counts = self.step.sent[layer]
         (dx_PD, small), states = self._backward(layer, dout_PD, torch.cat((dv_P, weights_P1), dim=1))
         _raise_for(states, counts)
@@ -234,9 +242,9 @@ class Exchange:
         into: list[int],
         out: list[int],
     ) -> tuple[list[Tensor], list[int]]:
-        """The owners' results for this process's pairs, without those of an owner that failed; and the state of each
-        owner. This owner computes the pairs of several processes in `pieces`. Once any owner has run out of memory, all
-        owners compute the pairs of each process separately: no operation fails because of another's pairs."""
+        """The owners' results for this process's pairs, without those of failed owners; and the outcome on each owner.
+        This owner computes `pieces`, each the pairs of several processes. Once any owner has run out of memory, all
+        compute the pairs of each process separately, so that no operation fails because of another process's pairs."""
         states, found = [FINE] * self.ranks, [like]
         for of in pieces:
             try:
@@ -254,8 +262,8 @@ class Exchange:
         return self._travel.rows(rows, into, out), [state for state, _ in fared]
 
     def _send_factors(self, step: Step, layer: int, counts: PerGroup, came: PerGroup) -> AdapterPerGroup:
-        """Send the adapters of groups that have pairs, each owner getting the inner factors of its own experts; returns
-        the received ones."""
+        """Send each owner the inner factors of its own experts, for the adapters of groups that have pairs there.
+        Returns the adapters received, for each process and group."""
         own = step.brought[self._travel.rank]
         out = []
         for owner, of in enumerate(counts):
@@ -279,8 +287,8 @@ class Exchange:
         return found
 
     def _return_gradients(self, step: Step, layer: int, states: list[int], gradients: AdapterPerGroup) -> None:
-        """Send gradients to where their groups are; add what each owner has computed to the gradients of this process's
-        groups, in their order."""
+        """Send gradients home, and add those that come back to the gradients of this process's groups, in the order of
+        the groups."""
         own, counts = step.brought[self._travel.rank], step.sent[layer]
         ranks = [[] if states[owner] else own.trained_ranks(of) for owner, of in enumerate(counts)]
         sizes = [sum(self._shape(layer, rank).numel for rank in each if rank) for each in ranks]
@@ -295,7 +303,7 @@ class Exchange:
                     self._owned(grad.stored[name], owner).add_(tensor)
 
     def _zeros(self, layer: int, ranks: list[int]) -> list[Adapter | None]:
-        """An arena for the gradient of each group that is trained here, by the ranks of the groups."""
+        """An arena for the gradient of each trained group, by rank; None for rank 0."""
         return [Adapter.zeros(self._shape(layer, r), device=self._device) if r else None for r in ranks]
 
     def _owned(self, tensor_E: Tensor, owner: int) -> Tensor:
@@ -310,13 +318,14 @@ class Exchange:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """In the block: an error leaves the other processes waiting in a way that `finish` cannot repair."""
+        """In the block, an error leaves the other processes waiting in a collective, which `finish` cannot repair;
+        `finish` then raises."""
         self._between = True
         yield
         self._between = False
 
     def _shape_of(self, layer: int, rank: int) -> AdapterShape:
-        """One layer's inner factors of an owner's experts."""
+        """The shape of one layer's inner factors, for the experts of one owner."""
         names = self._owners[layer].names
         return AdapterShape(replace(self._config, num_experts=self.each), rank, only=(*names.inner_b, names.down_a))
 
@@ -331,7 +340,7 @@ def _rows(tensor: Tensor, into: list[int], of: range) -> Tensor:
 
 
 def _arenas(flat: Tensor, shapes: list[AdapterShape]) -> Iterator[Adapter]:
-    """Arenas that lie one after another in `flat`. Their products are never scaled."""
+    """Views of arenas that lie one after another in `flat`. Their scale is never used."""
     sizes = [shape.numel for shape in shapes]
     for shape, part in zip(shapes, flat.split_with_sizes(sizes), strict=True):
         yield Adapter(shape, part, 1.0)

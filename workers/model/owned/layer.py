@@ -1,4 +1,4 @@
-"""A mixture layer whose experts are owned by the processes of a group, as one of them sees it (`moe.Away`)."""
+"""A mixture layer's `Away` (mixture/experts.py): its experts are owned by the processes of a group."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from workers.model.routing import Routing
 
 
 class OfLayer(NamedTuple):
+    """`Away` of one layer; `stack` is the number of factors on gate and up."""
+
     exchange: Exchange
     layer: int
     num_experts: int
@@ -24,7 +26,8 @@ class OfLayer(NamedTuple):
 
 
 class _There(NamedTuple):
-    """`moe.Inner` on the experts' owners. Pairs are in the order of `routing`, and by owner and group on their way."""
+    """`Inner` (mixture/experts.py) on the experts' owners. Pairs are in the order of `routing` here, and travel by
+    owner and group."""
 
     of: OfLayer
     routing: Routing

@@ -1,7 +1,7 @@
-"""A decoder of whose experts every process owns an equal share, and of which it has the rest whole.
+"""Loads a decoder in which every process owns an equal share of the experts, and has the rest whole.
 
-What is left of a large mixture without its experts is small (Qwen3-235B-A22B: 7.9 of 235 billion parameters), so that
-nothing of the base ever travels.
+The rest of a large mixture is small (Qwen3-235B-A22B: 7.9 of 235 billion parameters), so that none of the base ever
+travels.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from workers.model.owned.layer import OfLayer
 from workers.model.owned.owner import Owner
 from workers.model.planning.check import unequal
 
-#: Parameters of a mixture with a row for each expert, which owners have.
+#: Parameters of a mixture that have a row for each expert; a process has only its own experts' rows.
 _OF_EXPERTS = ("gate_up", "down", "gate_up_bias")
 
 
 class Owned:
-    """This process's part of a decoder, and how far a step has come with what travels."""
+    """This process's part of a decoder, and the exchange between the parts."""
 
     def __init__(self, decoder: Decoder, exchange: Exchange) -> None:
         self.decoder, self._exchange = decoder, exchange
 
     def finish(self, trains: bool) -> None:
-        """End a step: do the rest of it for the other processes, with nothing to compute here."""
+        """End a step: take part in the rest of it for the other processes, with nothing to compute here."""
         self._exchange.finish(trains)
 
 
 def load_owned(
     path: str | Path, dtype: torch.dtype, device: torch.device, control: dist.ProcessGroup | None = None
 ) -> Owned:
-    """The model in a folder, with this process's experts. `control`: a group for the CPU, if the default group is not
-    for it. Raises UnsupportedModel or ModelWeightsError, naming the model."""
+    """The model in a folder, with this process's share of the experts. `control`: a process group for the CPU, if the
+    default group is not for it. Raises UnsupportedModel or ModelWeightsError, naming the model."""
     folder, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
     config = read_config(folder.name, folder)
     if problem := unequal(config, ranks):
@@ -67,7 +67,7 @@ def load_owned(
 
 
 def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, each: int) -> Decoder:
-    """A decoder with that many experts in each mixture, whose weights are to be copied in."""
+    """A decoder with `each` experts in each mixture and uninitialised weights."""
     decoder = Decoder(config, dtype, "meta")
     with torch.device(device):
         decoder.rotary = rotary_of(config)
@@ -82,5 +82,6 @@ def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, each:
 
 
 def is_of_experts(decoder: Decoder, name: str) -> bool:
+    """Whether the parameter has a row for each expert."""
     module, _, last = name.rpartition(".")
     return last in _OF_EXPERTS and isinstance(decoder.get_submodule(module), Mixture)

@@ -1,6 +1,6 @@
 """What an owner computes for all processes: the insides of its experts, with the adapters of the pairs' groups.
 
-Shapes: Q pairs that have come, by process and group, with the rows of a group in the order of the process's routing.
+Shapes: Q pairs received, by process and group; the rows of a group are in the order of their process's routing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from workers.model.lora.rows import LoraRows
 from workers.model.mixture.experts import Experts, Names, Sorted
 from workers.model.routing import Routing
 
-#: A number for each group of each process.
+#: A number for each process and each of its groups.
 PerGroup = list[list[int]]
 AdapterPerGroup = list[list[Adapter | None]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """The pairs of a layer: how many each group has, their adapters, and what their backward needs."""
+    """The pairs that an owner computed in one layer: `counts` per group, the groups' adapters, and what the backward
+    needs."""
 
     counts: PerGroup
     adapters: AdapterPerGroup
@@ -42,7 +43,7 @@ class Owner:
     def forward(
         self, counts: PerGroup, adapters: AdapterPerGroup, x_QD: Tensor, u_Q: Tensor, expert_Q1: Tensor, width: int
     ) -> tuple[Served, list[Tensor]]:
-        """y_QD, and v = h A^T in `width` columns."""
+        """What the backward needs; and y_QD in the weights' dtype with v = h A^T, float32 [Q, width]."""
         routing = Routing(expert_Q1, len(self.experts.down_EDF))
         inner = Sorted(routing, self.experts, self.names, self._paired(routing, counts, adapters, None))
         u = u_Q.index_select(0, routing.order) if inner.paired is not None else None
@@ -56,7 +57,7 @@ class Owner:
     def backward(
         self, served: Served, gradients: AdapterPerGroup, dout_QD: Tensor, dv_Q: Tensor, weights_Q1: Tensor
     ) -> list[Tensor]:
-        """dx_QD; and du with dweights beside it. Adds to the `gradients` of trained groups."""
+        """dx_QD, and du with dweights as its last column. Adds to the `gradients` of trained groups."""
         routing = served.inner.routing
         inner = served.inner._replace(paired=self._paired(routing, served.counts, served.adapters, gradients))
         dv, weights = (each.index_select(0, routing.order) for each in (dv_Q, weights_Q1))

@@ -1,4 +1,6 @@
-"""The collectives of an exchange: rows, flat arenas and numbers for the host go from every process to every other."""
+"""The collectives of an exchange: every process sends rows, arenas or numbers to every other. exchange.py calls them,
+in the same order on all processes.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from workers.model.adapters.adapter import Adapter
 
 
 class Travel:
-    """Sends data between the processes. `control` is the group for numbers that hosts must know, which are on the
-    CPU."""
+    """`control`: the process group for numbers that hosts need, on the CPU."""
 
     def __init__(self, device: torch.device, control: dist.ProcessGroup | None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device, self._control = device, control
 
     def rows(self, parts: Sequence[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
-        """Send rows of several tensors at once: `out` of them to each process; `into` come from each."""
+        """Send rows of several tensors together, out[i] of them to process i; returns those received, into[i] of them
+        from process i."""
         wire = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
         got = wire.new_empty(sum(into), wire.shape[1])
         dist.all_to_all_single(got, wire, into, out)
@@ -29,7 +31,8 @@ class Travel:
         return [column.contiguous().view(part.dtype) for column, part in zip(columns, parts, strict=True)]
 
     def arenas(self, out: Sequence[Sequence[Adapter]], into: list[int]) -> Tensor:
-        """Send arenas to each process; `into` numbers come from each, one process after another."""
+        """Send arenas to each process; returns the float32 numbers received, into[i] of them from process i, in the
+        order of processes."""
         flats = [arena.flat for each in out for arena in each]
         wire = torch.cat(flats) if flats else torch.empty(0, device=self._device)
         got = wire.new_empty(sum(into))
@@ -37,8 +40,8 @@ class Travel:
         return got
 
     def counts(self, place: int, out: list[list[int]], sizes: list[int]) -> list[list[int]]:
-        """Send a list of numbers to each process, all equally long; from each come as many as `sizes` says. All
-        processes must be at the same `place`; else RuntimeError."""
+        """Send process i the list out[i], all equally long; from process i come sizes[i] numbers. Raises RuntimeError
+        unless all processes are at the same `place` of a step."""
         own = torch.tensor([[place, *each] for each in out])
         splits = [1 + size for size in sizes]
         got = torch.empty(sum(splits), dtype=torch.int64)
@@ -49,7 +52,7 @@ class Travel:
         return [each[1:] for each in came]
 
     def objects(self, own: Any) -> list[Any]:
-        """One object from each process."""
+        """Each process's object, in the order of processes."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self._control)
         return found

@@ -1,5 +1,9 @@
-"""Grouped-query attention, with the options that families have: biases, norms of queries and keys, a sliding window,
-sinks, a gate on what each head gives."""
+"""Grouped-query attention, with the options of model families: biases, norms of queries and keys, a sliding window,
+sinks, a gate on the output of each head.
+
+Shapes: T packed tokens, D hidden (of a head in q_THD, k_TKD and v_TKD), H query heads, K kv heads, Q = H times the
+head's size.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ from workers.model.parts.steady import sigmoid_of
 
 
 class GroupedAttention(nn.Module):
-    """q, k and v are one fused product with one stacked A and a B each; one A and one B where they are one linear."""
+    """q, k and v are one fused product with the frozen `qkv`. Its adapter has one stacked A and a B for each of the
+    three; or one A and one B in families whose checkpoints have one linear for it."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -42,6 +47,7 @@ class GroupedAttention(nn.Module):
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
+        """out_TD, float32, from the normed hidden state x_TD."""
         c, reach = self.config, Reach(self.config.window_of(self.layer), self.sinks)
         if lora_products.on_device(self.qkv) and not c.output_gate and c.qk_norm != "whole":
             from workers.model.gpu.heads import Heads  # Triton: only a GPU needs it
@@ -56,7 +62,7 @@ class GroupedAttention(nn.Module):
             qkv = qkv + self.qkv_bias
         q, k, v = torch.split(qkv, list(self.sizes), dim=-1)
         gate = None
-        if c.output_gate:  # beside the queries of each head
+        if c.output_gate:  # the gate lies beside the queries of each head
             q, gate = (part.flatten(1) for part in q.view(len(q), c.num_heads, -1).chunk(2, dim=-1))
         q_THD = self._heads(q, c.num_heads, self.q_norm, angles)
         k_TKD = self._heads(k, c.num_kv_heads, self.k_norm, angles)
@@ -72,8 +78,8 @@ class GroupedAttention(nn.Module):
         return out_TD if self.o_bias is None else out_TD + self.o_bias
 
     def _heads(self, x: Tensor, heads: int, norm: Tensor | None, angles: Angles) -> Tensor:
-        """Norm over the head (or all heads together), then the rotary embedding, in the dtype of the weights, which is
-        the cache's."""
+        """[T, heads, D]: the norm, over each head or over all together, then the rotary embedding; in the dtype of the
+        weights, which is the cache's."""
         if self.config.qk_norm != "whole" and packed(self.qkv) is not None and joined.serves(x):
             turned = joined.heads(x, heads, norm, self.config.norm_eps, angles)
             return turned.view(-1, heads, self.config.head_dim).to(self.qkv.dtype)

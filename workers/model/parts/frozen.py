@@ -1,4 +1,4 @@
-"""Weights of the base: parameters that are never trained, uninitialised until a checkpoint is copied into them."""
+"""The base's weights: parameters that are never trained, uninitialised until a checkpoint is copied into them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-#: Makes the tensor of a weight.
+#: Makes the tensor of a weight, of this dtype and shape.
 MakeWeight = Callable[[torch.dtype, tuple[int, ...]], Tensor]
 
 
@@ -22,7 +22,8 @@ _make: ContextVar[MakeWeight] = ContextVar("make", default=_empty)
 
 @contextmanager
 def weights_from(make: MakeWeight) -> Iterator[None]:
-    """Within, the weights of a decoder are tensors that `make` makes, in the order in which its parts ask for them."""
+    """In the block, the weights of a new decoder are tensors made by `make`, called in the fixed order in which the
+    parts ask for them (base/shared.py relies on it)."""
     before = _make.set(make)
     try:
         yield
@@ -31,4 +32,5 @@ def weights_from(make: MakeWeight) -> Iterator[None]:
 
 
 def frozen(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    """A weight of the base, of this dtype and shape."""
     return nn.Parameter(_make.get()(dtype, shape), requires_grad=False)

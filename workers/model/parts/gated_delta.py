@@ -1,8 +1,8 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464) with its causal convolution and its gated norm.
 
 For each value head, with key k, value v, query q, a decay and a rate beta of each token, the state S [D, V] becomes
-decay S + k beta (v - decay S^T k)^T, and the output is S^T q. A run of tokens is computed in chunks, as the paper's
-section 3.3 has it; one token by the formula itself. All in float32.
+decay S + k beta (v - decay S^T k)^T, and the output is S^T q. Many tokens are computed in chunks, as in the paper's
+section 3.3; a single token by the formula itself. All in float32.
 
 Shapes: N tokens of a sequence, R sequences, M channels of the convolution, J its taps, K key heads, H value heads, D
 key dim, V value dim, C chunks, L tokens of a chunk.
@@ -26,12 +26,13 @@ from workers.model.parts.recurrent import Recurrent
 from workers.model.parts.steady import steady
 from workers.model.recur import CHUNK, Packed, State, begun
 
-#: Keeps the length of a query or key from being zero, as the published code does.
+#: Added to the squared length of a query or key, against division by zero, as in the published code.
 _TINY = 1e-6
 
 
 class GatedDelta(Recurrent):
-    """All projections of the input are one fused product, with one stacked A and a B each."""
+    """All projections of the input are one fused product, whose adapter has one stacked A and a B for each. A state is
+    the last J - 1 inputs of the convolution and S of each head."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         assert config.delta is not None
@@ -80,14 +81,16 @@ class GatedDelta(Recurrent):
         return self._gated(out_THV, F.silu(x.gate)), list(zip(ends_JM, ends_HDV, strict=True))
 
     def _begin(self, x: Tensor) -> State:
+        """The state of a sequence that begins: zeros."""
         c = self.config
         return x.new_zeros(c.taps - 1, c.mixed_size), x.new_zeros(c.value_heads, c.key_dim, c.value_dim)
 
     def _decay(self, decay_NH: Tensor) -> Tensor:
+        """The logarithms of the decays [N, H]."""
         return -self.decay_log.exp() * F.softplus(decay_NH + self.decay_bias)
 
     def _inputs(self, x_NI: Tensor) -> _Inputs:
-        """The projections of the input, split."""
+        """The projections of the input, split; `grouped` checkpoints have them interleaved by key head."""
         c = self.config
         each, dim = c.value_heads // c.key_heads, c.key_dim
         if not c.grouped:
@@ -100,8 +103,8 @@ class GatedDelta(Recurrent):
         return _Inputs(mixed, z.flatten(1), b.flatten(1), a.flatten(1))
 
     def _heads(self, mixed_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [N, K, D], of length one, queries scaled; values [N, H, V]. A key head serves consecutive
-        value heads."""
+        """Queries and keys [N, K, D] of length one, queries then scaled by D^-0.5; values [N, H, V]. Each key head
+        serves H / K consecutive value heads."""
         c = self.config
         key = c.key_heads * c.key_dim
         q, k, v = mixed_NM.split_with_sizes([key, key, c.value_size], dim=-1)
@@ -109,6 +112,7 @@ class GatedDelta(Recurrent):
         return q_NKD * c.key_dim**-0.5, k_NKD, by_head(c.value_heads, v)
 
     def _gated(self, out_NHV: Tensor, gate_NM: Tensor) -> Tensor:
+        """[N, H V]: RMSNorm within each head, times the gate."""
         normed = F.rms_norm(out_NHV, self.norm.shape, self.norm, self.norm_eps)
         return normed.flatten(1) * gate_NM
 
@@ -123,7 +127,7 @@ class _Inputs(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The inputs of the rule. `decay` are logarithms."""
+    """The inputs of the rule for each token; `decay` are logarithms."""
 
     q_HND: Tensor
     k_HND: Tensor
@@ -133,8 +137,8 @@ class _Tokens(NamedTuple):
 
 
 def by_chunks(tokens: _Tokens, state_HDV: Tensor) -> tuple[Tensor, Tensor]:
-    """out [H, N, V] and the state after N tokens. Within a chunk, what each token adds to the state is the solution of
-    a triangular system; between chunks only the state is passed on."""
+    """out [H, N, V] and the state after N tokens (section 3.3 of the paper). Within a chunk, what each token adds to
+    the state is the solution of a triangular system; from chunk to chunk only the state is passed on."""
     count = tokens.k_HND.shape[1]
     length = min(CHUNK, count)
     q, k, v, decay, rate = (chunked(t, length) for t in tokens)
@@ -156,4 +160,5 @@ def by_chunks(tokens: _Tokens, state_HDV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit(x: Tensor) -> Tensor:
+    """x scaled to length one along the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)

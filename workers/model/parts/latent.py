@@ -1,9 +1,12 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come of a few numbers of each token,
-its latent, and a part of the key that turns with the position and is the same for every head.
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434). The keys and values of all heads are made from a few numbers of
+each token, its latent; besides, each key has a part that is rotated by the position and is the same for every head.
 
-The trainer makes keys and values of them. A cache keeps only what they come of: there a query is brought to the latents
-of its head instead, and what is mixed are latents, of which the head's values are made last. Both give the same numbers
-up to rounding.
+The trainer makes the keys and values of each head. The generator's cache keeps only latents and rotated parts: each
+head's query is multiplied by that head's key matrix, so that it attends to latents directly; the output mixes latents,
+and the head's value matrix is applied last. Both give the same numbers up to rounding.
+
+Shapes: T packed tokens, D hidden (in q_THD and k_TKD: of a head), H heads, C latent, N the part of a head's key that is
+not rotated, V value of a head.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ _NO_SITE = Site("", (), ())
 
 
 class LatentAttention(nn.Module):
-    """Adapters are on what reads the hidden state and on what writes it; the products that lead from latents to heads
-    are frozen, as Tinker has it. `down` is the fused product of the hidden state: queries, or their latents, and the
-    latent and the turning part of the key. Shapes: C latent, N what does not turn of a head's key, V its value."""
+    """Adapters are on the products that read and write the hidden state; those from latents to heads are frozen, as in
+    Tinker. `down` is the fused product of the hidden state: queries (or their latents), and the latent and the rotated
+    part of the key."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,11 +51,12 @@ class LatentAttention(nn.Module):
         self.o_site = Site(at + "o_A", (at + "o_B",), (d,))
 
     def by_head(self) -> tuple[Tensor, Tensor]:
-        """The matrices from a latent to each head's key and value: [H, N, C] and [H, V, C]."""
+        """The matrices from a latent to each head's key [H, N, C] and to its value [H, V, C]."""
         parts_HOC = self.kv_up.view(self.config.num_heads, -1, self.latent.kv_rank)
         return parts_HOC[:, : self.latent.plain_dim], parts_HOC[:, self.latent.plain_dim :]
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
+        """out_TD, float32, from the normed hidden state x_TD; over latents if `attend` keeps these."""
         c = self.latent
         sizes = [self.down_site.sizes[0], c.kv_rank, c.rope_dim]
         q, latent_TC, k_turning = torch.split(lora_linear(x_TD, self.down, self.down_site, lora), sizes, dim=-1)
@@ -77,12 +81,12 @@ class LatentAttention(nn.Module):
         attend: Attend,
         lora: LoraRows | None,
     ) -> Tensor:
-        """Attention over the keys and values of each head."""
+        """[T, H, V]: attention over the keys and values of each head, made here."""
         heads, dim, value_dim = self.config.num_heads, self.config.head_dim, self.latent.value_dim
         up_THO = lora_linear(latent_TC, self.kv_up, _NO_SITE, lora).view(len(latent_TC), heads, -1)
         k_THN, v_THV = torch.split(up_THO, [self.latent.plain_dim, value_dim], dim=-1)
         k_THD = torch.cat((k_THN, k_turning.expand(-1, heads, -1)), dim=-1)
-        # Padded to one width, as the fused kernels need it.
+        # Padded to one width, which the fused kernels need.
         width = max(dim, value_dim)
         q_THD, k_THD = (F.pad(x, (0, width - dim)) for x in (torch.cat((q_THN, q_turning), dim=-1), k_THD))
         return self._attend(attend, q_THD, k_THD, F.pad(v_THV, (0, width - value_dim)))[..., :value_dim]
@@ -96,7 +100,8 @@ class LatentAttention(nn.Module):
         attend: Attend,
         lora: LoraRows | None,
     ) -> Tensor:
-        """Attention over latents, as if all heads shared one key; its first numbers are the value. No gradients."""
+        """[T, H, V]: attention over latents. To the `attend` it is attention with one kv head, whose key is latent and
+        rotated part, and whose value is the latent, the first C numbers of the key. No gradients."""
         k_up_HNC, v_up_HVC = self.by_head()
         q_THC = _each_head(q_THN, k_up_HNC, lora, transposed=True)
         k_T1C = torch.cat((latent_TC[:, None], k_turning), dim=-1)
@@ -110,7 +115,7 @@ class LatentAttention(nn.Module):
 
 
 def _each_head(x_THI: Tensor, weight_HOI: Tensor, lora: LoraRows | None, *, transposed: bool = False) -> Tensor:
-    """Each head's rows times its own weight, in float32."""
+    """Each head's rows times its own weight, [T, H, O], float32: x W^T, or x W if `transposed`."""
     if lora is not None and lora.apart:
         return torch.cat([_each_head(own, weight_HOI, None, transposed=transposed) for own in own_rows(x_THI, lora)])
     rows, heads, inner = x_THI.shape

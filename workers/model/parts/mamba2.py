@@ -1,11 +1,11 @@
-"""Mamba-2 (arXiv 2405.21060) with its causal convolution and its gated norm by groups.
+"""Mamba-2 (arXiv 2405.21060) with its causal convolution and its norm, gated and by groups.
 
-For each head, with value x, a step dt of each token, and b and c of the head's group, the state S [D, V] becomes
-exp(dt A) S + b (dt x)^T, and the output is S^T c + skip x. A run of tokens is computed in chunks, as section 6 of the
-paper has it; one token by the formula itself. All in float32.
+For each head, with value x, a step dt of each token, and b and c of the head's group, the state S [D, V] becomes exp(dt
+A) S + b (dt x)^T, and the output is S^T c + skip x. Many tokens are computed in chunks, as in section 6 of the paper; a
+single token by the formula itself. All in float32.
 
-Steps have no floor, as in the published code and in training. transformers 5 raises them to `time_step_min` where it
-computes many tokens, and not where it computes one; its pull request 48989 calls that a fault.
+Steps have no lower bound, as in the published code and in training. transformers 5 raises them to `time_step_min` when
+it computes many tokens, but not when it computes one; its pull request 48989 calls that a fault.
 
 Shapes: N tokens of a sequence, R sequences, M channels of the convolution, J its taps, G groups, H heads, D state dim,
 V head dim, C chunks, L tokens of a chunk.
@@ -31,8 +31,9 @@ from workers.model.recur import CHUNK, Packed, State, begun
 
 
 class Mamba2(Recurrent):
-    """The projection of the input is one linear. Tinker's adapters have an A and a B each for the gate and for the
-    values in it, and leave what is beside them as it is; those of other tools may have one pair for the whole."""
+    """The projection of the input is one linear: gate, values, b and c, steps. Tinker's adapters have an A and a B each
+    for the gate and for the values, and leave the rest unchanged; those of other tools may have one pair for the whole.
+    A state is the last J - 1 inputs of the convolution and S of each head."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         assert config.mamba is not None
@@ -88,30 +89,30 @@ class Mamba2(Recurrent):
         return y, list(zip(ends_JM, ends_HDV, strict=True))
 
     def _begin(self, x: Tensor) -> State:
+        """The state of a sequence that begins: zeros."""
         c = self.config
         return x.new_zeros(c.taps - 1, c.mixed_size), x.new_zeros(c.heads, c.state_dim, c.head_dim)
 
     def _inputs(self, x_NI: Tensor) -> tuple[Tensor, ...]:
-        """The gate [N, H V], what the convolution takes [N, M], the steps before their bias [N, H]."""
+        """The gate [N, H V], the convolution's input [N, M], and the steps before their bias [N, H]."""
         c = self.config
         return x_NI.split_with_sizes([c.value_size, c.mixed_size, c.heads], dim=-1)
 
     def _parts(self, mixed_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [N, H, V]; what the groups write with and read by, [N, G, D] each."""
+        """Values [N, H, V]; b and c of each group, [N, G, D] each."""
         c = self.config
         shared = c.groups * c.state_dim
         x, b, read_by = mixed_NM.split_with_sizes([c.value_size, shared, shared], dim=-1)
         return by_head(c.heads, x), by_head(c.groups, b), by_head(c.groups, read_by)
 
     def _gated(self, out_NHV: Tensor, gate_NM: Tensor) -> Tensor:
-        """The norm is of what is gated, within each group of heads."""
+        """[N, H V]: the output times the gate, then RMSNorm within each group of heads."""
         by_group = by_head(self.config.groups, out_NHV.flatten(1) * gate_NM)
         return F.rms_norm(by_group, by_group.shape[2:], None, self.norm_eps).flatten(1) * self.norm
 
 
 class _Tokens(NamedTuple):
-    """What the recurrence computes with: values times their steps, what groups write with and read by, and the decays'
-    logarithms."""
+    """The inputs of the recurrence for each token: x dt, b and c, and the decays' logarithms dt A."""
 
     x_HNV: Tensor
     b_GND: Tensor
@@ -120,8 +121,8 @@ class _Tokens(NamedTuple):
 
 
 def by_chunks(tokens: _Tokens, state_HDV: Tensor) -> tuple[Tensor, Tensor]:
-    """out [H, N, V] and the state after N tokens. Within a chunk this is attention with a decay; between chunks only
-    the state is passed on."""
+    """out [H, N, V] and the state after N tokens (section 6 of the paper). Within a chunk this is attention with a
+    decay; from chunk to chunk only the state is passed on."""
     (heads, count), groups = tokens.decay_HN.shape, len(tokens.b_GND)
     length, each = min(CHUNK, count), heads // groups
     x, b, c, decay = (chunked(t, length) for t in tokens)

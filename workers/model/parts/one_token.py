@@ -1,11 +1,12 @@
 """One token of each of many sequences through a recurrence whose state is a matrix S [D, V] for each head.
+gated_delta.py and mamba2.py call it in decode steps.
 
-S becomes decay S + k w^T, and the output is S^T q. What is written, w, is the value v (Mamba-2), or, by the delta rule
-with a rate, rate (v - decay S^T k).
+S becomes decay S + k w^T, and the output is S^T q. Here w is the value v (Mamba-2) or, by the delta rule, rate (v -
+decay S^T k). All in float32.
 
-On a CPU this is recur.c: a step reads every state once and writes every state once, and a row's bits depend on the row
-alone by the order of its sums. On a device where there are kernels (gpu/fla.py) it is one of those. Elsewhere, and
-without a C compiler, torch computes the same, up to rounding, and goes over the states several times more.
+On a CPU this is recur.c: a step reads and writes every state once. Invariant (isolation): its sums have a fixed order,
+so a row's bits depend on the row alone. On a device that fla-core serves it is one of its kernels (gpu/fla.py).
+Otherwise, and without a C compiler, torch computes the same up to rounding, with several more passes over the states.
 
 Shapes: R rows, G groups of heads that share queries and keys, H heads, D key dim, V value dim.
 """
@@ -29,7 +30,8 @@ _SOURCE = Path(build.__file__).with_name("recur.c")
 
 
 class Tokens(NamedTuple):
-    """What a recurrence computes one token of each row with. `rate` None: not by the delta rule."""
+    """The inputs of the recurrence, one token of each row. `decay_RH` are factors, not logarithms; `rate_RH` None: not
+    by the delta rule."""
 
     q_RGD: Tensor
     k_RGD: Tensor
@@ -39,7 +41,8 @@ class Tokens(NamedTuple):
 
 
 def one_token(tokens: Tokens, states_HDV: Sequence[Tensor], *, packs: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """out [R, H, V] and the states after the token; those before are not written to. `packs`: see `Recurrence`."""
+    """out [R, H, V] and the states [H, D, V] after the token, as new tensors: those before are not written to. `packs`:
+    use fla-core's kernels (`Recurrence.packs`)."""
     if packs:
         return fla.one_token(*tokens, states_HDV)
     native = build.library(_SOURCE) if tokens.v_RHV.device.type == "cpu" else None
@@ -47,6 +50,7 @@ def one_token(tokens: Tokens, states_HDV: Sequence[Tensor], *, packs: bool = Fal
 
 
 def in_torch(tokens: Tokens, states_HDV: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """`one_token` in plain torch."""
     each = tokens.v_RHV.shape[1] // tokens.k_RGD.shape[1]
     q_RHD, k_RHD = (t.repeat_interleave(each, 1) for t in (tokens.q_RGD, tokens.k_RGD))
     decayed_RHDV = torch.stack(list(states_HDV)) * tokens.decay_RH[:, :, None, None]
@@ -58,7 +62,7 @@ def in_torch(tokens: Tokens, states_HDV: Sequence[Tensor]) -> tuple[Tensor, list
 
 
 class _Step(ctypes.Structure):
-    """`step` of recur.c."""
+    """The struct `step` of recur.c."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("rows", "heads", "groups", "dim", "width", "threads"))
 
@@ -69,7 +73,7 @@ def _in_c(native: ctypes.CDLL, tokens: Tokens, states_HDV: Sequence[Tensor]) -> 
     if any(part is not None and part.dtype != torch.float32 for part in (*given, *starts)):
         raise ValueError("a recurrence and its states are float32")
     (rows, heads, width), (groups, dim) = tokens.v_RHV.shape, tokens.k_RGD.shape[1:]
-    # A tensor for each row: one of all rows is so large that its memory is given back to the system with every step.
+    # A tensor for each row: one for all rows is so large that each step would return its memory to the system.
     ends = [torch.empty(heads, dim, width) for _ in starts]
     out_RHV = torch.empty(rows, heads, width)
     places = [np.array([state.data_ptr() for state in part], dtype=np.int64) for part in (starts, ends)]

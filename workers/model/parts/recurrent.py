@@ -1,4 +1,6 @@
-"""Common parts of layers with a recurrence in place of attention: the products before and after it, and who runs it."""
+"""Common parts of layers with a recurrence in place of attention: the products before and after the recurrence, and
+their adapters.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from workers.model.recur import Recur, Recurrence
 
 
 class Recurrent(nn.Module, Recurrence):
-    """A layer that is a `Recurrence` over what its fused product `inputs` makes of tokens; `out` is the product behind
-    it. That of the input has one stacked A and a B for each part, or one pair for each whole projection."""
+    """A layer that is a `Recurrence`. Its fused product `inputs` feeds the recurrence, and the product `out` follows.
+    The adapter of `inputs` has one stacked A and a B for each part, or a pair of its own for each whole projection."""
 
     inputs: Tensor
     out: Tensor
@@ -28,6 +30,7 @@ class Recurrent(nn.Module, Recurrence):
         self.out_site = Site(at + "out_A", (at + "out_B",), (config.hidden_size,))
 
     def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, lora: LoraRows | None) -> Tensor:
+        """out_TD, float32, from the normed hidden state x_TD. Raises TypeError if `attend` keeps no states."""
         if not isinstance(attend, Recur):
             raise TypeError(f"{type(attend).__name__} keeps no states, which {type(self).__name__} needs")
         projected = lora_linear(x_TD, self.inputs, self.in_site, lora, self.whole_site)

@@ -1,4 +1,6 @@
-"""Rotary position embedding: default, linear, llama3 or YaRN, over the whole head or its first part."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), with default, linear, llama3 or YaRN frequencies, over the
+whole head or its first part.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from workers.model.config import RopeConfig
 
-#: Positions for which angles are computed at a time.
+#: How many positions the table of angles grows by at a time.
 BLOCK = 256
 
 #: cos and sin of each token's angles, [T, 1, turned] each.
@@ -27,10 +29,10 @@ class Rotary(nn.Module):
         self._angles: Tensor = nn.Buffer(torch.empty(2, 0, turned), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Angles:
-        """From a table that grows by whole blocks: the value at a position must not depend on where a token stands in
-        the batch, as it does when a vectorised cos rounds the ends of a tensor differently. On a CUDA device, where
-        reading the last position would wait for the device, the table has all positions of the context from the
-        start."""
+        """cos and sin of each token's angles, read from a table that grows by whole blocks. Computing them per batch
+        would break isolation: a vectorised cos rounds differently at the end of a tensor, so a position's value would
+        depend on where its token stands in the batch. On a CUDA device the table has all positions of the context from
+        the start, since reading the largest position would wait for the device."""
         while self._last(positions_T) >= self._angles.shape[1]:
             with torch.inference_mode(False), torch.no_grad():
                 start = self._angles.shape[1]
@@ -43,13 +45,15 @@ class Rotary(nn.Module):
         return cos[:, None], sin[:, None]
 
     def _last(self, positions_T: Tensor) -> int:
+        """The largest position that the table must have."""
         if positions_T.is_cuda:
             return self._context_length - 1
         return int(positions_T.max()) if len(positions_T) else 0
 
 
 def turn(x_THD: Tensor, angles: Angles) -> Tensor:
-    """Turn the first part of each head, as wide as the angles; what is beyond stays."""
+    """Rotate the first part of each head, as wide as the angles; the rest is unchanged. Number j is rotated with number
+    j + half of the width."""
     cos, sin = angles
     turned = cos.shape[-1]
     if not turned:
@@ -61,12 +65,13 @@ def turn(x_THD: Tensor, angles: Angles) -> Tensor:
 
 
 def pairs_apart(x_THD: Tensor) -> Tensor:
-    """For `turn`, of heads in which the two numbers of a plane are neighbours."""
+    """Reorder heads whose rotated pairs are neighbours (0, 1), (2, 3), ..., so that `turn` finds the two halves of a
+    pair apart."""
     return torch.cat((x_THD[..., ::2], x_THD[..., 1::2]), dim=-1)
 
 
 def frequencies(rope: RopeConfig, turned: int) -> Tensor:
-    """Radians per position of each of the turned / 2 planes."""
+    """Radians per position for each of the turned / 2 pairs."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, turned, 2, dtype=torch.int64).float() / turned))
     return {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[rope.kind](plain, rope)
 
@@ -80,8 +85,8 @@ def _linear(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Wavelengths longer than the original context are stretched, short ones are kept and those between are blended
-    (Llama 3.1)."""
+    """Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are kept, and those
+    between are blended."""
     wavelength = 2 * math.pi / plain
     longest = rope.original_context_length / rope.low_freq_factor
     shortest = rope.original_context_length / rope.high_freq_factor
@@ -94,8 +99,8 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Planes that turn more than `beta_fast` times in the original context are kept, those that turn less than
-    `beta_slow` times are stretched, and those between are blended by their place (arXiv 2309.00071)."""
+    """YaRN (arXiv 2309.00071): pairs that rotate more than `beta_fast` times in the original context are kept, those
+    that rotate less than `beta_slow` times are stretched by `factor`, and those between are blended by their index."""
     planes = len(plain)
 
     def plane(turns: float) -> float:

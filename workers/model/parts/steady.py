@@ -1,7 +1,8 @@
-"""Functions of single numbers that round a number the same way wherever it stands in a tensor.
+"""Elementwise functions that round a number the same way wherever it stands in a tensor (isolation).
 
-torch computes exp, sigmoid and their like with vectors, and with other code where less than a vector is left over: at
-the end of a tensor, and of each thread's share of it. Filled up, there is nothing left over. `isolation.py` tests it.
+torch computes exp, sigmoid and the like with vector instructions, and with other code for a remainder shorter than a
+vector, at the end of a tensor and of each thread's share of it. Here tensors are filled up so that no remainder is
+left. `isolation.py` tests it at start-up.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 from workers.model.lora.linear import own_rows
 from workers.model.lora.rows import LoraRows
 
-#: How many numbers torch computes at a time, at most: several vectors of the widest kind.
+#: The most numbers that torch computes at a time: several vectors of the widest kind.
 _VECTORS = 64
-#: A thread's share of a tensor is at least so many numbers (at::internal::GRAIN_SIZE).
+#: The least number of elements in a thread's share of a tensor (at::internal::GRAIN_SIZE).
 _GRAIN = 32768
 
 
 def steady(of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """of(x), differentiable; `of` computes every number by itself."""
+    """of(x), differentiable; `of` must be elementwise."""
     if x.device.type != "cpu":
         return of(x)
     count = x.numel()
@@ -32,7 +33,7 @@ def steady(of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def sigmoid_of(x_TI: Tensor, lora: LoraRows | None) -> Tensor:
-    """sigmoid of packed rows, group by group where rows are kept apart."""
+    """sigmoid of packed rows; group by group if rows are `apart`."""
     if lora is not None and lora.apart:
         return torch.cat([torch.sigmoid(own) for own in own_rows(x_TI, lora)])
     return steady(torch.sigmoid, x_TI)

@@ -50,7 +50,7 @@ def _available_bytes() -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What is left in each cgroup that has a limit."""
+    """The bytes that are left in each cgroup with a limit."""
     for group, of in own_groups("memory"):
         limit, used, stat = _FILES[of]
         if (most := number_in(group / limit)) is not None and (now := number_in(group / used)) is not None:

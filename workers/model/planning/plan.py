@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Settings of these names (`store.settings`), 0 where the plan chooses; and who is on the device. `packed` None: as
+    """Settings of these names (`store.settings`), 0 if the plan chooses; and who is on the device. `packed` None: as
     memory allows. `trainers` are processes, of which `ranks` are one trainer. `one_base`: workers share one copy,
     ranks on a CPU too, which else have a part each: with `owned` a share of the experts, and all of the rest. `spread`:
     a base that no device holds whole may be spread for sampling. `tenants` runs of `rank` are what is planned for.
@@ -159,8 +159,8 @@ def plan(models: Sequence[Check], device: Device, wanted: Wanted) -> Plan:
 
 
 class _Room:
-    """The memory taken so far. Required parts may take everything that the device has; chosen ones leave a part
-    alone."""
+    """The memory taken so far. Required parts may take everything that the device has; chosen parts leave SPARE of it
+    free."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -169,17 +169,17 @@ class _Room:
 
     @property
     def free_bytes(self) -> int:
-        """What is left for chosen parts."""
+        """The bytes left for chosen parts."""
         return max(0, int(self.device.size_bytes * (1 - SPARE)) - sum(part.size_bytes for part in self.parts))
 
     @property
     def unused_bytes(self) -> int:
-        """What is left, including the part that is left alone."""
+        """The bytes that no part takes, SPARE included."""
         return max(0, self.device.size_bytes - sum(part.size_bytes for part in self.parts))
 
     @property
     def left_bytes(self) -> int:
-        """What is left for required parts."""
+        """The bytes left for required parts, whatever chosen parts take."""
         return self.device.size_bytes - self._must_bytes
 
     def take(self, name: str, size_bytes: int, note: str = "", *, must: str = "", way_out: str = "") -> None:

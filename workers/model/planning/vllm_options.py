@@ -155,6 +155,6 @@ def mixing_connector(options: Mapping[str, Any]) -> str:
 
 
 def other_numbers(options: Mapping[str, Any]) -> str:
-    """Which options make log-probabilities those of other weights or keys, for people; "" when none does."""
+    """Which options make log-probabilities those of other weights or keys, for people; "" if none does."""
     changed = (n for n, v in options.items() if OPTIONS[n].numbers == "others" and v != "auto")
     return " and ".join(f"{name} = {options[name]}" for name in changed)

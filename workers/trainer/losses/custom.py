@@ -1,4 +1,4 @@
-"""The uploaded losses that a trainer has used, and their evaluation on a part of an operation."""
+"""Uploaded losses: those a trainer has used lately, and their evaluation on a part of an operation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from store.blobs.contract import Blobs
 from workers.trainer.losses.custom_graph import run_custom_loss, shape_of
 from workers.trainer.metrics import Measure
 
-#: A parsed graph of the largest size takes about a megabyte.
+#: How many losses are kept; a parsed graph of the largest size takes about a megabyte.
 KEPT = 64
-#: How many plans, each for other sizes of data, are kept of each loss.
+#: How many plans of each loss are kept, each for different sizes of data.
 PLANS_KEPT = 4
 
 
 class UploadedLoss:
-    """A loss, and what it does on data of the sizes that were met last."""
+    """A loss, with its plans for the sizes of data that were met last."""
 
     def __init__(self, loss: CustomLoss) -> None:
         self.loss = loss
         self._plans: OrderedDict[tuple[Shape, ...], DatumPlan] = OrderedDict()
 
     def plan(self, shapes: tuple[Shape, ...]) -> DatumPlan:
+        """The plan for inputs of these shapes. Raises CustomLossError if the loss does not allow them."""
         plan = self._plans.pop(shapes, None) or plan_datum(self.loss, shapes)
         self._plans[shapes] = plan
         if len(self._plans) > PLANS_KEPT:
@@ -39,13 +40,14 @@ class UploadedLoss:
 
 
 class CustomLosses:
-    """Losses by id, read from their blobs and kept while they are in use."""
+    """Losses by id, read from their blobs; the KEPT most recently used stay in memory."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
         self._kept: OrderedDict[str, UploadedLoss] = OrderedDict()
 
     def get(self, loss_id: str) -> UploadedLoss:
+        """The loss of this id, read from its blob if it is not kept."""
         loss = self._kept.pop(loss_id, None)
         loss = loss or UploadedLoss(decode_custom_loss(self._blobs.get(loss_ref(loss_id))))
         self._kept[loss_id] = loss
@@ -57,9 +59,9 @@ class CustomLosses:
 def custom_loss(
     uploaded: UploadedLoss, lp_P: Tensor, data: Sequence[ArrayDatum], first: int = 0
 ) -> tuple[Tensor, dict[str, Measure]]:
-    """The sum of the loss over `data`, whose log-probabilities lie end to end in `lp_P`, with a metric for each of its
-    own: `:sum` adds up over data, `:mean` averages over them. Raises CustomLossError naming the datum, counted from
-    `first`, and its node."""
+    """The sum of the loss over `data`, a scalar on the device of `lp_P`, whose log-probabilities lie end to end in
+    `lp_P` float32; and its metrics: `:sum` adds up over data, `:mean` averages over them. Raises CustomLossError naming
+    the datum, counted from `first`, and the node of the graph."""
     loss = uploaded.loss
     total, measures = lp_P.new_zeros(()), {name: Measure(0.0, 0.0) for name in loss.metrics}
     parts = torch.split(lp_P.cpu(), [datum.inputs["target_tokens"].size for datum in data])
@@ -81,7 +83,7 @@ def custom_loss(
 
 
 def most_work_of(uploaded: UploadedLoss, data: Sequence[ArrayDatum]) -> int:
-    """What the loss costs on these data at most (`weft.wire.checks.custom_cost`)."""
+    """The most that the loss can cost on these data, in the unit of `weft.wire.checks.custom_cost`."""
     return sum(most_work(uploaded.loss, input_shapes(uploaded.loss, datum)) for datum in data)
 
 

@@ -1,12 +1,12 @@
-"""Runs uploaded losses, node by node, through tables that were filled from the allow-list when this was imported.
+"""Runs uploaded losses, node by node, by tables that are filled from the allow-list at import. custom.py calls it.
 
-Nothing of a graph is ever evaluated as code, and no name of a graph is looked up on an object: a name is a key of a
-table. Before anything runs, a datum is planned (`weft.wire.checks.custom_cost`): numbers and tuples are taken from the
-plan, and the size of every tensor is known and bounded, so a loss costs no more than a multiple of its data. Gradients
-flow through `logprobs` alone. Always on the CPU: an index out of range there is an error, on a GPU it would take the
-device down for everybody.
+Invariant (security): nothing of a graph is evaluated as code, and no name of a graph is looked up on an object: a name
+is a key of a table. A datum is planned before anything runs (`weft.wire.checks.custom_cost`): numbers and tuples are
+taken from the plan, and the size of every tensor is known and bounded, so a loss costs at most a multiple of its data.
+Gradients flow through `logprobs` alone.
 
-No message of torch's reaches the user: it may carry a number that the loss has computed from the log-probabilities.
+Always on the CPU: there an index out of range is an error, on a GPU it would take the device down for everybody. No
+message of torch's reaches the user, because it may contain a number that the loss computed from the log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _CPU = torch.device("cpu")
 
 
 def shape_of(tensor: Tensor) -> Shape:
+    """The shape of a tensor as plans describe it: dimensions, and float, bool or integer."""
     kind = "f" if tensor.is_floating_point() else "b" if tensor.dtype == torch.bool else "i"
     return Shape(tuple(tensor.shape), kind)
 
@@ -36,8 +37,8 @@ def shape_of(tensor: Tensor) -> Shape:
 def run_custom_loss(
     loss: CustomLoss, inputs: Sequence[Tensor], plan: DatumPlan | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one datum, a scalar that autograd can go back from, and its metrics. `inputs` in the order of
-    `loss.inputs`. Raises CustomLossError naming the node that could not be computed."""
+    """The loss of one datum, a scalar that autograd can differentiate, and its metrics. `inputs` in the order of
+    `loss.inputs`, on the CPU. Raises CustomLossError naming the node that could not be computed."""
     plan = plan or plan_datum(loss, [shape_of(tensor) for tensor in inputs])
     values: dict[str, Any] = {}
     given = iter(inputs)
@@ -59,6 +60,7 @@ def run_custom_loss(
 
 
 def _reason(error: Exception) -> str:
+    """What the user is told of an error of torch's, without torch's own message."""
     if isinstance(error, IndexError):
         return "an index is out of range"
     if isinstance(error, TypeError):
@@ -78,7 +80,8 @@ def _run(node: Node, values: Mapping[str, Any], planned: Any) -> Any:
 
 
 def _check_as_planned(value: Any, planned: Any) -> None:
-    """Check that no result is larger than planned, and that a mask is no index: later nodes are bounded by the plan."""
+    """Check that a result is no larger than planned, as later nodes rely on, and a bool tensor only if planned so: a
+    mask as an index has a result of unknown size."""
     if isinstance(planned, Shape):
         good = isinstance(value, Tensor) and value.device == _CPU and value.numel() <= planned.elements
         if (
@@ -86,10 +89,10 @@ def _check_as_planned(value: Any, planned: Any) -> None:
             or (value.dtype == torch.bool) != (planned.kind == "b")
             or (planned.exact and value.shape != planned.dims)
         ):
-            raise CustomLossError("its result is another than was planned; this is an error of the server's")
+            raise CustomLossError("its result differs from what was planned; this is an error of the server's")
     elif isinstance(planned, tuple):
         if len(value) != len(planned):
-            raise CustomLossError("its result is another than was planned; this is an error of the server's")
+            raise CustomLossError("its result differs from what was planned; this is an error of the server's")
         for item, plan in zip(value, planned, strict=True):
             _check_as_planned(item, plan)
 
@@ -106,7 +109,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _to(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The dtype of `.to(...)`; a loss may not choose the tensor's device."""
+    """`.to(...)` for dtypes; devices are ignored, because a loss may not choose one."""
     for arg in [*args, *kwargs.values()]:
         if isinstance(arg, torch.dtype):
             return value.to(arg)
@@ -126,7 +129,7 @@ _ATTRIBUTES: dict[str, Call] = {
     "indices": lambda value: value[1],
 }
 
-#: Functions for which torch's own take arguments that a loss may not give, such as inplace.
+#: Used in place of functions of torch that take arguments which a loss may not give, such as inplace.
 _OWN: dict[str, Call] = {
     "getattr": _attribute,
     "operator.getitem": _getitem,
@@ -138,7 +141,7 @@ _OWN: dict[str, Call] = {
 
 
 def _resolve(name: str) -> Call:
-    """The function of an allow-listed name. Called at import, on our own list."""
+    """The function of an allow-listed name. Called at import only, for the names of our own list."""
     if name in _OWN:
         return _OWN[name]
     if name.startswith("operator."):

@@ -1,16 +1,19 @@
-"""The losses, one function each, with their metrics beside them.
+"""The built-in losses, one function each, with their metrics beside them.
 
 Every loss is the plain SUM over the positions it is given: no mean and no normalisation, so that two half batches equal
-one whole batch. Shapes: P positions of one slice, flattened over data (and over K targets per position).
-lp_P = log p(target) now, q_P = `logprobs` when sampled, A_P = `advantages`, r = exp(lp - q).
-Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r, except for
-stable_reinforce, which is ours. docs/losses.md has all of them, with their defaults.
+one whole batch.
 
-A position that cannot contribute is outside an RL loss, and its q reaches no exp (prompt positions often carry a
-placeholder for which exp(lp - q) overflows). In a loss whose every term has the factor A, these are the positions with
-A = 0. A quadratic term (dro, stable_reinforce) remains at A = 0, because a group whose rewards are all equal must still
-be held to its sampler: there, only positions with A = 0 and q = 0 are outside, as in the prompts of Tinker's recipes,
-which were not sampled.
+Shapes: P positions of one slice, flattened over data (and over K targets per position). lp_P = log p(target) now;
+inputs q_P = `logprobs`, those when sampled, and A_P = `advantages`; r = exp(lp - q).
+
+Formulas: the "Losses" pages of the Tinker docs, whose thresholds are absolute bounds on r; stable_reinforce is ours.
+docs/losses.md has all of them, with their defaults.
+
+A position that cannot contribute is outside an RL loss: its q reaches no exp, since prompt positions often carry a
+placeholder for which exp(lp - q) overflows. If every term of a loss has the factor A, these are the positions with A=0.
+A quadratic term (dro, stable_reinforce) remains at A=0, because a group whose rewards are all equal must still be held
+to its sampler. In these losses only positions with A=0 and q=0 are outside: the prompts in Tinker's recipes, which were
+not sampled.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ def importance_sampling(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[T
 
 
 def ppo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
-    """L = -sum min(r * A, clamp(r, low, high) * A). `clip_fraction`: positions where the clamped term is the smaller
-    one, so that no gradient flows."""
+    """L = -sum min(r * A, clamp(r, low, high) * A). `clip_fraction`: the fraction of positions whose clamped term is
+    the smaller one, so that no gradient flows."""
     advantages_P, inside_P = inputs["advantages"], _pushed(inputs)
     log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("ppo", inputs, config)
@@ -59,7 +62,7 @@ def ppo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str,
 
 def cispo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
     """L = -sum detach(clamp(r, low, high)) * lp * A: clipping bounds a position's weight and never stops its gradient.
-    `clip_fraction`: positions whose ratio is out of bounds."""
+    `clip_fraction`: the fraction of positions whose ratio is out of bounds."""
     inside_P = _pushed(inputs)
     log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("cispo", inputs, config)
@@ -72,7 +75,7 @@ def cispo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[st
 
 
 def dro(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
-    """L = -sum [lp * A - beta / 2 * (lp - q)^2]: no ratio at all, a quadratic pull towards the sampler instead."""
+    """L = -sum [lp * A - beta / 2 * (lp - q)^2]: instead of a ratio, a quadratic pull towards the sampler."""
     inside_P = _pushed_or_sampled(inputs)
     log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     beta = _setting("dro", "beta", config)
@@ -81,14 +84,14 @@ def dro(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str,
 
 
 def gspo(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, dict[str, Measure]]:
-    """L = -sum min(s_t * A, clamp(s_t, low, high) * A), where s_t has the value of its sequence's ratio, the geometric
-    mean of r over the positions that `sequence_ratio_mask` marks, and the gradient of its own lp (GSPO-token,
-    arXiv 2507.18071). `lengths` [S] are those of the sequences; absent, all positions are one."""
+    """L = -sum min(s_t * A, clamp(s_t, low, high) * A) (GSPO-token, arXiv 2507.18071). s_t has the value of its
+    sequence's ratio, the geometric mean of r over the positions that `sequence_ratio_mask` marks, and the gradient of
+    its own lp. `lengths` [S]: of the sequences; if absent, all positions are one sequence."""
     advantages_P, inside_P, marked_P = inputs["advantages"], _pushed(inputs), inputs["sequence_ratio_mask"] != 0
     low, high = _bounds("gspo", inputs, config)
     log_ratio_P = torch.where(marked_P, lp_P.detach() - inputs["logprobs"], torch.zeros_like(lp_P.detach()))
     lengths_S = inputs["lengths"] if "lengths" in inputs else torch.tensor([len(lp_P)], device=lp_P.device)
-    # Each sequence is summed in its own order, on a GPU too, where `index_add` takes any.
+    # Sums each sequence in its own order, on a GPU too, where `index_add` adds in any order.
     sums_S = torch.segment_reduce(log_ratio_P, "sum", lengths=lengths_S)
     sizes_S = torch.segment_reduce(marked_P.to(sums_S.dtype), "sum", lengths=lengths_S)
     mean_P = (sums_S / sizes_S.clamp(min=1)).repeat_interleave(lengths_S, output_size=len(lp_P))
@@ -109,9 +112,9 @@ def stable_reinforce(lp_P: Tensor, inputs: Inputs, config: Config) -> tuple[Tens
     """L = sum [-keep * r * A + kl_coeff * (lp - q)^2]: importance-weighted REINFORCE inside a trust region.
 
     keep = 0 for a position that has left the region: its ratio is out of [clip_low_threshold, clip_high_threshold]
-    (IcePop's mask, applied to r), or its probability has moved by more than `prob_threshold` in the direction its
-    advantage pushes it (DPPO's mask). Such a position still feels the quadratic pull towards the sampler. The
-    combination and its defaults are ours: Tinker publishes no formula. docs/losses.md tells the reasons."""
+    (IcePop's mask, applied to r), or its probability has moved by more than `prob_threshold` in the direction in which
+    its advantage pushes it (DPPO's mask). Such a position still feels the quadratic pull towards the sampler. The
+    combination and its defaults are ours, since Tinker publishes no formula; docs/losses.md gives the reasons."""
     advantages_P, inside_P = inputs["advantages"], _pushed_or_sampled(inputs)
     log_ratio_P = _log_ratio(lp_P, inputs, inside_P)
     low, high = _bounds("stable_reinforce", inputs, config)
@@ -156,13 +159,13 @@ def _log_ratio(lp_P: Tensor, inputs: Inputs, inside_P: Tensor) -> Tensor:
 
 
 def _clipped_exp(log_ratio_P: Tensor, advantages_P: Tensor) -> Tensor:
-    """r, for a loss that clips it from above where A > 0. Beyond float32 r would be inf, whose gradient there, 0 times
-    inf, is NaN; where A < 0 nothing clips it, and its overflow is the user's to hear of."""
+    """r, for a loss that clips it from above if A > 0. There lp - q is cut before r overflows float32: the gradient of
+    an r of inf would be 0 times inf, NaN. If A < 0 nothing clips r, and the user should learn of its overflow."""
     return torch.where(advantages_P > 0, log_ratio_P.clamp(max=MAX_LOG_RATIO), log_ratio_P).exp()
 
 
 def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
-    """Per-token thresholds if given, else those of the config, else the loss's defaults."""
+    """The bounds of r: thresholds per token if given, else those of the config, else the loss's defaults."""
     defaults = clip_of(LOSSES[loss_fn])
     assert defaults is not None
     like = inputs["advantages"]
@@ -174,14 +177,16 @@ def _bounds(loss_fn: str, inputs: Inputs, config: Config) -> tuple[Tensor, Tenso
 
 
 def _setting(loss_fn: str, name: str, config: Config) -> float:
+    """A number of the loss's config, or its default."""
     default = LOSSES[loss_fn].config[name]
     assert default is not None
     return float(config.get(name, default))
 
 
 def _ratio_metrics(log_ratio_P: Tensor, inside_P: Tensor) -> dict[str, Measure]:
-    """`mismatch_kl` estimates KL(sampler || trainer) per token with the unbiased, never negative estimator
-    r - 1 - log r (Schulman, "Approximating KL divergence", k3). By expm1: of ratios near 1, r - 1 would be rounding."""
+    """`mismatch_kl` estimates KL(sampler || trainer) per token by r - 1 - log r, which is unbiased and never negative
+    (Schulman, "Approximating KL divergence", k3). Computed with expm1, because for r near 1 the difference r - 1 would
+    be mere rounding."""
     log_ratio_P = _told(log_ratio_P)
     return {
         "mismatch_kl:mean": _mean_over_loss(log_ratio_P.expm1() - log_ratio_P, inside_P),

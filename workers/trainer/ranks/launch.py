@@ -32,7 +32,7 @@ CONFIG_BYTES = 1 << 20
 
 
 def launch(config: TrainerConfig, server: WorkerLink) -> int:
-    """Start this node's ranks and return how they ended: 0 when they were told to stop."""
+    """Start this node's ranks and return how they ended: 0 if they were told to stop."""
     leader: list[int] = []  # the process of rank 0
     signal.signal(signal.SIGTERM, lambda signum, frame: _stop(leader))
     with scratch("ranks") as folder:

@@ -111,7 +111,7 @@ class HeldRuns:
         self.residency.hold([])
 
     def _fitting(self, run_ids: list[str], beside: int) -> list[str]:
-        """As many of these runs as fit in memory beside `beside` bytes."""
+        """The first of these runs, as many as fit in memory together with `beside` other bytes."""
         room = self.residency.budget_bytes - beside
         sizes = [self.runs[run_id].kind.size_bytes if run_id in self.runs else 0 for run_id in run_ids]
         return [run_id for run_id, total in zip(run_ids, accumulate(sizes), strict=True) if total <= room]

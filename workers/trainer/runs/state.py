@@ -264,7 +264,7 @@ def load_run(
 ) -> RunState:
     """The run as checkpoint or snapshot `ref` holds it; without the optimizer its moments and step count start at zero.
 
-    Raises StateError when it is missing or of another base model, rank, alpha or targets; DamagedState when it is not
+    Raises StateError if it is missing or of another base model, rank, alpha or targets; DamagedState if it is not
     what was written; OSError when it cannot be read for now.
     """
     kind = kind_of(spec, config)

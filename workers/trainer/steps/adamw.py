@@ -1,7 +1,8 @@
-"""AdamW on flat arenas: every run keeps its own hyperparameters and step count, all due runs are updated together.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat arenas: every run has its own hyperparameters and step count;
+all due runs are updated together. stepping.py calls it.
 
-Invariant: a run's result is bitwise the same whichever runs share the call. The fused kernel works element by element,
-one tensor after the other, and every reduction (the gradient norm) stays inside one run's arena.
+Invariant (isolation): a run's result is bitwise the same whichever runs share the call. The fused kernel is
+elementwise, one tensor after the other, and the only reduction, the gradient norm, stays inside one run's arena.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-#: So many squares of a gradient are added up in float32. In one sum of many more a CPU loses the small ones: the norm
-#: of 1e8 numbers came out 1 % too small.
+#: How many squares of a gradient are added up in float32. A longer sum loses small numbers on a CPU: the norm of 1e8
+#: numbers came out 1 % too small.
 NORM_BLOCK = 1 << 16
-#: The square of a larger number is no float32: the second moment would be infinite for ever, and its weight never move.
+#: The square of a larger number overflows float32: its second moment would stay infinite, and its weight never move.
 MOST_NORM = 2.0**64
 
 
 class OptimizerError(ValueError):
-    """A step that is not taken, by the fault of the user."""
+    """A step that is refused because of its request or its gradient; nothing has changed."""
 
 
 class HalfDone(RuntimeError):
-    """An update has failed while it changed its runs: whatever the reason, it must not be tried again."""
+    """An update failed after it had begun to change its runs. Whatever the reason, it must not be tried again."""
 
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """In the block runs are changed in place, and no tensor is made."""
+    """In the block runs are changed in place, and no tensor may be made: an error becomes HalfDone."""
     try:
         yield
     except Exception as error:
@@ -42,7 +43,8 @@ def changing() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Adam:
-    """Hyperparameters of one step. `grad_clip_norm` bounds the global L2 norm of the gradient; 0 = no clipping."""
+    """Hyperparameters of one step. `grad_clip_norm`: upper bound of the L2 norm of the whole gradient; 0 = no
+    clipping."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -54,9 +56,9 @@ class Adam:
 
 @dataclass
 class Step:
-    """One due update. Arenas are flat float32 of equal size and are changed in place, `grad` too (by clipping). `step`
-    is the number of updates made before this one. A step that was `answered` already is taken whatever its gradient
-    is."""
+    """One due update. Arenas are flat float32 of equal size and are changed in place, `grad` too (by clipping). `step`:
+    the number of updates made before this one. `answered`: repeats a step that was answered already, so it is taken
+    whatever the gradient's norm."""
 
     adam: Adam
     weights: Tensor
@@ -68,16 +70,15 @@ class Step:
 
 
 def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
-    """Update every run and return its metrics, or the error that left it unchanged: a gradient that is too large.
-    Decoupled weight decay and bias correction as torch.optim.AdamW. Out of memory is raised before anything has
+    """Update every run. Returns for each its metrics, or the error that left it unchanged: its gradient is too large.
+    Decoupled weight decay and bias correction as in torch.optim.AdamW. Out of memory is raised before anything has
     changed.
 
-    Runs with equal hyperparameters share one call of torch's multi-tensor kernel, whatever their steps and clipping;
-    the kernel takes one value of each hyperparameter. Separate calls lose little: on a CPU it goes through one arena
-    after the other in any case, and 64 calls cost 0.5 ms more than one, where updating 64 runs of 200,000 parameters
-    takes 10 ms. Multi-tensor calls with a number per run (torch._foreach_mul_ and the like) need ten passes over
-    memory where the kernel needs one.
-    """
+    Runs with equal hyperparameters share one call of torch's fused multi-tensor kernel, which takes one value of each
+    hyperparameter; step counts and clipping may differ. Separate calls cost little: on a CPU the kernel goes through
+    one arena after the other in any case, and 64 calls cost 0.5 ms more than one, beside the 10 ms that 64 runs of
+    200,000 parameters take. Calls with a number per run (torch._foreach_mul_ and the like) would pass over memory ten
+    times instead of once."""
     if not steps:
         return []
     norms = norms_of([step.grad for step in steps])
@@ -98,6 +99,7 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
 
 
 def _result(step: Step, norm: float) -> dict[str, float] | OptimizerError:
+    """The metrics of a step, or the error by which it is refused."""
     if step.answered or norm * clip_scale(norm, step.adam.grad_clip_norm) < MOST_NORM:
         return step_metrics(norm, step.adam.learning_rate, step.step)
     return OptimizerError(
@@ -107,7 +109,7 @@ def _result(step: Step, norm: float) -> dict[str, float] | OptimizerError:
 
 
 def clip_scale(norm: float, limit: float) -> float:
-    """The factor for a gradient of this norm so that it is at most `limit` (0 = none). As
+    """The factor that brings a gradient of this norm to at most `limit` (0 = none), as in
     torch.nn.utils.clip_grad_norm_."""
     return limit / (norm + 1e-6) if limit and limit < norm + 1e-6 else 1.0
 
@@ -120,8 +122,8 @@ def clip_gradients(clipped: Sequence[tuple[Tensor, float]]) -> None:
 
 
 def norms_of(grads: Sequence[Tensor]) -> list[float]:
-    """The L2 norm of each, from its own arena alone: block by block, and the blocks together in float64; all in that
-    where squares overflow."""
+    """The L2 norm of each gradient, from its own arena alone: float32 within blocks of NORM_BLOCK, float64 over blocks;
+    float64 throughout if squares overflow float32."""
     blocks = [torch.split(grad, NORM_BLOCK) for grad in grads]
     of_blocks = torch.stack(torch._foreach_norm([*chain(*blocks)])).double()
     norms: list[float] = torch.stack([own.norm() for own in torch.split(of_blocks, [*map(len, blocks)])]).tolist()
@@ -141,8 +143,8 @@ def step_metrics(grad_norm: float, learning_rate: float, steps_before: int) -> d
 
 
 def _fused(adam: Adam, group: list[tuple[Step, Tensor]]) -> None:
-    """One kernel over several arenas, each with the count of its steps (5x the speed of torch._foreach on a CPU: each
-    arena is passed over once)."""
+    """One fused call over several arenas, each with the count of its steps. On a CPU 5 times as fast as torch._foreach,
+    because it passes over each arena once."""
     torch._fused_adamw_(
         [s.weights for s, _ in group],
         [s.grad for s, _ in group],

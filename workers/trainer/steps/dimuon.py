@@ -1,18 +1,21 @@
-"""Dimuon on the flat arenas: momentum whose update is orthogonalised, matrix by matrix.
+"""Dimuon on the flat arenas: momentum whose update is orthogonalised, matrix by matrix. stepping.py calls it.
 
-For every LoRA matrix W (each expert's, and each of the stacked A factors, on its own) with gradient G:
+For every LoRA matrix W with gradient G:
 
     M <- beta1 M + (1 - beta1) G
     W <- W - learning_rate * U V^T        where M = U S V^T
 
-so a step moves W by a direction whose singular values are all 1: its Frobenius norm is sqrt(rank) whatever the scale of
-the gradient, and no bias correction is needed. U V^T comes from Newton-Schulz iterations, as in Muon (Keller Jordan,
-"Muon: An optimizer for hidden layers in neural networks"). The learning rate multiplies the direction as it is, as
-Tinker's reference says of its Dimuon; the 0.2 sqrt(max(rows, columns)) of arXiv 2502.16982 is not applied. Tinker
-publishes no more than that, so the formula is ours (docs/losses.md).
+Each expert's matrix, and each of the stacked A factors, is a matrix of its own. A step moves W by a direction whose
+singular values are all 1, so the direction's Frobenius norm is sqrt(rank) whatever the scale of the gradient, and no
+bias correction is needed. U V^T is computed by Newton-Schulz iterations, as in Muon (Keller Jordan, "Muon: An optimizer
+for hidden layers in neural networks").
 
-Invariant: a run's result is bitwise the same whichever runs step with it. Matrices of one shape are batched within a
-run and never across runs, because a batched product may round differently in a larger batch.
+The learning rate multiplies the direction unscaled, as Tinker's reference says of its Dimuon: the factor 0.2
+sqrt(max(rows, columns)) of arXiv 2502.16982 is not applied. Tinker publishes no more than that, so the formula is ours
+(docs/losses.md).
+
+Invariant (isolation): a run's result is bitwise the same whichever runs step with it. Matrices of one shape are batched
+within a run but never across runs, because a batched product may round differently in a larger batch.
 """
 
 from __future__ import annotations
@@ -26,20 +29,20 @@ from torch import Tensor
 from workers.model.adapters.shape import AdapterShape
 from workers.trainer.steps.adamw import changing, clip_gradients, clip_scale, norms_of, step_metrics
 
-#: Muon's quintic takes every singular value above about 1/500 of the Frobenius norm to 0.7 .. 1.2 in five steps; the
-#: cubic then converges quadratically to 1. Five and four leave an error of about 1e-6.
+#: Five steps of Muon's quintic bring every singular value above about 1/500 of the Frobenius norm to 0.7 .. 1.2; the
+#: cubic then converges quadratically to 1, and four steps leave an error of about 1e-6.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 QUINTIC_STEPS = 5
 CUBIC_STEPS = 4
 
-#: Elements of the matrices that a CPU iterates on at once, so that they stay in its cache (1 MiB).
+#: The most elements that a CPU iterates on at once, so that they stay in its cache (1 MiB).
 CACHED = 1 << 18
 
 
 @dataclass(frozen=True)
 class Dimuon:
-    """Hyperparameters of one step. `grad_clip_norm` bounds the global L2 norm of the gradient that enters the momentum;
-    not positive = no clipping."""
+    """Hyperparameters of one step. `grad_clip_norm`: upper bound of the L2 norm of the whole gradient that enters the
+    momentum; 0 or less = no clipping."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -74,7 +77,7 @@ def step_dimuon(step: DimuonStep) -> dict[str, float]:
 
 
 def _moves(step: DimuonStep, scale: float) -> list[tuple[Tensor, Tensor]]:
-    """Views of the weights, and the direction of each, in memory of its own."""
+    """Views of the weights, and for each its direction U V^T, in new memory. Changes no arena."""
     by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
     arenas = (matrices(step.shape, flat) for flat in (step.weights, step.m, step.grad))
     for weights, m, grad in zip(*arenas, strict=True):
@@ -92,9 +95,9 @@ def _moves(step: DimuonStep, scale: float) -> list[tuple[Tensor, Tensor]]:
 
 
 def matrices(shape: AdapterShape, flat: Tensor) -> list[Tensor]:
-    """Views [N, rows, columns] of an arena, a matrix each for the optimizer. An A factor that feeds several
-    products (qkv, gate and up) is that many matrices of `rank` rows; expert tensors are one matrix per expert. A B
-    factor is taken as it lies in memory, [r, out]: the direction of a transpose is the transposed direction."""
+    """Views [N, rows, columns] of an arena, one for each tensor: N matrices for the optimizer. An A factor that feeds
+    several products (qkv, or gate and up) is as many matrices of `rank` rows; a tensor of experts is one matrix per
+    expert. A B factor is used as stored, [r, out]: the direction of a transpose is the transposed direction."""
     views = []
     for slot in shape.slots.values():
         view = flat[slot.offset : slot.offset + slot.numel]
@@ -103,8 +106,8 @@ def matrices(shape: AdapterShape, flat: Tensor) -> list[Tensor]:
 
 
 def orthogonal(x_NIJ: Tensor) -> Tensor:
-    """U V^T of every matrix x = U S V^T, a matrix of zeros for one that is zero. Singular values below some thousandth
-    of the matrix's Frobenius norm come out smaller than 1."""
+    """U V^T for every matrix x = U S V^T; zeros for a matrix of zeros. Singular values below about a thousandth of the
+    matrix's Frobenius norm come out smaller than 1."""
     if x_NIJ.shape[1] > x_NIJ.shape[2]:
         return orthogonal(x_NIJ.mT).mT
     # Scaled by the largest entry first: squares of small gradients would underflow in the norm.

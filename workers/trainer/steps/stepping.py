@@ -1,4 +1,4 @@
-"""The optimizer steps of one stage, from encoded requests to encoded results."""
+"""The optimizer steps of one stage of a pass, from encoded requests to encoded results."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from workers.trainer.steps.dimuon import Dimuon, DimuonStep, step_dimuon
 
 
 class Memory(Protocol):
-    """The memory of the runs."""
+    """The memory that holds the runs' states, of which some may be paged out."""
 
     def bring(self, *runs: RunState) -> None:
         """Return once all these runs are in memory. Raises OSError if there is no room for them now."""
 
     def make_room(self, *runs: RunState) -> None:
-        """Free everything in memory except these runs."""
+        """Free the memory of everything except these runs."""
 
 
 def step_runs(due: Sequence[tuple[TrainOp, RunState, bytes]], memory: Memory) -> list[bytes | Exception]:
-    """Update every run with its accumulated gradient (zero if there is none) by the OptimStepRequest in the body of its
-    operation, and clear the gradient. Returns for each run the encoded result, or the error that left it unchanged:
-    OSError where there is no memory for its step now.
+    """Update every run with its accumulated gradient (zeros if there is none) as the OptimStepRequest in its
+    operation's body says, and clear the gradient. Returns for each run the encoded result, or the error that left it
+    unchanged: OptimizerError, or OSError if there is no memory for its step now.
 
-    Any other error of the update itself, HalfDone above all, is not caught: runs may be half updated, and only a
-    rebuild by replay is safe."""
+    Any other error of the update, HalfDone above all, is raised: runs may be half updated, and only a rebuild by replay
+    is safe."""
     results: dict[int, bytes | Exception] = {}
     adams: dict[int, _Due] = {}
     dimuons: dict[int, _Due] = {}
@@ -52,13 +52,13 @@ def step_runs(due: Sequence[tuple[TrainOp, RunState, bytes]], memory: Memory) ->
     return [results[i] for i in range(len(due))]
 
 
-#: A step, and whether it was answered before.
+#: A run, the parameters of its step, and whether the step was answered before (a replay).
 _Due = tuple[RunState, Adam | Dimuon, bool]
 
 
 def _update(due: Sequence[_Due], memory: Memory) -> list[bytes | Exception]:
-    """Update runs in one call; if there is no memory for all of them, one half after the other. A call changes all its
-    runs or none, except those whose gradient it refuses; the bits are the same."""
+    """Update runs in one call or, if there is no memory for all of them, one half after the other; the bits are the
+    same. A call changes all its runs or none, except those whose gradient it refuses."""
     runs = [run for run, _, _ in due]
     try:
         memory.bring(*runs)
@@ -80,7 +80,7 @@ def _stepped(run: RunState, found: dict[str, float] | OptimizerError) -> bytes |
 
 
 def _params(op: TrainOp, run: RunState, body: bytes) -> Adam | Dimuon:
-    """The parameters of a step, checked to be for the run's own optimizer."""
+    """The parameters of a step. Raises OptimizerError if they are not for the run's own optimizer."""
     try:
         request = OptimStepRequest.model_validate_json(body)
         if run.spec.optimizer == "dimuon" and request.optimizer_params is not None:
@@ -98,14 +98,14 @@ def _params(op: TrainOp, run: RunState, body: bytes) -> Adam | Dimuon:
 
 
 def _zeros(runs: Sequence[RunState]) -> Tensor:
-    """Zeros for all runs that have accumulated no gradient, of the size of the largest: written once, they stay in the
-    cache."""
+    """Zeros to be used as the gradient of every run that has accumulated none, as many as the largest of these needs.
+    One shared tensor, so that it stays in the cache."""
     unused = [run.own_grad.flat for run in runs if not run.has_grad]
     return max(unused, key=Tensor.numel).zero_() if unused else torch.empty(0)
 
 
 def _call(due: Sequence[_Due]) -> Sequence[dict[str, float] | OptimizerError]:
-    """The metrics of several runs of AdamW, or one of dimuon."""
+    """The metrics, or errors, of several steps of AdamW, or the metrics of one of Dimuon."""
     adams, zeros = [], _zeros([run for run, _, _ in due])
     for run, params, answered in due:
         weights, grad = run.adapter, run.due_grad(zeros)

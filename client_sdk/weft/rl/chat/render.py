@@ -54,7 +54,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the model wants called. `arguments` is None where it wrote no valid JSON object."""
+    """A tool that the model wants called. `arguments` is None if it wrote no valid JSON object."""
 
     name: str
     arguments: dict[str, Any] | None

@@ -39,7 +39,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 def maxrl(rewards: Sequence[float]) -> list[float]:
-    """(s - mean) / mean, and 0 where the mean is not positive: rare successes count most."""
+    """(s - mean) / mean, and 0 if the mean is not positive: rare successes count most."""
     mean = statistics.mean(map(float, rewards))
     return [c / mean for c in dr_grpo(rewards)] if mean > 0 else [0.0] * len(rewards)
 

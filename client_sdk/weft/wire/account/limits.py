@@ -77,7 +77,7 @@ class PricesResponse(Response):
 
 class BalanceResponse(Response):
     """What was spent, and what is left, in nano-USD. `available_nusd` is the balance plus the overdraft, less the holds
-    of running operations. It and `balance_nusd` are None where nothing limits spending."""
+    of running operations. It and `balance_nusd` are None if nothing limits spending."""
 
     spent_nusd: int
     spent_this_month_nusd: int

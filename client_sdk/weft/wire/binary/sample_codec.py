@@ -34,7 +34,7 @@ class TopkLogprobs:
     logprobs: npt.NDArray[np.float32]
 
     def tolist(self) -> list[list[tuple[int, float]] | None]:
-        """Pairs (token, logprob) per position; None where the whole row is empty."""
+        """Pairs (token, logprob) per position; None if the whole row is empty."""
         rows: list[list[tuple[int, float]] | None] = []
         for tokens, logprobs in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
             cells = zip(tokens, logprobs, strict=True)

@@ -22,7 +22,7 @@ from weft.wire.checks.losses import CUSTOM, OF_THE_FORWARD, RATIO_MASK, ROUTES, 
 from weft.wire.checks.problem import Problem
 from weft.wire.checks.provenance import span_problems
 
-#: The index of the datum that `where` is a part of; None where it is a part of the whole operation.
+#: The index of the datum that `where` is a part of; None if it is a part of the whole operation.
 Found = tuple[int | None, Problem]
 
 #: Small arrays are joined to about this many elements, and looked at together.

@@ -219,7 +219,7 @@ def _holds_tensor(value: Any) -> bool:
 def _attribute(value: Any, name: str) -> Any:
     if name in ("values", "indices"):
         if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, Shape) for part in value)):
-            raise CustomLossError("only what a reduction along a dimension gives has values and indices")
+            raise CustomLossError("only the result of a reduction along a dimension has values and indices")
         return value[0 if name == "values" else 1]
     if not isinstance(value, Shape):
         raise CustomLossError(f"only tensors have {name}")

@@ -77,6 +77,6 @@ def clip_of(loss: LossLimits) -> tuple[float, float] | None:
 
 
 def loss_id_of(config: Mapping[str, float | str]) -> str | None:
-    """The uploaded loss that the config of a custom loss names; None when the config is anything else than that."""
+    """The uploaded loss that the config of a custom loss names; None if the config is anything else than that."""
     loss_id = config.get("loss_id")
     return loss_id if len(config) == 1 and isinstance(loss_id, str) else None

@@ -50,7 +50,7 @@ def install() -> None:
             output.copy_(total)
 
         def _slots(self, tokens: int) -> Any:
-            """The adapter slot of each token, -1 for none; None when no token has one."""
+            """The adapter slot of each token, -1 for none; None if no token has one."""
             context = self._lora_context
             if context is None or context.punica_wrapper.no_lora:
                 return None
