@@ -6,6 +6,11 @@ Here a sweep closes, once a second, what is late: headers that are not complete 
 come slower than a slow line brings them, answers that nobody reads, or that go slower than such a line takes them.
 Waiting for a result (a long poll) is not late.
 
+A body is read when its request asks for it, and no further than that: many requests wait before, for room or for their
+turn. While nothing is read nobody hears that a client has left, so the sweep looks. Of what is answered before its body
+has come the rest is taken and thrown away, also where the connection ends with it: a client that is cut off while it
+sends may lose the answer.
+
 A connection beyond the limits is answered, before anything of it is read, and closed. Where all are taken, one that no
 request is under way on makes room, the one that has waited longest for its client: nobody needs a key to hold one.
 Head and body of an answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this
@@ -14,11 +19,11 @@ one (RFC 9110, 7.8).
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
 import re
+import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,6 +32,7 @@ from typing import Any, NoReturn
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from api.server.transports import Joining, Reading
 from api.state.addresses import holder
 from api.state.polls import most_connections
 from store.settings import FrontSettings
@@ -40,15 +46,16 @@ MAX_PIPELINED = 16
 #: A body may take `body_timeout_s`, and a second more for each of these bytes that have come; and an answer may wait so
 #: long, in all, for its client to take more.
 BODY_BYTES_PER_S = 64 * 1024
-#: Of what is written, so much may wait for what follows it in the same turn of the event loop.
-MAX_HELD_BYTES = 2048
-#: A larger body is not copied for the sake of one packet.
-MAX_JOINED_BYTES = 65_536
+#: What is read at a time of a body that is asked for; and of anything else, for with its head comes so much of a body.
+READ_BYTES = 256 * 1024
+READ_UNASKED_BYTES = 16 * 1024
 
 #: The code of each status that a connection is refused with; docs/api.md has them.
 CODES = {400: "invalid_request", 429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}
 _LONG_HEADERS = f"the headers of a request have at most {MAX_HEADERS_BYTES} bytes"
 
+#: That a client has left, where the system tells it of a connection of which nothing is read.
+_GONE = getattr(select, "POLLRDHUP", 0)
 _HOST = re.compile(rb"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?|")
 
 
@@ -63,7 +70,12 @@ class Gate:
         self._open: Counter[str] = Counter()
         self._silent: dict[Connection, None] = {}  # that wait for a request, since longest first
         self._swept = clock()
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self.refused: Counter[int] = Counter()  # connections, by the status that they were turned away with
+
+    def connection(self, **options: Any) -> Reading:
+        """A new one, as uvicorn makes its own."""
+        return Reading(Connection(self, **options), self._buffer)
 
     @property
     def count(self) -> int:
@@ -118,10 +130,13 @@ class Gate:
         return None
 
     def sweep(self, connections: Iterable[Any]) -> None:
-        """Close those that are late. While the server itself does not read on, a body is not."""
+        """Close those that are late. While the server does not read on, a body is not, but a client may leave."""
         now = self.clock()
         since_last, self._swept = now - self._swept, now
-        for connection in [found for found in connections if isinstance(found, Connection)]:
+        found = [each for each in connections if isinstance(each, Connection)]
+        for connection in _gone(found):
+            connection.transport.abort()
+        for connection in found:
             if connection.idle_since is not None and now - connection.idle_since > connection.timeout_keep_alive:
                 connection.transport.close()
                 continue
@@ -143,6 +158,18 @@ class Gate:
         return any(found in network for network in self._trusted)
 
 
+def _gone(connections: Iterable[Connection]) -> list[Connection]:
+    """Of those whose body waits until it is asked for."""
+    asked, waiting = select.poll(), dict[int, Connection]()
+    for connection in connections:
+        if connection.body_since is not None and connection.flow.read_paused and not connection.pipeline:
+            number = connection.transport.get_extra_info("socket").fileno()
+            if number >= 0:  # or it is closed already
+                waiting[number] = connection
+                asked.register(number, _GONE)
+    return [waiting[number] for number, _ in asked.poll(0)] if waiting else []
+
+
 class Connection(HttpToolsProtocol):
     """A connection that its gate has counted. What is waited for, and since when: headers from the first byte (or from
     the start), a body from its headers, an answer from when the client stopped reading it, and how long it did so
@@ -154,7 +181,8 @@ class Connection(HttpToolsProtocol):
         self._gate = gate
         self._headers_bytes = 0  # that have come, of headers that are not complete
         self._read_bytes = 0  # of the headers of the request that is being read
-        self._body_came = self._begun = False  # in the piece that is being read
+        self._body_came = self._begun = self._headed = False  # in the piece that is being read
+        self._ends = False  # with the rest of the request that was answered
         self._last: bytes | None = None
         self._wrong = (400, "this cannot be read as a request of HTTP")
         self._offer = b""  # the head of a request for another protocol, without that
@@ -167,7 +195,7 @@ class Connection(HttpToolsProtocol):
         self.unread_s = 0.0  # of this answer, before `unread_since`
 
     def connection_made(self, transport: Any) -> None:
-        self._out = _Joining(transport, self.loop)
+        self._out = Joining(transport, self.loop, self._stays)
         super().connection_made(self._out)  # type: ignore[arg-type]
         self.address = self.client[0] if self.client else ""
         self.headers_since = self._gate.clock()
@@ -181,12 +209,16 @@ class Connection(HttpToolsProtocol):
         self._gate.asked(self)
         self._gate.leave(self.address)
         super().connection_lost(exc)
+        self._out.lost()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._last is not None:
             return
-        in_headers, self._body_came, self._begun, self.idle_since = self.headers_since is not None, False, False, None
+        in_headers, self.idle_since = self.headers_since is not None, None
+        self._body_came = self._begun = self._headed = False
         self._parse(data)
+        if self._unasked():
+            self.flow.pause_reading()
         waits = self.headers_since is None and self.body_since is None  # for no rest of what was answered early
         if waits and self.cycle is not None and self.cycle.response_complete:
             self.headers_since = self._gate.clock()  # empty lines: uvicorn waits on without an end
@@ -235,13 +267,15 @@ class Connection(HttpToolsProtocol):
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._ends:  # a request behind the last one
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(400, f"at most {MAX_PIPELINED} requests may wait behind one that is being answered")
         if self.parser.should_upgrade():
             self._offer = self._without_offer()
             return
         self._gate.asked(self)
-        self.headers_since = None
+        self.headers_since, self._headed = None, True
         self.body_since, self.body_bytes = self._gate.clock(), 0
         super().on_headers_complete()
 
@@ -254,6 +288,29 @@ class Connection(HttpToolsProtocol):
             return
         self.body_since = None
         super().on_message_complete()
+        if self._ends:
+            self.transport.close()
+
+    @property
+    def takes_bytes(self) -> int:
+        """Of what comes next, at a time."""
+        return READ_UNASKED_BYTES if self.body_since is None or self.pipeline else READ_BYTES
+
+    def _unasked(self) -> bool:
+        """Whether a body is to come of which nobody waits for more at the moment."""
+        if self.body_since is None or self.cycle is None or self.cycle.response_complete:
+            return False
+        return self._headed or bool(self.cycle.body)
+
+    def _stays(self) -> bool:
+        """Whether a connection that ends with its answer takes the rest of the request before: whoever closes it for
+        another reason, or once more, ends it."""
+        cycle = self.cycle
+        if self._ends or cycle is None or cycle.keep_alive or not cycle.response_complete or self.body_since is None:
+            return False
+        self._ends = True
+        self._out.write_eof()
+        return True
 
     @property
     def written_bytes(self) -> int:
@@ -294,6 +351,9 @@ class Connection(HttpToolsProtocol):
         """To what cannot be read on, and end the connection; after the answers to the requests before it, or it would
         be taken for one of those (RFC 9112, 9.3.2). A request that was being read, and is under way, has none to come:
         it is what cannot be read on."""
+        if self._ends:
+            self.transport.close()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             if not self.cycle.more_body or self.pipeline:
                 if self.cycle.more_body:
@@ -312,46 +372,15 @@ class Connection(HttpToolsProtocol):
         self.unread_s, self._out.written_bytes = 0.0, 0
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+            if self.body_since is None:  # or when the last of them asks for its body
+                self.flow.resume_reading()
             return
+        self.cycle.body.clear()  # that nobody has asked for
+        self.flow.resume_reading()
         self.idle_since = self._gate.clock()
         self._gate.waits(self)
         if self._last is not None:
             self.transport.write(self._last)
             self.transport.close()
-
-
-class _Joining:
-    """A transport that sends two small writes of one turn of the event loop as one: each costs a system call, and wakes
-    the client."""
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._held = b""
-        self.written_bytes = 0
-        self.is_closing: Callable[[], bool] = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        self.written_bytes += len(data)
-        if self._held and len(data) <= MAX_JOINED_BYTES:
-            data, self._held = self._held + data, b""
-        elif 0 < len(data) <= MAX_HELD_BYTES:
-            self._held = data
-            self._loop.call_soon(self._send)
-            return
-        self._send()
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._send()
-        self._transport.close()
-
-    def _send(self) -> None:
-        data, self._held = self._held, b""
-        if data and not self.is_closing():
-            self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
