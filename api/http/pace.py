@@ -48,23 +48,24 @@ class Pace:
 class Turns:
     """A few in each turn of the event loop, one of each lane, again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_turn: int = EACH_TURN) -> None:
+        self._each_turn = each_turn
         self._begun = 0  # in this turn
         #: Who waits, the first in front; and of each their requests, in order.
         self._lanes: dict[str, deque[asyncio.Future[None]]] = {}
 
     def begins(self) -> bool:
         """Whether one more begins in this turn."""
-        if self._lanes or self._begun >= EACH_TURN:
+        if self._lanes or self._begun >= self._each_turn:
             return False
         self._begin()
         return True
 
-    async def come(self, lane: str) -> None:
-        """Wait for a later one."""
-        waiting = asyncio.get_running_loop().create_future()
+    def come(self, lane: str) -> asyncio.Future[None]:
+        """Done when a later one begins."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lanes.setdefault(lane, deque()).append(waiting)
-        await waiting
+        return waiting
 
     def _begin(self) -> None:
         if not self._begun:
@@ -73,7 +74,7 @@ class Turns:
 
     def _next(self) -> None:
         self._begun = 0
-        while self._lanes and self._begun < EACH_TURN:
+        while self._lanes and self._begun < self._each_turn:
             lane = next(iter(self._lanes))
             line = self._lanes.pop(lane)
             waiting = line.popleft()

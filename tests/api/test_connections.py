@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, ClassVar
@@ -23,7 +24,9 @@ from api.server.connections import (
     MAX_HEADERS,
     MAX_HEADERS_BYTES,
     MAX_PIPELINED,
+    PIECES_EACH_TURN,
     READ_UNASKED_BYTES,
+    Connection,
     Gate,
 )
 from api.server.listener import Server
@@ -529,6 +532,36 @@ class TestProxies:
     ) -> None:
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
         assert self.ask(listening(), "127.0.0.3")["client"] == "127.0.0.3"
+
+
+def test_of_many_that_send_at_once_a_few_are_parsed_in_each_turn(
+    listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them in one turn would hold up whatever else is ready, the probes of others too."""
+    here, turns, parsed, read = listening(), [0], list[int](), Connection._read
+
+    def reading(connection: Connection, data: bytes) -> None:
+        parsed.append(turns[0])
+        read(connection, data)
+
+    def count() -> None:
+        turns[0] += 1
+        if len(parsed) < 100:
+            loop.call_soon(count)
+
+    monkeypatch.setattr(Connection, "_read", reading)
+    with ExitStack() as stack:
+        asking = [stack.enter_context(here.connect()) for _ in range(100)]
+        while here.server._gate.count < 100:
+            time.sleep(0.01)
+        loop = next(iter(here.server.server_state.connections)).loop
+        loop.call_soon_threadsafe(time.sleep, 0.2)
+        for connection in asking:
+            connection.sendall(GET)
+        loop.call_soon_threadsafe(count)
+        for connection in asking:
+            until(connection, b"url")
+    assert max(Counter(parsed).values()) <= PIECES_EACH_TURN
 
 
 class Sending:
