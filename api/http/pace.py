@@ -41,30 +41,31 @@ class Pace:
             probes = scope["path"] in PROBES
             turns = self._probes if probes else self._requests
             if not turns.begins():
-                await turns.wait(_address(scope) if probes else _from(scope, self._known))
+                await turns.later(_address(scope) if probes else _from(scope, self._known))
         await self._app(scope, receive, send)
 
 
 class Turns:
     """Lets a few requests begin in each turn of the event loop, one of each sender in rotation."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_turn: int = EACH_TURN) -> None:
+        self._each_turn = each_turn
         self._begun = 0  # how many have begun in this turn
         #: By sender, the next one first: its waiting requests, in order.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     def begins(self) -> bool:
         """Whether one more request may begin in this turn."""
-        if self._waiting or self._begun >= EACH_TURN:
+        if self._waiting or self._begun >= self._each_turn:
             return False
         self._begin()
         return True
 
-    async def wait(self, sender: str) -> None:
-        """Wait for a later turn."""
-        turn = asyncio.get_running_loop().create_future()
+    def later(self, sender: str) -> asyncio.Future[None]:
+        """Done in a later turn, when the next request of this sender may begin."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sender, deque()).append(turn)
-        await turn
+        return turn
 
     def _begin(self) -> None:
         if not self._begun:
@@ -73,7 +74,7 @@ class Turns:
 
     def _next(self) -> None:
         self._begun = 0
-        while self._waiting and self._begun < EACH_TURN:
+        while self._waiting and self._begun < self._each_turn:
             sender = next(iter(self._waiting))
             requests = self._waiting.pop(sender)
             first = requests.popleft()

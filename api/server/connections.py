@@ -6,6 +6,11 @@ Here a sweep, once a second, closes late connections: those whose headers are no
 whose body arrives slower than over a slow line, or whose client reads an answer slower than that, or not at all.
 Waiting for a result (a long poll) is not late.
 
+A body is read only as far as its request asks for it: many requests wait first, for room or for their turn. While
+nothing is read, nothing tells that a client has left, so the sweep looks. When a request is answered before its body
+has come, the rest is read and dropped, also if the connection ends with the answer: a client that is cut off while it
+sends may lose the answer.
+
 A connection beyond the limits is answered, before anything of it is read, and closed. When all connections are taken,
 the one that has been idle longest is closed for a new one, since nobody needs a key to hold one. Head and body of an
 answer go out in one packet. Who offers to go on in another protocol than HTTP/1.1 is served in this one (RFC 9110,
@@ -14,7 +19,6 @@ answer go out in one packet. Who offers to go on in another protocol than HTTP/1
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
@@ -27,6 +31,8 @@ from typing import Any, NoReturn
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from api.http.pace import Turns
+from api.server.transports import Joining, Reading, left
 from api.state.addresses import holder
 from api.state.polls import most_connections
 from store.settings import FrontSettings
@@ -40,10 +46,11 @@ MAX_PIPELINED = 16
 #: A body may take `body_timeout_s`, plus one second for this many bytes received. An answer may wait just as long, in
 #: all, for its client to read on.
 BODY_BYTES_PER_S = 64 * 1024
-#: Up to this many written bytes wait for what is written next in the same turn of the event loop.
-MAX_HELD_BYTES = 2048
-#: A larger body is not copied just to save a packet.
-MAX_JOINED_BYTES = 65_536
+#: How much is read at a time of a body that is asked for, and of everything else: a head may bring so much of a body.
+READ_BYTES = 256 * 1024
+READ_UNASKED_BYTES = 16 * 1024
+#: How many reads are parsed in one turn of the event loop. One may hold MAX_PIPELINED requests, which take 0.3 ms.
+READS_EACH_TURN = 32
 
 #: The error code for each status with which a connection is refused; docs/api.md lists them.
 CODES = {400: "invalid_request", 429: "rate_limited", 431: "headers_too_large", 503: "too_many_connections"}
@@ -63,7 +70,13 @@ class Gate:
         self._open: Counter[str] = Counter()
         self._silent: dict[Connection, None] = {}  # idle connections, the longest idle first
         self._swept = clock()
+        self.reads = Turns(READS_EACH_TURN)
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self.refused: Counter[int] = Counter()  # refused connections, by status
+
+    def connection(self, **options: Any) -> Reading:
+        """A new connection; `options` as uvicorn gives them."""
+        return Reading(Connection(self, **options), self._buffer)
 
     @property
     def count(self) -> int:
@@ -72,7 +85,7 @@ class Gate:
 
     def enter(self, address: str) -> tuple[int, str] | None:
         """Count a connection. Returns the status and text to refuse it with, if it is beyond a limit."""
-        whose = self._whose(address)
+        whose = self.whose(address)
         self._open[whose] += 1
         if self._open.total() > self._most and not self._make_room():
             return 503, f"the server has its most of {self._most} connections open: come again in a moment"
@@ -82,7 +95,7 @@ class Gate:
         return None
 
     def leave(self, address: str) -> None:
-        whose = self._whose(address)
+        whose = self.whose(address)
         self._open[whose] -= 1
         if self._open[whose] <= 0:
             del self._open[whose]
@@ -118,10 +131,14 @@ class Gate:
         return None
 
     def sweep(self, connections: Iterable[Any]) -> None:
-        """Close late connections. While the server itself pauses reading, a body is not late."""
+        """Close late connections, and those whose client has left. While the server itself pauses reading, a body is
+        not late."""
         now = self.clock()
         since_last, self._swept = now - self._swept, now
-        for connection in [found for found in connections if isinstance(found, Connection)]:
+        found = [each for each in connections if isinstance(each, Connection)]
+        for transport in left(each.transport for each in found if each.unread):
+            transport.abort()
+        for connection in found:
             if connection.idle_since is not None and now - connection.idle_since > connection.timeout_keep_alive:
                 connection.transport.close()
                 continue
@@ -131,7 +148,7 @@ class Gate:
                 log.info("closed a connection of %s: waited too long for its %s", connection.address, what)
                 connection.transport.abort()
 
-    def _whose(self, address: str) -> str:
+    def whose(self, address: str) -> str:
         """The name that the address is counted under: a proxy's own address, not its network."""
         return address if self._is_proxy(address) else holder(address)
 
@@ -154,7 +171,10 @@ class Connection(HttpToolsProtocol):
         self._gate = gate
         self._headers_bytes = 0  # received bytes of incomplete headers
         self._read_bytes = 0  # header bytes of the request being read
-        self._body_came = self._begun = False  # whether the piece being read contained body bytes, or began a request
+        #: Whether the piece being read contained body bytes, began a request, or ended its headers.
+        self._body_came = self._begun = self._headed = False
+        self._came = b""  # what is to be parsed in a later turn of the event loop
+        self._ends = False  # whether the connection is closed at the end of the request being read
         self._last: bytes | None = None
         self._wrong = (400, "this cannot be read as a request of HTTP")
         self._offer = b""  # the head of a request that offers another protocol, without that offer
@@ -167,7 +187,7 @@ class Connection(HttpToolsProtocol):
         self.unread_s = 0.0  # time in which this answer was not read, before `unread_since`
 
     def connection_made(self, transport: Any) -> None:
-        self._out = _Joining(transport, self.loop)
+        self._out = Joining(transport, self.loop, self._stays)
         super().connection_made(self._out)  # type: ignore[arg-type]
         self.address = self.client[0] if self.client else ""
         self.headers_since = self._gate.clock()
@@ -181,12 +201,32 @@ class Connection(HttpToolsProtocol):
         self._gate.asked(self)
         self._gate.leave(self.address)
         super().connection_lost(exc)
+        self._out.lost()
 
     def data_received(self, data: bytes) -> None:
+        """Parse `data` at once, or when it is the turn of its address: thousands of connections may have sent many
+        requests each."""
+        if not self._came and self._gate.reads.begins():
+            self._read(data)
+            return
+        self.flow.pause_reading()
+        if not self._came:
+            self._gate.reads.later(self._gate.whose(self.address)).add_done_callback(self._turn)
+        self._came += data
+
+    def _turn(self, _: object) -> None:
+        data, self._came = self._came, b""
+        self.flow.resume_reading()
+        self._read(data)
+
+    def _read(self, data: bytes) -> None:
         if self.transport.is_closing() or self._last is not None:
             return
-        in_headers, self._body_came, self._begun, self.idle_since = self.headers_since is not None, False, False, None
+        in_headers, self.idle_since = self.headers_since is not None, None
+        self._body_came = self._begun = self._headed = False
         self._parse(data)
+        if self._unasked():
+            self.flow.pause_reading()
         # not the rest of a request that was answered early
         waits = self.headers_since is None and self.body_since is None
         if waits and self.cycle is not None and self.cycle.response_complete:
@@ -238,13 +278,15 @@ class Connection(HttpToolsProtocol):
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._ends:  # a request behind the last one
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(400, f"at most {MAX_PIPELINED} requests may wait behind one that is being answered")
         if self.parser.should_upgrade():
             self._offer = self._without_offer()
             return
         self._gate.asked(self)
-        self.headers_since = None
+        self.headers_since, self._headed = None, True
         self.body_since, self.body_bytes = self._gate.clock(), 0
         super().on_headers_complete()
 
@@ -257,6 +299,34 @@ class Connection(HttpToolsProtocol):
             return
         self.body_since = None
         super().on_message_complete()
+        if self._ends:
+            self.transport.close()
+
+    @property
+    def unread(self) -> bool:
+        """Whether a body waits until its request asks for it, so that reading does not tell that the client left."""
+        return self.body_since is not None and self.flow.read_paused and not self.pipeline
+
+    @property
+    def takes_bytes(self) -> int:
+        """How much is read at a time of what comes next."""
+        return READ_UNASKED_BYTES if self.body_since is None or self.pipeline else READ_BYTES
+
+    def _unasked(self) -> bool:
+        """Whether the rest of a body is to come, and its request is not waiting for it."""
+        if self.body_since is None or self.cycle is None or self.cycle.response_complete:
+            return False
+        return self._headed or bool(self.cycle.body)
+
+    def _stays(self) -> bool:
+        """Whether closing is put off until the rest of an answered request has come. A second close, or one for another
+        reason, is not."""
+        cycle = self.cycle
+        if self._ends or cycle is None or cycle.keep_alive or not cycle.response_complete or self.body_since is None:
+            return False
+        self._ends = True
+        self._out.write_eof()
+        return True
 
     @property
     def written_bytes(self) -> int:
@@ -297,6 +367,9 @@ class Connection(HttpToolsProtocol):
         """Answer something that cannot be read any further, and close the connection. The answer is sent after those to
         earlier requests, or it would be taken for one of them (RFC 9112, 9.3.2). A request that was still being read
         gets this answer instead of its own."""
+        if self._ends:
+            self.transport.close()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             if not self.cycle.more_body or self.pipeline:
                 if self.cycle.more_body:
@@ -315,46 +388,15 @@ class Connection(HttpToolsProtocol):
         self.unread_s, self._out.written_bytes = 0.0, 0
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+            if self.body_since is None:  # or when the last of them asks for its body
+                self.flow.resume_reading()
             return
+        self.cycle.body.clear()  # that nobody has asked for
+        self.flow.resume_reading()
         self.idle_since = self._gate.clock()
         self._gate.waits(self)
         if self._last is not None:
             self.transport.write(self._last)
             self.transport.close()
-
-
-class _Joining:
-    """A transport that joins two small writes in one turn of the event loop: each write costs a system call, and wakes
-    the client."""
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._held = b""
-        self.written_bytes = 0
-        self.is_closing: Callable[[], bool] = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        self.written_bytes += len(data)
-        if self._held and len(data) <= MAX_JOINED_BYTES:
-            data, self._held = self._held + data, b""
-        elif 0 < len(data) <= MAX_HELD_BYTES:
-            self._held = data
-            self._loop.call_soon(self._send)
-            return
-        self._send()
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._send()
-        self._transport.close()
-
-    def _send(self) -> None:
-        data, self._held = self._held, b""
-        if data and not self.is_closing():
-            self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

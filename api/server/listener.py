@@ -7,12 +7,11 @@ import logging
 import signal
 import socket
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from api.server.connections import Connection, Gate
+from api.server.connections import Gate
 from api.server.workers.supervisor import WorkerFailed
 from store.settings import FrontSettings
 
@@ -38,7 +37,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Connection, self._gate),  # type: ignore[arg-type]
+                http=self._gate.connection,  # type: ignore[arg-type]
                 ws="none",
                 proxy_headers=True,
                 forwarded_allow_ips=settings.trusted_proxies,

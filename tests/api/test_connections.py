@@ -7,13 +7,14 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, ClassVar
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from api.http.headers import Large
 from api.server import connections, serve
@@ -22,13 +23,14 @@ from api.server.connections import (
     CODES,
     MAX_HEADERS,
     MAX_HEADERS_BYTES,
-    MAX_HELD_BYTES,
-    MAX_JOINED_BYTES,
     MAX_PIPELINED,
+    READ_UNASKED_BYTES,
+    READS_EACH_TURN,
+    Connection,
     Gate,
-    _Joining,
 )
 from api.server.listener import Server
+from api.server.transports import MAX_HELD_BYTES, MAX_JOINED_BYTES, Joining
 from store.settings import FrontSettings
 
 #: More than lies in the buffers of a connection.
@@ -50,9 +52,22 @@ def app() -> FastAPI:
     async def body(request: Request) -> int:
         return len(await request.body())
 
+    found.state.unread = 0
+
     @found.post("/unread")
-    async def unread() -> str:
+    async def unread(response: Response, last: bool = False) -> str:
+        found.state.unread += 1
+        if last:
+            response.headers["connection"] = "close"
         return "no"
+
+    @found.get("/watching")
+    async def watching(request: Request) -> str:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                while (await request.receive())["type"] != "http.disconnect":
+                    continue
+        return "late"
 
     @found.get("/slow")
     async def slow(seconds: float = 2.5) -> str:
@@ -107,6 +122,15 @@ def answer(connection: socket.socket) -> bytes:
         while part := connection.recv(65_536):
             parts.append(part)
     return b"".join(parts)
+
+
+def until(connection: socket.socket, last: bytes, times: int = 1) -> None:
+    """Read until `last` has come."""
+    got = b""
+    while got.count(last) < times:
+        part = connection.recv(65_536)
+        assert part, got
+        got += part
 
 
 GET = b"GET /who HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -332,6 +356,73 @@ def test_who_is_answered_early_may_send_the_rest(
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("says", [b" HTTP/1.0", b" HTTP/1.1\r\nConnection: close", b"?last=1 HTTP/1.1"])
+def test_who_is_answered_early_for_the_last_time_may_send_the_rest_too(
+    listening: Callable[..., Listening], says: bytes
+) -> None:
+    """A connection that is closed over what nobody has read is reset, and its client may lose the answer."""
+    here, size_bytes = listening(header_timeout_s=60), 300_000
+    request = b"POST /unread%s\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    with here.connect() as connection:
+        connection.sendall(request % (says, size_bytes) + bytes(size_bytes - 9))
+        head, body = connection.recv(65_536).split(b"\r\n\r\n")
+        assert (head.split()[1], body) == (b"200", b'"no"')
+        assert connection.recv(1) == b""  # the end, for those that read to it
+        assert here.server.server_state.connections
+        connection.sendall(bytes(9) + request % (says, 0))  # what is behind the last request is none
+        deadline = time.monotonic() + 5
+        while here.server.server_state.connections or here.server.server_state.tasks:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert here.server._app.state.unread == 1
+
+
+@pytest.mark.parametrize("before", ["nothing", "an answer", "a request"])
+def test_a_body_is_not_read_before_it_is_asked_for(listening: Callable[..., Listening], before: str) -> None:
+    """Requests may wait in line for long, and for each as much would be kept as its client could send by then."""
+    here, size_bytes = listening(), 400_000
+    lines = [*((b"GET /slow?seconds=0.5", begins) for begins in (0, 10, 200_000)), (b"POST /body", 10)]
+    with ExitStack() as stack:
+        asking = [(stack.enter_context(here.connect()), line, begins) for line, begins in lines]
+        for connection, line, begins in asking:
+            if before == "an answer":
+                connection.sendall(GET)
+                until(connection, b"url")
+            if before == "a request":
+                line = b"GET /watching HTTP/1.1\r\nHost: x\r\n\r\n" + line
+            head = line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size_bytes
+            connection.sendall(head + bytes(begins))
+        rests = [threading.Thread(target=each.sendall, args=(bytes(size_bytes - sent),)) for each, _, sent in asking]
+        for rest in rests:
+            rest.start()
+        until(asking[-1][0], b"400000")
+        waiting = [each for each in here.server.server_state.connections if each.cycle.scope["path"] == "/slow"]
+        assert len(waiting) == 3
+        # What watches for its client's leaving has twice read on.
+        assert max(each.body_bytes for each in waiting) <= READ_UNASKED_BYTES * (3 if before == "a request" else 1)
+        for connection, _, _ in asking[:-1]:
+            until(connection, b'"late"', 2 if before == "a request" else 1)
+        assert not any(each.cycle.body for each in waiting)
+        for connection, _, _ in asking[:-1]:
+            connection.sendall(GET)  # the rest is taken, and this answered
+            until(connection, b"url")
+        for rest in rests:
+            rest.join()
+
+
+def test_who_leaves_before_their_body_is_asked_for_is_noticed(listening: Callable[..., Listening]) -> None:
+    here = listening()
+    with ExitStack() as stack:
+        for sent in (0, 10, 100_000):
+            head = b"GET /slow?seconds=2 HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+            stack.enter_context(here.connect()).sendall(head + bytes(sent))
+        while len(found := [each for each in here.server.server_state.connections if each.cycle]) < 3:
+            time.sleep(0.01)
+    while here.server.server_state.connections:
+        time.sleep(0.01)
+    assert [(each.cycle.disconnected, each.cycle.response_started) for each in found] == [(True, False)] * 3
+
+
 def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Callable[..., Listening]) -> None:
     """However long that takes: late is who takes nothing for long, or less than a slow line would."""
     server = listening(body_timeout_s=1.0)
@@ -443,6 +534,36 @@ class TestProxies:
         assert self.ask(listening(), "127.0.0.3")["client"] == "127.0.0.3"
 
 
+def test_of_many_that_send_at_once_a_few_are_parsed_in_each_turn(
+    listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them in one turn would hold up whatever else is ready, the probes of others too."""
+    here, turns, parsed, read = listening(), [0], list[int](), Connection._read
+
+    def reading(connection: Connection, data: bytes) -> None:
+        parsed.append(turns[0])
+        read(connection, data)
+
+    def count() -> None:
+        turns[0] += 1
+        if len(parsed) < 100:
+            loop.call_soon(count)
+
+    monkeypatch.setattr(Connection, "_read", reading)
+    with ExitStack() as stack:
+        asking = [stack.enter_context(here.connect()) for _ in range(100)]
+        while here.server._gate.count < 100:
+            time.sleep(0.01)
+        loop = next(iter(here.server.server_state.connections)).loop
+        loop.call_soon_threadsafe(time.sleep, 0.2)
+        for connection in asking:
+            connection.sendall(GET)
+        loop.call_soon_threadsafe(count)
+        for connection in asking:
+            until(connection, b"url")
+    assert max(Counter(parsed).values()) <= READS_EACH_TURN
+
+
 class Sending:
     """A transport that notes what is sent."""
 
@@ -466,7 +587,7 @@ class Sending:
 def test_head_and_body_of_an_answer_go_out_together() -> None:
     async def scenario() -> None:
         wire = Sending()
-        joining = _Joining(wire, asyncio.get_running_loop())
+        joining = Joining(wire, asyncio.get_running_loop(), lambda: False)
         joining.write(b"head ")
         joining.write(b"body")
         assert wire.sent == [b"head body"]
@@ -489,7 +610,7 @@ def test_head_and_body_of_an_answer_go_out_together() -> None:
 def test_what_is_held_of_a_connection_that_is_cut_off_is_not_sent() -> None:
     async def scenario() -> None:
         wire = Sending()
-        joining = _Joining(wire, asyncio.get_running_loop())
+        joining = Joining(wire, asyncio.get_running_loop(), lambda: False)
         joining.write(b"head")
         joining.abort()
         await asyncio.sleep(0)
