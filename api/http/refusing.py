@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -14,7 +15,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import ApiError, Invalid, Malformed, NoMethod, NotFound, NotHere, away, body_of, count, explain, form_of
+from api.errors import (
+    ApiError,
+    Invalid,
+    Malformed,
+    NoMethod,
+    NotFound,
+    NotHere,
+    Unavailable,
+    away,
+    body_of,
+    count,
+    explain,
+    form_of,
+)
 from store import logs
 from store.people.organisations import NoSuch, PeopleError
 
@@ -82,7 +96,8 @@ def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> 
 
 
 class LastResort:
-    """Answers 500 for whatever nobody expected, with an id that leads to the logged traceback and nothing inside."""
+    """Answers 500 for whatever nobody expected, with an id that leads to the logged traceback and nothing inside; and
+    503 for what the end of the server cuts off."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -102,6 +117,10 @@ class LastResort:
             await self.app(scope, receive, watch)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:  # by uvicorn alone, of what is not answered when it stops
+            if started:
+                raise
+            await anywhere(Unavailable("the server stops: send the same request again"))(scope, receive, send)
         except Exception:
             error_id = logs.about().get("request", "")
             route = getattr(scope.get("route"), "path", "no route")  # the template, since a path may contain a secret

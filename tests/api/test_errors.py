@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import openai
@@ -8,10 +10,12 @@ import zstandard
 from pydantic import BaseModel, ValidationError
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
+from starlette.types import Message, Receive, Scope, Send
 from weft.wire.binary.train_codec import encode_train_request
 
 from api.errors import Invalid, TooLarge, explain, quote
 from api.http.bodies import unpack_zstd
+from api.http.refusing import LastResort
 from store.tables import Operation
 from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch
@@ -203,3 +207,29 @@ class TestBodies:
         assert world.call("POST", "forward_backward", content=zstandard.compress(body), headers=packed).is_success
         reply = world.call("POST", "forward_backward", content=body, headers=PROTOBUF | {"content-encoding": "gzip"})
         assert reply.status_code == 415
+
+
+def test_a_request_that_the_end_of_the_server_cuts_off_is_asked_to_come_again() -> None:
+    """Uvicorn cancels what is not answered when its time to stop is over."""
+    sent = list[Message]()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def stopped() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+        request = asyncio.create_task(LastResort(waits)(scope, receive, send))
+        await asyncio.sleep(0)
+        request.cancel()
+        await request
+
+    asyncio.run(stopped())
+    assert sent[0]["status"] == 503
+    assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
+    assert json.loads(sent[1]["body"])["code"] == "draining"
