@@ -1,4 +1,4 @@
-"""Whatever is sent to the API, the server answers with an error of the client's, and goes on."""
+"""Whatever is sent to the API, the server answers that the request is wrong, and goes on serving."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.raw import Post, RawClient, train_post
 from tests.search import examples
 
-if TYPE_CHECKING:  # each process that collects tests would take two seconds to import it
+if TYPE_CHECKING:  # not imported by each process that collects tests: it takes two seconds
     import schemathesis
 
 pytestmark = pytest.mark.server
 
-#: Examples of each operation. All of them together take well below a minute.
+#: Examples for each operation. All of them together take well below a minute.
 EXAMPLES = 4
-#: The operations are tried in so many tests. What is sent to them is thought of in the test: not in each process that
-#: collects it.
+#: The operations of the API are shared out among so many tests. Each test makes its requests when it runs, not when it
+#: is collected.
 PARTS = 8
-#: Whoever deletes it has no key any more.
+#: Deletes the key that calls it: afterwards no request with it would be let in.
 ENDING = f"{PREFIX}/auth/apikey/me"
-#: Statuses that say that the server is at fault; 503 is a server that is stopping.
+#: Statuses that say that the server is at fault; 503 too, since this server is not stopping.
 FAULTS = range(500, 600)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server of its own, with something behind the ids that requests name."""
+    """A server, and the ids of things on it for requests to name."""
 
     client: RawClient
     known: dict[str, Any]
     turn: Iterator[int]
     session: requests.Session
-    #: What is asked at ENDING, with this.
+    #: The key for requests to ENDING, which delete it.
     ending_key: str
 
     def fill_in(self, given: Any, path: str = "") -> Any:
-        """Every other time, ids that exist, so that requests get past the look-up; what is waited for is short."""
+        """Every other time, put in ids that exist, so that requests get past the look-up; and keep waits short."""
         if not isinstance(given, dict) or next(self.turn) % 2:
             return given
         filled = {name: self.known.get(name, value) for name, value in given.items()}
@@ -90,7 +90,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         "model": BASE_MODEL,
     }
     with requests.Session() as session:
-        session.trust_env = False  # to look for proxies takes longer than to send
+        session.trust_env = False  # looking for proxies takes longer than the request
         yield Target(client, known, itertools.count(), session, server.key("that ends"))
     me = httpx.get(f"{server.url}{ENDING}", headers={"X-API-Key": client.key})
     assert me.status_code == 200, "nothing was looked at any more: the requests had ended their own key"
@@ -101,7 +101,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @cache
 def api() -> schemathesis.BaseSchema:
-    """As the document says."""
+    """The API as its OpenAPI document describes it."""
     import schemathesis
 
     whole = document(front())
@@ -134,7 +134,7 @@ def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
     where, key = f"http://{target.client.address}", target.ending_key if case.path == ENDING else target.client.key
     reply = case.call(base_url=where, session=target.session, headers={"X-API-Key": key})
     assert reply.status_code not in FAULTS, f"{case.method} {case.formatted_path}: {reply.text}"
-    operation = api().raw_schema["paths"][case.path].get(case.method.lower())  # other methods are tried, too
+    operation = api().raw_schema["paths"][case.path].get(case.method.lower())  # also other methods are tried
     assert str(reply.status_code) in (operation["responses"] if operation else {"405"}), (
         f"{case.method} {case.formatted_path}: {reply.status_code} {reply.text}"
     )
@@ -145,7 +145,7 @@ def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
 @settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_broken_protobuf_is_refused(target: Target, seed: int, changes: int) -> None:
-    """A valid forward_backward with bytes changed, taken out and put in."""
+    """A valid forward_backward with bytes changed, removed and inserted."""
     tokens = np.arange(40, 50, dtype=np.int32)
     inputs = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(10, dtype=np.float32)}
     post = train_post(target.known["run_id"], 10**6, [ArrayDatum(tokens, inputs)], forward_only=True)
