@@ -96,8 +96,7 @@ class Ground:
 
     @cached_property
     def app(self) -> Any:
-        """The app with its routes; all that they keep is in the state that each `Server` gives it, so the next has
-        none."""
+        """The app with its routes; all that they keep is in the state that each `Server` gives it."""
         return front()
 
     def run_bytes(self) -> int:
