@@ -56,7 +56,7 @@ def test_quota_of_runs(world: World) -> None:
     for seq in (0, 1):
         world.finish(world_op(world, f"{session}:train:{seq}"))
     world.post(f"sessions/{session}/finish", FINISH)
-    world.finish("none")  # and background work is stored
+    world.finish("none")  # and what waits in the background is stored
     world.run(other)
     world.run(key=world.other_key)
 

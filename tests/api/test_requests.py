@@ -29,7 +29,7 @@ def test_an_id_that_is_well_formed_is_kept(world: World) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "", "a" * 65, "two words", 'quo"te', "semi;colon", "ü", "a,b"])
-def test_an_id_that_is_malformed_is_replaced(world: World, given: str | None) -> None:
+def test_a_missing_or_malformed_id_is_replaced(world: World, given: str | None) -> None:
     headers = {} if given is None else {"x-request-id": given.encode()}
     reply = world.call("GET", "weft/usage", headers=headers)
     assert MADE.fullmatch(reply.headers["x-request-id"])

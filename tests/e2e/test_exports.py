@@ -27,7 +27,7 @@ Weft = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def checkpoints(weftd: Weftd) -> dict[str, str]:
-    """A trained adapter with all its parts, and its path of each kind (training, sampler)."""
+    """A trained adapter with all its parts, saved in each way: its path by the method that saved it."""
     with client(weftd) as service:
         run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
         train(run, 6)

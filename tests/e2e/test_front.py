@@ -172,7 +172,7 @@ class TestProxy:
         with self.client(proxy, **{"x-forwarded-for": "198.51.100.7"}) as http:  # the address that the client claims
             assert self.address_of(server, self.session(http, server.key())) == CLIENT
 
-    def test_headers_of_other_proxies_are_not_believed(self, server: Weftd) -> None:
+    def test_headers_of_untrusted_senders_are_not_believed(self, server: Weftd) -> None:
         headers = {"x-forwarded-for": "198.51.100.7", "x-forwarded-proto": "https"}
         for source in (STRANGER, "127.0.0.1"):
             with self.client(server.url, source, **headers) as http:

@@ -196,7 +196,7 @@ def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
 
 
 def without_store(own_store: OwnStore, url: str, key: str) -> None:
-    """While it is away no work that needs it is accepted; it comes back as it was while the caller goes on."""
+    """While the store is away no work that needs it is accepted; it comes back whole as the caller goes on."""
     http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
     request = sample_request(http)
     long = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [40, 43, 46] * 150}]}}

@@ -34,7 +34,7 @@ def test_the_page_runs(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len(found) >= 7
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
     monkeypatch.setenv("WEFT_API_KEY", weftd.key("reader"))
-    monkeypatch.setattr(local, "_free_bytes", lambda: 1 << 40)  # that other tests have left
+    monkeypatch.setattr(local, "_free_bytes", lambda: 1 << 40)  # whatever other tests leave
     whole, reports = checks.recipe, []
 
     def short(kind: type[Any], given: Mapping[str, Any]) -> Any:

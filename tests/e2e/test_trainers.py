@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 TENANTS = 4
 STEPS = 9
 PATIENCE_S = 200
-#: Operations billed for two plays: a create, the steps, and a last forward that shows the weights.
+#: Operations of two plays: a create, the steps, and a last forward that shows the weights.
 OPERATIONS = 2 * TENANTS * (2 + 2 * STEPS)
 #: Small passes, so that many are in flight; small replays, so that there are snapshots.
 TRAINER = "pass_tokens = 128\nsnapshot_every_tokens = 200\nthreads = 1\n"

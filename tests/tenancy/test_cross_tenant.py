@@ -306,7 +306,7 @@ DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-def test_no_openai_route_opens_anothers_weights(any_world: World, sides: Sides) -> None:
+def test_no_route_of_another_api_opens_anothers_weights(any_world: World, sides: Sides) -> None:
     """Named as a run and as a path; its owner finds it by either name."""
     world, ids = any_world, sides.ids
     doors = [route for route in routes_of(front()) if route.path.startswith(("/v1/", "/inference/", *DOORS_AT_TOP))]

@@ -71,7 +71,7 @@ def test_nobody_gets_a_key_that_may_more_than_he(any_world: World) -> None:
 def test_a_members_key_sees_and_ends_no_keys_of_others(any_world: World) -> None:
     _, mine = member(any_world, "member")
     made = make(any_world, key=mine, scopes=["train"])
-    assert [row["id"] for row in any_world.get("weft/keys", key=mine)["keys"]] == [made["id"], 3]  # not acme's 1
+    assert [row["id"] for row in any_world.get("weft/keys", key=mine)["keys"]] == [made["id"], 3]  # not acme's key 1
     for method in ("GET", "DELETE"):
         assert any_world.call(method, "weft/keys/1", key=mine).status_code == 404
 

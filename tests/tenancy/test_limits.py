@@ -169,7 +169,7 @@ def test_requests_per_minute_of_an_organisation(any_world: World) -> None:
     too_many(reply, "this organisation has reached its limit requests_per_minute of 3")
     assert reply.headers["x-weft-limit-scope"] == "organisation"
     any_world.get("weft/stats", key=any_world.other_key)
-    assert any_world.call("POST", "retrieve_future", json={"request_id": "x"}).status_code == 404  # polls: free
+    assert any_world.call("POST", "retrieve_future", json={"request_id": "x"}).status_code == 404  # polls are free
     assert any_world.service.journal.meters.rate_limited == {"requests_per_minute": 1}
 
 

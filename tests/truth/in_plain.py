@@ -147,7 +147,7 @@ class InPlain:
 
     def __post_init__(self) -> None:
         single = copy.deepcopy(self.model)
-        single.set_experts_implementation("eager")  # the only loss that takes float64
+        single.set_experts_implementation("eager")  # only these experts take float64
         self._models = (single, copy.deepcopy(single).double())
 
     def take(self, each: Planned) -> None:

@@ -66,7 +66,7 @@ class Schedule:
     patient: bool = True  # each operation alone, when the one before has been answered
     seed: int = 0  # for delays, duplicates and the order of requests
     pace_s: float = 0.0  # from one operation to the next
-    jitter_s: float = 0.0  # the longest delay of a request
+    jitter_s: float = 0.0  # how far a request may fall behind its turn
     duplicates: float = 0.0  # share of requests that are sent again
     lost_replies: float = 0.0  # share of requests whose answer is lost
     mishaps: tuple[Mishap, ...] = ()

@@ -555,7 +555,7 @@ def test_what_is_done_in_little_time_travels_together(
         for message in done[:3]:
             trainer.send(message)
         assert untold(waiting, key) == 1  # the first
-        assert await asyncio.to_thread(trainer.recv, 0.01) is None  # once nothing is outstanding, all has been told
+        assert await asyncio.to_thread(trainer.recv, 0.01) is None  # a trainer that waits has told all
         assert untold(waiting, key) == 3
         trainer.send(done[3])
         trainer.close()

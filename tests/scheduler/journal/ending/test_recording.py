@@ -1,4 +1,4 @@
-"""The logprobs that a sample was drawn with are stored for training before, and belong to, its answer."""
+"""The logprobs of a sample are stored for training before it is answered, and belong to that answer."""
 
 from __future__ import annotations
 
