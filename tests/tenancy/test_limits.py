@@ -71,7 +71,7 @@ def test_all_buckets_or_none() -> None:
     asked=st.lists(st.tuples(st.integers(1, 100), st.floats(0, 30)), min_size=1, max_size=60),
 )
 def test_over_any_time_the_rate_holds(limit: int, asked: list[tuple[int, float]]) -> None:
-    """By time t are let through at most one full bucket, the rate times t, and the one request that may overdraw it."""
+    """Let through by time t are at most a full bucket, the rate times t, and one request that may overdraw it."""
     clock = Clock()
     rates = LocalRates(clock)
     passed = 0
